@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from slimx import __version__
 from slimx.commands.convert import app as convert
 from slimx.commands.data import command as data
+from slimx.commands.usage import Group, refusal
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag
@@ -21,7 +22,7 @@ from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.live.safe_text import one_line, plain, visible
 
 app = typer.Typer(
-    no_args_is_help=True,
+    cls=Group,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Reinforcement-learning training for large mixture-of-experts language models.",
@@ -349,13 +350,17 @@ def main() -> None:
     as SystemExit."""
     sys.path.insert(0, "")  # hooks are found in the working directory, as with `python -m`
     try:
-        app(standalone_mode=True)
+        try:
+            status = app(standalone_mode=False)
+        except typer.TyperException as error:
+            raise refusal(error) from error
     except (SlimxError, Preempted, Interrupted) as error:
         if isinstance(error, SlimxError) and "--debug" in sys.argv:
             raise
         status, sentence = ending_of(error)
         print(f"slimx: {one_line(sentence)}", file=sys.stderr)
         sys.exit(status)
+    sys.exit(status or 0)
 
 
 def entry() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.util
 import inspect
+import pkgutil
+import re
+import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +24,7 @@ def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
         return importlib.import_module(path)
     except ImportError as error:
         raise SlimxError(
-            f"{key}: {wanted or path} cannot be imported ({raised(error)}); is its folder on PYTHONPATH?",
+            f"{key}: {wanted or path} cannot be imported ({raised(error)}); {_import_hint(error, path)}",
             code="dotted.import",
             about=key,
         ) from error
@@ -28,20 +34,72 @@ def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
 
 def imported(key: str, path: str) -> Any:
     """The object at `path`, the value of `key`. Raises SlimxError naming both and what is wrong."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name or ":" in path:
+    if not all(part.isidentifier() for part in path.split(".")) or path.endswith(".py"):
         raise SlimxError(
-            f"{key} is {path!r}: give a dotted path such as package.module.name", code="dotted.path", about=key
+            f"{key} is {path!r}: give a dotted path of modules and a name, as {_as_dotted(path)}",
+            code="dotted.path",
+            about=key,
+        )
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise SlimxError(
+            f"{key} is {path!r}: give its module, too, as MODULE.{path} for a function of MODULE.py",
+            code="dotted.path",
+            about=key,
         )
     module = load_module(key, module_name, path)
-    try:
-        return getattr(module, name)
-    except AttributeError:
+    found = getattr(module, name, None)
+    if (found is None or isinstance(found, ModuleType)) and _is_module(path):
+        named = load_module(key, path)
         raise SlimxError(
-            f"{key}: module {module_name} has no {name}",
-            code="dotted.missing",
+            f"{key}: {path} is a module; name a function of it: {_listed(path, named)}",
+            code="dotted.module",
             about=key,
-        ) from None
+        )
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"did you mean {module_name}.{near[0]}?" if near else f"it has {_listed(module_name, module)}"
+        raise SlimxError(f"{key}: module {module_name} has no {name}; {hint}", code="dotted.missing", about=key)
+    return found
+
+
+def _as_dotted(path: str) -> str:
+    """A file's path, with or without `:NAME` behind it, as the dotted path that was meant."""
+    file, _, name = path.partition(":")
+    whole = file.endswith(".py")
+    parts = [part for part in re.split(r"[/.]", file.removesuffix(".py")) if part]
+    return ".".join([*parts, *([name or "FUNCTION"] if whole or name else [])])
+
+
+def _is_module(path: str) -> bool:
+    """True if `path`, whose parent has been imported, can be imported."""
+    try:
+        return importlib.util.find_spec(path) is not None
+    except (ImportError, ValueError):  # its parent is no package
+        return False
+
+
+def _listed(path: str, module: ModuleType) -> str:
+    """The functions and classes that a module defines, as dotted paths."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+    ]
+    return ", ".join(f"{path}.{name}" for name in own) or "no function"
+
+
+def _import_hint(error: ImportError, path: str) -> str:
+    """A way out of a failed import of `path`, which may be that of a module which `path` imports."""
+    name = error.name or ""
+    if not isinstance(error, ModuleNotFoundError) or not f"{path}.".startswith(f"{name}."):
+        return "install what it imports, or correct the import"
+    parent, _, last = name.rpartition(".")
+    folders = getattr(sys.modules.get(parent), "__path__", None) if parent else [str(Path.cwd())]
+    near = difflib.get_close_matches(last, [each.name for each in pkgutil.iter_modules(folders or [])], n=1)
+    if near:
+        return f"did you mean {'.'.join(filter(None, [parent, near[0]]))}?"
+    return "is its folder on PYTHONPATH?"
 
 
 def load_function(
@@ -66,10 +124,12 @@ def load_function(
     try:
         signature.bind_partial(**given)
     except TypeError as error:
+        taken = [name for name in signature.parameters if name not in parameters]
+        unknown = next((name for name in given if name not in signature.parameters), next(iter(given)))
+        near = difflib.get_close_matches(unknown, taken, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join(taken) or 'none'}"
         raise SlimxError(
-            f"{options_key}: {path}{signature} does not take them ({error}); correct the names",
-            code="dotted.options",
-            about=options_key,
+            f"{options_key}: {path} does not take {unknown!r}; {hint}", code="dotted.options", about=options_key
         ) from error
     try:
         signature.bind(*parameters, **given)

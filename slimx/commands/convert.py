@@ -20,6 +20,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from slimx.commands.usage import Group
 from slimx.errors import SlimxError
 
 if TYPE_CHECKING:  # torch takes seconds to import, --help must not
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, --help must not
     from slimx.models.families import Family
 
 app = typer.Typer(
-    no_args_is_help=True,
+    cls=Group,
     help="Convert checkpoints, slice by slice: memory stays below 2 GB whatever their size. A conversion that was "
     "killed goes on where it was when it is started again; the output appears when it is complete.",
 )

@@ -38,30 +38,36 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
     report = report.model_copy(update={"kernels": kernels, **_suggestions(config, planned, suggest=suggest)})
     if predict and planned.published is not None:
         report = report.model_copy(update={"predicted": _predicted(planned)})
+    prompt, wrong = _first_prompt(config)
+    report = report.model_copy(update={"violations": (*report.violations, *wrong)})
     if as_json:
         return Said([report.model_dump_json(indent=1)], report.violations)
     lines = describe(report) if report.complete else []
     lines += [f"warning     {sentence}" for sentence in report.warnings]
-    lines += _first_prompt(config)
+    lines += prompt
     if report.predicted is not None:
         lines += describe_predictions(report.predicted)
     return Said([*lines, *describe_suggestions(report)], report.violations)
 
 
-def _first_prompt(config: Config) -> list[str]:
-    """The first prompt as the model is given it, where a local file has it; else the reason why it is not shown. A plan
-    needs neither prompts nor a tokenizer."""
+def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
+    """The first prompt as the model is given it, where a local file has it, and what would refuse the run. A plan needs
+    neither prompts nor a tokenizer: without a tokenizer, it says why the prompt is not shown."""
     rollout = config.rollout
     path = rollout.prompts or rollout.sources[0].path
-    if rollout.replay or path.startswith(HUB) or not Path(path).exists():
-        return []
+    there = not (rollout.replay or path.startswith(HUB)) and Path(path).exists()
+    if not there and not rollout.template:
+        return [], []
     try:
-        return [
-            "prompt      the first one, as the model is given it",
-            *rendered_lines(first_prompt(config), run_tokenizer(config)),
-        ]
+        prompt = first_prompt(config) if there else None
+        tokenizer = run_tokenizer(config)
+        if prompt is None:
+            return [], []
+        return ["prompt      the first one, as the model is given it", *rendered_lines(prompt, tokenizer)], []
     except SlimxError as error:
-        return [f"prompt      not shown: {error}"]
+        if error.code in ("tokenizer.missing", "tokenizer.broken"):
+            return [f"prompt      not shown: {error}"] if there else [], []
+        return [], [str(error)]
 
 
 def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:

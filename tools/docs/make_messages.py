@@ -1,4 +1,5 @@
-"""Write tests/golden/COMMAND.txt: what each command says to its most common mistakes, to be read as prose.
+"""Write tests/golden/COMMAND.txt, what each command says to wrong arguments, and tests/golden/mistakes.txt, what new
+users are told of their mistakes (tools.docs.mistakes): to be read as prose.
 
     python -m tools.docs.make_messages
 
@@ -7,17 +8,12 @@ A unit test compares the files with the commands, so run this after a change of 
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import shlex
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
-from slimx import cli
+from tools.docs import mistakes
+from tools.docs.typed import typed_beside
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 RUN = """\
@@ -125,43 +121,15 @@ def page(command: str) -> str:
 
 
 def _case(command: str, arguments: str) -> str:
-    status, said = _run([command, *shlex.split(arguments)])
+    status, said = typed_beside(FILES, [command, *shlex.split(arguments)])
     return f"$ slimx {command} {arguments}\n{said}[{status}]\n"
-
-
-def _run(arguments: Sequence[str]) -> tuple[int, str]:
-    """Exit status and output of one command, in a directory of its own with FILES."""
-    said = io.StringIO()
-    with _directory() as directory, mock.patch.object(sys, "argv", ["slimx", *arguments]):
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            try:
-                with mock.patch.object(sys, "path", list(sys.path)):
-                    cli.main()
-                status = 0
-            except SystemExit as ended:
-                status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-        return status, said.getvalue().replace(str(directory), "DIRECTORY")
-
-
-@contextlib.contextmanager
-def _directory() -> Iterator[Path]:
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="slimx-messages-") as name:
-        directory = Path(name).resolve()
-        for path, text in FILES.items():
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
-            (directory / path).write_text(text)
-        os.chdir(directory)
-        try:
-            yield directory
-        finally:
-            os.chdir(before)
 
 
 def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
     for command in CASES:
         (GOLDEN / f"{command}.txt").write_text(page(command))
+    mistakes.PAGE.write_text(mistakes.page())
 
 
 if __name__ == "__main__":

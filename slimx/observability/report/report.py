@@ -39,7 +39,8 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     the supervised ones, each in the order given.
 
     Reads `metrics.jsonl`, `timeline.jsonl`, `samples.jsonl`, `config.yaml` and `summary.json`; one that is missing or
-    damaged is said on the page. Raises SlimxError without a run directory, or for one that holds none of them.
+    damaged is said on the page. Raises SlimxError without a run directory, for one that holds none of them, and for a
+    page that cannot be written.
     """
     if not run_dirs:
         raise SlimxError(
@@ -57,8 +58,13 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     html = pages.get_template("page.html").render(
         title=title, runs=sections, plotly=b64encode(PLOTLY.read_bytes()).decode()
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(html, encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise SlimxError(
+            f"{out}: cannot be written ({error.strerror}); name another file", code="report.out", about=str(out)
+        ) from error
 
 
 @dataclass(slots=True)

@@ -92,7 +92,7 @@ GENERATE = "rollout.generate"
 PROBLEMS = [
     ([f"{GENERATE}=no.such.hook"], "dotted.import", GENERATE, ["no.such.hook"]),
     ([f"{GENERATE}={STAND}.blocking"], "dotted.async", GENERATE, ["blocking(ctx, prompt)"]),
-    (["rollout.options.retries=3"], "dotted.options", "rollout.options", [f"{STAND}.good(ctx", "'retries'"]),
+    (["rollout.options.retries=3"], "dotted.options", "rollout.options", [f"{STAND}.good", "'retries'"]),
     ([f"{GENERATE}={STAND}.untrained"], "hooks.untrained", f"{STAND}.untrained", []),
     ([f"{GENERATE}={STAND}.without_logprobs"], "hooks.failed", "generate failed", ["0/0", "log-prob"]),
     (

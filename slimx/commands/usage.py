@@ -1,0 +1,56 @@
+"""Refusals of commands and options that slimx does not have, in one sentence with the name that was meant."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from slimx.errors import REFUSED, SlimxError
+
+
+class Group(TyperGroup):
+    """A group of commands that refuses an unknown one by its nearest name, and shows its help where none is given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:
+            print(ctx.get_help())
+            ctx.exit(REFUSED)
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            near = difflib.get_close_matches(name, self.commands, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(self.commands)}"
+            raise SlimxError(f"{_called(ctx)} has no command {name}; {hint}", code="cli.command", about=name)
+        return super().resolve_command(ctx, args)
+
+
+def refusal(error: typer.TyperException) -> SlimxError:
+    """The sentence for arguments that a command cannot be called with."""
+    ctx, parameter, option = (getattr(error, name, None) for name in ("ctx", "param", "option_name"))
+    if ctx is None:
+        return SlimxError(str(error), code="cli.arguments", about="slimx")
+    command = _called(ctx)
+    options = [name for each in ctx.command.params for name in each.opts if name.startswith("--")]
+    if option is not None and option not in options:
+        near = difflib.get_close_matches(option, options, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join([*options, '--help'])}"
+        return SlimxError(f"{command} has no {option}; {hint}", code="cli.option", about=option)
+    if parameter is not None and not error.args[0]:
+        name = parameter.name.upper()
+        needed = (parameter.help or name).rstrip(".")
+        return SlimxError(f"{command} needs {name}: {needed}", code="cli.missing", about=name)
+    return SlimxError(f"{command}: {error.format_message()}", code="cli.arguments", about=command)  # type: ignore[attr-defined]
+
+
+def _called(ctx: Any) -> str:
+    """The command's name with those of the groups above it."""
+    names = []
+    while ctx.parent is not None:
+        names.append(ctx.info_name)
+        ctx = ctx.parent
+    return " ".join(["slimx", *reversed(names)])

@@ -1,0 +1,31 @@
+"""What new users are told of their mistakes is what tests/golden/mistakes.txt shows, and nothing is started before."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tools.docs import mistakes
+
+LEAST = 60
+
+
+@pytest.mark.costly
+def test_every_mistake_is_told_as_the_page_shows():
+    shown = mistakes.PAGE.read_text().rstrip("\n").split("\n\n# ")
+    told = mistakes.page().rstrip("\n").split("\n\n# ")
+    differing = [new for new in told if new not in shown] + [old for old in shown if old not in told]
+    assert differing == [], "run python -m tools.docs.make_messages, and read the difference"
+
+
+def test_a_refusal_is_one_sentence_and_never_a_traceback():
+    names = [mistake.name for mistake in mistakes.MISTAKES]
+    assert len(names) == len({*names}) >= LEAST
+    page = mistakes.PAGE.read_text()
+    assert re.findall("^# (.*)$", page, re.MULTILINE) == names
+    assert "Traceback" not in page
+    for command, said, status in re.findall(r"^\$ slimx (\w+)[^\n]*\n(.*?)\[(\d)\]$", page, re.MULTILINE | re.DOTALL):
+        if command != "doctor":  # what it tells of hooks is a list
+            assert status == "2"
+            assert said.startswith("slimx: ") and said.count("\n") == 1, said

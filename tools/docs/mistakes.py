@@ -1,0 +1,292 @@
+"""Mistakes that new users make, and tests/golden/mistakes.txt, which shows what they are told.
+
+Each is a command beside the files of a small run that would start, one of them changed. Nothing trains: a mistake that
+is not refused before a run starts is one that this page has to show.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pyarrow
+import pyarrow.parquet
+
+from slimx.orchestration import session
+from tools.docs.typed import typed_beside
+from tools.quickstart.make_model import make_model
+
+PAGE = Path(__file__).parents[2] / "tests" / "golden" / "mistakes.txt"
+RUN = """\
+run: {name: sums, dir: runs/sums}
+model: {path: model}
+numerics: {dtype: float32}
+cluster: {device: cpu}
+rollout:
+  prompts: prompts.jsonl
+  prompts_per_step: 2
+  group_size: 2
+  max_prompt_tokens: 64
+  engines: [{name: actor, max_total_tokens: 32768}]
+  sampling: {max_new_tokens: 4}
+schedule: {steps: 2}
+"""
+PROMPTS = """\
+{"messages": [{"role": "user", "content": "3+4="}], "answer": "7"}
+{"messages": [{"role": "user", "content": "5+1="}], "answer": "6"}
+"""
+GSM8K = '{"question": "Ann has 3 pens and buys 4. How many?", "answer": "3 + 4 = 7\\n#### 7"}\n'
+DAPO = '{"prompt": [{"role": "user", "content": "3+4="}], "reward_model": {"ground_truth": "7", "style": "rule"}}\n'
+REWARD = """\
+async def rises(ctx, trajectory):
+    return float(ctx.text == ctx.prompt.answer)
+"""
+LONG = 8
+"""Lines of a file that the page shows, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """Something that a new user does wrong."""
+
+    name: str
+    command: str
+    """Words typed after `slimx`."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """Files that differ from those of the run, by path."""
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    written = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), written)
+    return written.getvalue()
+
+
+def _prompts(*lines: Any) -> dict[str, str]:
+    return {"prompts.jsonl": "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)}
+
+
+def _hooks(*lines: str) -> dict[str, str]:
+    return {"hooks.py": "\n".join(lines).rstrip() + "\n"}
+
+
+USER = {"role": "user", "content": "3+4="}
+TORN = _parquet([{"question": "3+4=", "answer": "7"}])[:-20]
+MISTAKES = (
+    # The command line.
+    Mistake("a command that is spelt wrong", "trian run.yaml"),
+    Mistake("a command of another program", "run run.yaml"),
+    Mistake("no file", "train"),
+    Mistake("an option that is spelt wrong", "plan run.yaml --sugest"),
+    Mistake("an option of another command", "train run.yaml --suggest"),
+    Mistake("a file that is not there", "train rnu.yaml"),
+    Mistake("a directory instead of its file", "train model"),
+    Mistake("an override before the file", "train schedule.steps=5 run.yaml"),
+    Mistake("an override with spaces", "train run.yaml schedule.steps = 5"),
+    Mistake("an override with a colon", "train run.yaml schedule.steps:5"),
+    Mistake("an override of a whole section by a number", "train run.yaml schedule=5"),
+    Mistake("an unclosed list on the command line", "train run.yaml 'rollout.engines=[{tensor: 2'"),
+    Mistake("two configuration files", "train run.yaml other.yaml", {"other.yaml": "schedule: {steps: 5}\n"}),
+    Mistake("--config before the file", "train --config run.yaml"),
+    Mistake("an unwritable report", "report runs/sums --out /proc/report.html", {"runs/sums/metrics.jsonl": ""}),
+    Mistake("a report of the YAML file", "report run.yaml"),
+    Mistake("status of a run that never began", "status run.yaml"),
+    Mistake("rollouts of the YAML file", "rollouts run.yaml"),
+    # The YAML file.
+    Mistake("a misspelt key", "train run.yaml", {"run.yaml": RUN + "reward: {funtion: hooks.rises}\n"}),
+    Mistake("a misspelt section", "train run.yaml", {"run.yaml": RUN + "rewards: {function: hooks.rises}\n"}),
+    Mistake("a section twice", "train run.yaml", {"run.yaml": RUN + "schedule: {max_staleness: 1}\n"}),
+    Mistake("a tab", "train run.yaml", {"run.yaml": RUN + "reward:\n\tfunction: hooks.rises\n"}),
+    Mistake("a brace that is never closed", "train run.yaml", {"run.yaml": RUN + "trainer: {world_size: 2\n"}),
+    Mistake("a list that is never closed", "train run.yaml", {"run.yaml": RUN + "trainer: {betas: [0.9, 0.99\n"}),
+    Mistake("no space after a colon", "train run.yaml", {"run.yaml": RUN + "eval: {every:5}\n"}),
+    Mistake("a section without its keys", "train run.yaml", {"run.yaml": RUN.replace("schedule: {steps: 2}", "eval:")}),
+    Mistake("an empty file", "train run.yaml", {"run.yaml": ""}),
+    Mistake("JSON lines instead of YAML", "train prompts.jsonl"),
+    Mistake("no model", "train run.yaml", {"run.yaml": RUN.replace("model: {path: model}\n", "")}),
+    Mistake("no prompts", "train run.yaml", {"run.yaml": RUN.replace("  prompts: prompts.jsonl\n", "")}),
+    Mistake("a number in words", "train run.yaml schedule.steps=ten"),
+    Mistake("a word that is no choice", "train run.yaml algorithm.name=gpro"),
+    Mistake("a word of another choice", "train run.yaml publish.transport=nccl"),
+    Mistake("a percentage", "train run.yaml rollout.sampling.top_p=95"),
+    Mistake("one engine that is no list", "train run.yaml 'rollout.engines={tensor: 1}'"),
+    Mistake("an interpolation of a key that is not there", "train run.yaml 'run.dir=runs/${run.nam}'"),
+    # Names of other programs.
+    Mistake("the learning rate under trainer", "train run.yaml trainer.lr=1e-5"),
+    Mistake("rollout.n, as in verl", "train run.yaml rollout.n=8"),
+    Mistake("the temperature under rollout", "train run.yaml rollout.temperature=0.8"),
+    Mistake("slime's batch size", "train run.yaml --rollout-batch-size 32"),
+    Mistake("slime's prompts", "train run.yaml --prompt-data prompts.jsonl"),
+    Mistake("slime's name of an algorithm", "train run.yaml --advantage-estimator grpo"),
+    Mistake("a size of Megatron-LM", "train run.yaml --tensor-model-parallel-size 2"),
+    Mistake("verl's group", "train run.yaml actor_rollout_ref.rollout.n=8"),
+    Mistake("verl's algorithm", "train run.yaml algorithm.adv_estimator=grpo"),
+    Mistake("verl's GPUs", "train run.yaml trainer.n_gpus_per_node=8"),
+    Mistake("TRL's group", "train run.yaml --num_generations 8"),
+    Mistake("TRL's KL coefficient in the file", "train run.yaml", {"run.yaml": RUN + "algorithm: {beta: 0.04}\n"}),
+    # The model.
+    Mistake("a model that is not there", "train run.yaml model.path=modle"),
+    Mistake("a name of the Hugging Face Hub", "train run.yaml model.path=Qwen/Qwen3-0.6B"),
+    Mistake("start weights from the Hub", "train run.yaml trainer.load=Qwen/Qwen3-0.6B"),
+    Mistake("a model without weights", "train run.yaml trainer.load=bare", {"bare/config.json": "{}"}),
+    Mistake(
+        "an architecture that is not known",
+        "train run.yaml model.path=bert",
+        {"bert/config.json": '{"model_type": "bert", "architectures": ["BertForMaskedLM"]}'},
+    ),
+    Mistake("a torn config.json", "train run.yaml", {"model/config.json": '{"model_type": "qwen3_m'}),
+    Mistake("more tensor ranks than there are", "train run.yaml trainer.tensor=4"),
+    Mistake("heads that ranks cannot share", "train run.yaml trainer.tensor=3 trainer.world_size=3"),
+    Mistake("experts that ranks cannot share", "train run.yaml trainer.expert=3 trainer.world_size=3"),
+    Mistake("a template argument that nothing reads", "plan run.yaml 'rollout.template={enable_thinking: false}'"),
+    Mistake("the same, when training", "train run.yaml 'rollout.template={enable_thinking: false}'"),
+    Mistake("a system prompt that the template refuses", "train run.yaml rollout.system=Think"),
+    # Prompts.
+    Mistake("prompts that are not there", "train run.yaml rollout.prompts=promts.jsonl"),
+    Mistake("prompts that a recipe names", "train run.yaml rollout.prompts=data/gsm8k-train.jsonl"),
+    Mistake("an empty file of prompts", "train run.yaml", _prompts()),
+    Mistake("GSM8K as it was published", "train run.yaml", {"prompts.jsonl": GSM8K}),
+    Mistake("DAPO as it was published", "train run.yaml", {"prompts.jsonl": DAPO}),
+    Mistake("messages that are a text", "train run.yaml", _prompts({"messages": "3+4=", "answer": "7"})),
+    Mistake("messages that are texts", "train run.yaml", _prompts({"messages": ["3+4="], "answer": "7"})),
+    Mistake("turns of ShareGPT", "train run.yaml", _prompts({"messages": [{"from": "human", "value": "3+4="}]})),
+    Mistake("ShareGPT's name too", "train run.yaml", _prompts({"conversations": [{"from": "human", "value": "3+4="}]})),
+    Mistake("an answer that is a list", "train run.yaml", _prompts({"messages": [USER], "answer": ["7"]})),
+    Mistake("no messages", "train run.yaml", _prompts({"answer": "7"})),
+    Mistake("an id twice", "train run.yaml", _prompts(*[{"id": "a", "messages": [USER], "answer": "7"}] * 2)),
+    Mistake("a comma too many", "train run.yaml", _prompts('{"messages": [], }')),
+    Mistake("a line that is cut off", "train run.yaml", _prompts('{"messages": [{"role": "user", "con')),
+    Mistake("one long list of JSON", "train run.yaml", _prompts([{"messages": [USER], "answer": "7"}])),
+    Mistake("a prompt that is too long", "train run.yaml rollout.max_prompt_tokens=4"),
+    Mistake("a torn parquet file", "train run.yaml rollout.prompts=prompts.parquet", {"prompts.parquet": TORN}),
+    Mistake("a field that a file does not have", "train run.yaml 'rollout.fields={prompt: question}'"),
+    Mistake("a field that is no field", "train run.yaml 'rollout.fields={question: prompt}'"),
+    Mistake("a short name of a data set", "data dapo out.jsonl --from gsm8k.jsonl", {"gsm8k.jsonl": GSM8K}),
+    Mistake("another data set's file", "data dapo-math-17k out.jsonl --from gsm8k.jsonl", {"gsm8k.jsonl": GSM8K}),
+    Mistake("data without the file to write", "data gsm8k"),
+    Mistake("data check of nothing", "data check nowhere.jsonl"),
+    Mistake("held-out prompts that are not there", "train run.yaml eval.prompts=heldout.jsonl eval.every=1"),
+    # Hooks.
+    Mistake("a misspelt function", "train run.yaml reward.function=hooks.rasies", _hooks(REWARD)),
+    Mistake("a misspelt module", "train run.yaml reward.function=hoooks.rises", _hooks(REWARD)),
+    Mistake("a path instead of a module", "train run.yaml reward.function=hooks.py", _hooks(REWARD)),
+    Mistake("a path and a function", "train run.yaml reward.function=hooks.py:rises", _hooks(REWARD)),
+    Mistake("a folder and a function", "train run.yaml reward.function=./hooks.rises", _hooks(REWARD)),
+    Mistake("a function without its module", "train run.yaml reward.function=rises", _hooks(REWARD)),
+    Mistake("a misspelt reward of slimx", "train run.yaml reward.function=slimx.rewards.maths.reward"),
+    Mistake("no function, only its module", "train run.yaml reward.function=slimx.rewards.math"),
+    Mistake(
+        "a reward that is not async",
+        "train run.yaml reward.function=hooks.rises",
+        _hooks("def rises(ctx, trajectory):", "    return 1.0"),
+    ),
+    Mistake(
+        "a reward of other arguments",
+        "train run.yaml reward.function=hooks.rises",
+        _hooks("async def rises(prompt, response, answer):", "    return 1.0"),
+    ),
+    Mistake(
+        "a reward with a syntax error",
+        "train run.yaml reward.function=hooks.rises",
+        _hooks("async def rises(ctx, trajectory)", "    return 1.0"),
+    ),
+    Mistake(
+        "a reward that imports what is not installed",
+        "train run.yaml reward.function=hooks.rises",
+        _hooks("import sympyy", "", "async def rises(ctx, trajectory):", "    return 1.0"),
+    ),
+    Mistake(
+        "an option that the reward does not have",
+        "train run.yaml reward.function=slimx.rewards.math.reward 'reward.options={tolerence: 0.1}'",
+    ),
+    Mistake(
+        "an option that a reward of one's own does not have",
+        "train run.yaml reward.function=hooks.rises 'reward.options={weigth: 2}'",
+        _hooks("async def rises(ctx, trajectory, weight=1.0, floor=0.0):", "    return weight"),
+    ),
+    Mistake(
+        "a reward that raises",
+        "doctor --hooks run.yaml reward.function=hooks.rises",
+        _hooks("async def rises(ctx, trajectory):", "    return {'7': 1.0}[ctx.text + '!']"),
+    ),
+    Mistake(
+        "a reward that returns a word",
+        "doctor --hooks run.yaml reward.function=hooks.rises",
+        _hooks("async def rises(ctx, trajectory):", "    return 'right'"),
+    ),
+    Mistake(
+        "a reward that returns nothing",
+        "doctor --hooks run.yaml reward.function=hooks.rises",
+        _hooks("async def rises(ctx, trajectory):", "    ctx.text.strip()"),
+    ),
+    Mistake(
+        "a generate hook that returns a text",
+        "doctor --hooks run.yaml rollout.generate=hooks.answer",
+        _hooks("async def answer(ctx, prompt):", "    return 'seven'"),
+    ),
+    # Runs.
+    Mistake("a run that must go on, and never began", "train run.yaml run.resume=must"),
+    Mistake("a run that must not go on", "train run.yaml run.resume=never", {"runs/sums/metrics.jsonl": ""}),
+    Mistake("a fork of a run instead of its checkpoint", "train run.yaml run.fork=runs/old", {"runs/old/a": ""}),
+    Mistake("an unwritable run.dir", "train run.yaml run.dir=/proc/sums"),
+    Mistake("a file as run.dir", "train run.yaml run.dir=prompts.jsonl"),
+    Mistake("a tracker that is not installed", "train run.yaml track.wandb=true"),
+)
+
+
+def page() -> str:
+    """Every mistake: what differs, what is typed and printed, and the exit status."""
+    return "\n".join(map(told, MISTAKES))
+
+
+def told(mistake: Mistake) -> str:
+    """One mistake, as the page shows it."""
+    lines = [f"# {mistake.name}"]
+    for path, content in mistake.files.items():
+        changed = _changed(path, content)
+        lines += [f"{path}:", *(f"  | {line}" for line in changed)] if changed else [f"{path}: (as it is)"]
+    with mock.patch.object(session, "run_with_ray", side_effect=_started):
+        status, said = typed_beside(_files() | dict(mistake.files), shlex.split(mistake.command))
+    if mistake.command.startswith("plan "):
+        said = re.sub(r"^(?!slimx: ).*\n", "", said, flags=re.MULTILINE)  # the plan itself is no message
+    said = re.sub(r"(?<= )\d+\.\d\d$", "S", said, flags=re.MULTILINE)  # seconds of the table of --hooks
+    return "\n".join([*lines, f"$ slimx {mistake.command}", f"{said}[{status}]", ""])
+
+
+def _started(*_: Any) -> None:
+    raise AssertionError("a run would start: this is no mistake that is told")
+
+
+def _changed(path: str, content: str | bytes) -> list[str]:
+    """Lines of a file that the run's own do not have; those of a long or binary one are left out."""
+    if isinstance(content, bytes):
+        return []
+    own = _files().get(path, b"")
+    before = (own if isinstance(own, str) else own.decode()).splitlines()
+    return [line.replace("\t", "<TAB>") for line in content.splitlines() if line not in before][:LONG]
+
+
+@functools.cache
+def _files() -> dict[str, str | bytes]:
+    """Files of the run that would start, by path."""
+    with tempfile.TemporaryDirectory() as name:
+        make_model(name, seed=1)
+        model = {f"model/{file.name}": file.read_bytes() for file in Path(name).iterdir()}
+    return {"run.yaml": RUN, "prompts.jsonl": PROMPTS, **model}
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
