@@ -19,6 +19,7 @@ from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.roster import follow
+from slimx.errors import SlimxError
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.lifetime.lifetime import stopping
 from slimx.orchestration.prepare import Sources
@@ -49,12 +50,13 @@ class EngineService:
         *,
         note: Callable[[str], None],
         record: Callable[[Restart], None] = lambda restart: None,
+        lost: Callable[[str, SlimxError], None] = lambda name, error: None,
     ):
         """`directory` gets `logs/` and `engines.json`. `note` is told in one line what happens to engines, `record` of
-        every restart."""
+        every restart, `lost` of every engine that is taken out."""
         self.config, self.sources, self.directory = config, sources, directory
         self.device, self.logs = device_of(config), directory / "logs"
-        self.note, self._record = note, record
+        self.note, self._record, self._lost = note, record, lost
         self.frozen = FrozenEngines(config, self.device, self.logs, note=note, record=record)
         self.engines: EngineGroup | None = None
         """The policy's; None where nothing is sampled."""
@@ -96,6 +98,8 @@ class EngineService:
         groups = [*([self.engines] if self.engines is not None else []), *self.frozen.groups.values()]
         self._stack.callback(tell_restarts, groups, self.note)
         follow(groups, self.directory / "engines.json")
+        for group in groups:
+            group.members.on_lost = self._lost
         if self.engines is not None:
             rollout = self.config.rollout
             self.client = GenerationClient(

@@ -16,6 +16,7 @@ from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
 from slimx.errors import SlimxError
 from slimx.models.trunk import read_trunk
+from slimx.observability.alerts.alerts import Alerts, alerting
 from slimx.observability.live.activity import FILE, Activity
 from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
@@ -64,16 +65,30 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
     with held(directory):
         (directory / FILE).unlink(missing_ok=True)  # an earlier process's word, which status would take for this one's
-        while True:
-            try:
-                _attempt(config, prepared, saves, console, work)
-                return directory
-            except Damaged as error:
-                console.print(plain(_pass_over(error, saves, options.damaged)))
+        stall = config.track.stall
+        alerts = Alerts(
+            config.run.name, directory, partial(_say, console), factor=stall.factor, at_least=stall.at_least
+        )
+        with alerting(alerts, config.track.webhook):
+            while True:
+                try:
+                    _attempt(config, prepared, saves, alerts, console, work)
+                    return directory
+                except Damaged as error:
+                    _say(console, _pass_over(error, saves, options.damaged))
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(plain(text))
 
 
 def _attempt(
-    config: Config, prepared: Prepared, saves: Saves, console: Console, work: Callable[[Run], Awaitable[None]]
+    config: Config,
+    prepared: Prepared,
+    saves: Saves,
+    alerts: Alerts,
+    console: Console,
+    work: Callable[[Run], Awaitable[None]],
 ) -> None:
     """Start from the newest checkpoint and do `work`. Raises Damaged if that checkpoint is."""
     directory = Path(config.run.dir)
@@ -81,9 +96,7 @@ def _attempt(
     if resume_from is not None:
         state = read_state(resume_from)
         if _finished(config, directory, state):
-            console.print(
-                plain(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
-            )
+            _say(console, f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
             return
         check_resume(config, prepared.sizes, resume_from, state, prepared.critic)
     if config.rollout.replay:
@@ -95,7 +108,9 @@ def _attempt(
             routes=config.trainer.moe.routing_replay == "R3",
         )
     replace_synced(directory / "config.yaml", config.to_text().encode())
-    run_with_ray(config, device_of(config), partial(_session, config, prepared, saves, resume_from, console, work))
+    run_with_ray(
+        config, device_of(config), partial(_session, config, prepared, saves, resume_from, alerts, console, work)
+    )
 
 
 def _pass_over(error: Damaged, saves: Saves, policy: str) -> str:
@@ -148,6 +163,7 @@ async def _session(
     prepared: Prepared,
     saves: Saves,
     resume_from: Path | None,
+    alerts: Alerts,
     console: Console,
     work: Callable[[Run], Awaitable[None]],
     alarm: Alarm,
@@ -166,7 +182,7 @@ async def _session(
                 PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS,
             )
         )
-        records = _open_records(config, table, done + 1 if done else 0, prepared.tokenizer)
+        records = _open_records(config, table, alerts, done + 1 if done else 0, prepared.tokenizer)
         stack.callback(records.close)
         table.phase("start")
         if config.publish.transport == "auto" and config.rollout.policy_engines:
@@ -180,7 +196,9 @@ async def _session(
             packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(stopping(critic.stop, table.note))
-        service = EngineService(config, prepared, directory, note=table.note, record=records.restarted)
+        service = EngineService(
+            config, prepared, directory, note=table.note, record=records.restarted, lost=records.engine_lost
+        )
         await stack.enter_async_context(service)
         await start_parts(config, trainers, critic, service, records.starting)
         for group in [trainers, *([critic.own] if critic is not None and critic.own is not None else [])]:
@@ -201,7 +219,7 @@ async def _session(
         stack.push_async_callback(run.publications.stop)
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
-        await stack.enter_async_context(Activity(directory, run.activity, table.note))
+        await stack.enter_async_context(Activity(directory, run.activity, table.note, watch=alerts.look))
         if service.engines is not None:
             service.engines.members.watch()
         if state is not None and resume_from is not None:
@@ -211,6 +229,7 @@ async def _session(
             table.note(f"resumed at step {state.step} from {resume_from}")
         stack.enter_context(settled_heap())
         await work(run)
+        alerts.tell("finished", f"finished after {run.step} steps")
 
 
 async def start_parts(
@@ -252,10 +271,10 @@ def finish(config: Config, directory: Path) -> Path | None:
     return report
 
 
-def _open_records(config: Config, table: LiveTable, resume_step: int, tokenizer: Any) -> Records:
+def _open_records(config: Config, table: LiveTable, alerts: Alerts, resume_step: int, tokenizer: Any) -> Records:
     rollouts = None
     if config.rollout.policy_engines:
         kept = config.track.rollouts
         where, origin = Path(config.run.dir) / DIRECTORY, origin_of(config, tokenizer)
         rollouts = StepFiles(where, origin, every=kept.every, keep=kept.keep, resume_step=resume_step)
-    return Records(config, table, tokenizer, resume_step=resume_step, rollouts=rollouts)
+    return Records(config, table, tokenizer, alerts, resume_step=resume_step, rollouts=rollouts)

@@ -25,6 +25,7 @@ from tests.integration.open_ports import documented, opened
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
 from tests.integration.trainer_oracle import write_model
+from tests.webhook_server import webhook_server
 
 pytestmark = pytest.mark.integration
 TAUGHT = 3
@@ -198,9 +199,12 @@ def test_colocated_engines_sleep_while_trainers_train_and_a_trainer_that_is_kill
         trainer=trainer,
         algorithm={"name": "decoupled_ppo", "teacher": str(tiny_model), "teacher_coef": 0.1, "entropy_coef": 0.01},
     )
-    run = TrainProcess(config)
-    run.until(lambda: completed_steps(tmp_path / "run") >= 3)
-    lost_with(run, "trainer", signal.SIGKILL, LOST, "trainer rank ")
+    with webhook_server() as told:
+        run = TrainProcess(config, f"track.webhook={told.url}")
+        run.until(lambda: completed_steps(tmp_path / "run") >= 3)
+        lost_with(run, "trainer", signal.SIGKILL, LOST, "trainer rank ")
+    (event,) = told.events
+    assert event["event"] == "failed" and event["step"] >= 3 and event["about"] in ("actor.died", "rank.silent")
     # Gradients and optimizer state leave before each publication, the weights after it; a checkpoint brings them back.
     log = (tmp_path / "run/logs/trainer-0.log").read_text()
     assert log.count(": training\n") >= 3 and log.count(": weights and training\n") >= 4

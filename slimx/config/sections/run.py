@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
@@ -146,3 +147,24 @@ class Track(Section):
     """Write RUN/report.html when the run ends."""
     stall: Stall = Stall()
     """When `slimx status` and the webhook call a run stalled."""
+    webhook: str | None = None
+    """URL to which events such as stalled, engine_lost, failed and finished are posted as JSON (docs/operations.md).
+    ${oc.env:NAME} keeps one that holds a secret out of files; null: none."""
+
+    @field_validator("webhook")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        """Refuses what is no URL without repeating it: it may be a secret."""
+        if value is not None:
+            try:
+                url = urlsplit(value)
+                good = url.scheme in ("http", "https") and url.hostname is not None and url.port != 0
+            except ValueError:
+                good = False
+            if not good:
+                raise Refusal(
+                    "track.webhook is no URL; give one such as https://hooks.example.com/services/KEY, or null",
+                    code="track.webhook",
+                    about="track.webhook",
+                )
+        return value

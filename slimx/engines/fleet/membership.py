@@ -75,6 +75,7 @@ class Membership:
         """Probe that has an engine in the router do, asked directly, what requests ask of it; raises SlimxError if it
         does not. None: the health check is all that is known of an engine."""
         self.on_change: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[str, SlimxError], None] = lambda name, error: None
         """Called whenever an engine's standing may have changed, and after every restart."""
         self.epoch = 0
         """Rises with every change of who is a candidate or a member."""
@@ -129,6 +130,7 @@ class Membership:
         if engine not in self.candidates():
             return
         self.note(f"engine {engine.name} is quarantined: {first_line(error)}")
+        self.on_lost(engine.name, error)
         self.lost += 1
         engine.lose(error)
         self.restarts[engine.name].lost()

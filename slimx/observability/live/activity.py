@@ -41,9 +41,16 @@ PARTS: Mapping[str, tuple[str, str]] = {
 class Activity:
     """The file of one run."""
 
-    def __init__(self, directory: Path, look: Callable[[], dict[str, Any]], warn: Callable[[str], None]) -> None:
-        """`look` says what is to be written; `warn` is told once if it cannot be."""
-        self._path, self._look, self._warn = directory / FILE, look, warn
+    def __init__(
+        self,
+        directory: Path,
+        look: Callable[[], dict[str, Any]],
+        warn: Callable[[str], None],
+        *,
+        watch: Callable[[dict[str, Any]], None] = lambda activity: None,
+    ) -> None:
+        """`look` says what is to be written; `warn` is told once if it cannot be. `watch` is shown the same."""
+        self._path, self._look, self._warn, self._watch = directory / FILE, look, warn, watch
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Activity:
@@ -57,8 +64,9 @@ class Activity:
 
     async def _keep(self) -> None:
         while True:
+            self._watch(activity := self._look())
             try:
-                text = json.dumps({"written": time.time(), **self._look()})
+                text = json.dumps({"written": time.time(), **activity})
                 write_atomic(self._path, text.encode(), sync=False)
             except OSError as error:
                 self._warn(f"{self._path} cannot be written ({error}); slimx status will not say what the run does")

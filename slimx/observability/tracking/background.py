@@ -1,4 +1,4 @@
-"""A sink in a thread of its own: one that waits for a server does not hold up the run."""
+"""Calls in a thread of their own: a tracker or a webhook that waits for its server does not hold up the run."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.sinks import Sink
 
 
-class InBackground:
-    """Calls `sink` in the order of the calls, in a daemon thread.
+class InOrder:
+    """Makes calls in the order in which they were added, in a daemon thread.
 
-    What a call raises is raised by a later one, so that whoever guards the sink counts it. Raises SlimxError for a call
-    that finds `room` others waiting, and at `close` for those that have not been made after `close_s` seconds.
+    What a call raises is raised by a later `add` or by `close`, so that whoever guards them counts it.
     """
 
-    def __init__(self, sink: Sink, *, close_s: float = 60.0, room: int = 512) -> None:
-        self.name = sink.name
-        self._sink, self._close_s = sink, close_s
+    def __init__(self, name: str, *, close_s: float = 60.0, room: int = 512) -> None:
+        """`name`: whose calls they are, in messages. `close_s`: seconds that `close` waits. `room`: calls that may
+        wait."""
+        self.name, self._close_s = name, close_s
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(room)
         self._raised: deque[Exception] = deque()
-        self._thread = threading.Thread(target=self._work, name=f"slimx-{sink.name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"slimx-{name}", daemon=True)
         self._thread.start()
 
-    def log(self, record: StepRecord) -> None:
-        self._add(partial(self._sink.log, record))
-
-    def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        self._add(partial(self._sink.samples, step, list(samples)))
-
-    def close(self) -> None:
-        """Wait until the calls have been made, `close_s` seconds in all."""
-        until, last = time.monotonic() + self._close_s, 0
-        for call in (self._sink.close, None):
-            with suppress(queue.Full):
-                self._calls.put(call, timeout=max(0.0, until - time.monotonic()))
-                last += 1
-        self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            raise SlimxError(
-                f"{self.name} did not take its last {self._calls.unfinished_tasks - last} calls in {self._close_s:g} "
-                "seconds; they are left out",
-                code="track.late",
-                about=self.name,
-            )
-        if self._raised:
-            raise self._raised.popleft()
-
-    def _add(self, call: Callable[[], None]) -> None:
+    def add(self, call: Callable[[], None]) -> None:
+        """Have `call` made. Raises SlimxError where `room` others wait: it is left out."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
             raise SlimxError(
-                f"{self.name} does not keep up: {self._calls.qsize()} calls wait for it; this one is left out",
+                f"{self.name} does not keep up: {self.waiting} calls wait for it; this one is left out",
                 code="track.late",
                 about=self.name,
             ) from None
+        if self._raised:
+            raise self._raised.popleft()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that have not begun."""
+        return self._calls.qsize()
+
+    def close(self, last: Callable[[], None]) -> None:
+        """Wait until all calls and `last` have been made, `close_s` seconds in all. Raises SlimxError with the number
+        of those that have not."""
+        until, ends = time.monotonic() + self._close_s, 0
+        for call in (last, None):
+            with suppress(queue.Full):
+                self._calls.put(call, timeout=max(0.0, until - time.monotonic()))
+                ends += 1
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            raise SlimxError(
+                f"{self.name} did not take its last {self._calls.unfinished_tasks - ends} calls in {self._close_s:g} "
+                "seconds; they are left out",
+                code="track.late",
+                about=self.name,
+            )
         if self._raised:
             raise self._raised.popleft()
 
@@ -76,3 +77,20 @@ class InBackground:
             finally:
                 self._calls.task_done()
         self._calls.task_done()
+
+
+class InBackground:
+    """Calls `sink` in the order of the calls; raises as `InOrder` does."""
+
+    def __init__(self, sink: Sink, *, close_s: float = 60.0, room: int = 512) -> None:
+        self.name = sink.name
+        self._sink, self._calls = sink, InOrder(sink.name, close_s=close_s, room=room)
+
+    def log(self, record: StepRecord) -> None:
+        self._calls.add(partial(self._sink.log, record))
+
+    def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
+        self._calls.add(partial(self._sink.samples, step, list(samples)))
+
+    def close(self) -> None:
+        self._calls.close(self._sink.close)

@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from slimx.cluster.restarts import Restart
+from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt
 from slimx.data.step_files import StepFiles
+from slimx.errors import SlimxError
+from slimx.observability.alerts.alerts import Alerts
 from slimx.observability.live.table import LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.phases import Phase
@@ -36,14 +39,17 @@ class Records:
         config: Config,
         table: LiveTable,
         tokenizer: Any,
+        alerts: Alerts,
         *,
         resume_step: int = 0,
         rollouts: StepFiles | None = None,
     ):
         """Open the files of `config.run.dir`, without what they hold of `resume_step` and later steps; 0 keeps all.
-        `rollouts`: where the groups of each step are written; None: nowhere."""
+        `alerts`: told of restarts, lost engines and skipped steps. `rollouts`: where the groups of each step are
+        written; None: nowhere."""
         directory = Path(config.run.dir)
         self.config, self.table, self.tokenizer, self.rollouts = config, table, tokenizer, rollouts
+        self.alerts = alerts
         self.tracker = open_tracker(config, resume_step, table.note)
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
         self.samples = JsonlFile(directory / "samples.jsonl", resume_step=resume_step)
@@ -57,8 +63,13 @@ class Records:
         self.samples.close()
         self.drops.close()
 
+    def engine_lost(self, name: str, error: SlimxError) -> None:
+        """Tell of an engine that is taken out."""
+        self.alerts.tell("engine_lost", f"engine {name} is lost: {first_line(error)}", about=name)
+
     def restarted(self, restart: Restart) -> None:
-        """Put a restart into the timeline, on a track of the part that was started again."""
+        """Tell of a restart, and put it into the timeline, on a track of the part that was started again."""
+        self.alerts.tell("restart_failed" if restart.error else "restarted", str(restart), about=restart.part)
         name = "failed restart" if restart.error else "restart"
         detail = f"{restart.reason}; {restart.error}" if restart.error else restart.reason
         self.timeline.add(
@@ -93,6 +104,7 @@ class Records:
         times = {f"time/{name}": spent for name, spent in phases.items()} | {"time/step": seconds}
         self.tracker.log(step, metrics | times, version=version)
         self.table.row(step, metrics | times)
+        self.alerts.recorded(metrics)
         due = (step - 1) % self.config.track.samples_every == 0 or step == self.config.schedule.steps
         if version is not None and due:
             self._write_samples(groups, step=step, version=version, evaluation=False)

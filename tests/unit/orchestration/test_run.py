@@ -18,6 +18,7 @@ from slimx.engines.fleet.turn import EnginesTurn
 from slimx.engines.outage import Outage
 from slimx.errors import Preempted
 from slimx.layout.ranks import Sizes
+from slimx.observability.alerts.alerts import Alerts
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import publications
 from slimx.orchestration.loop import train
@@ -37,6 +38,11 @@ SIZES = Sizes()
 WAKE = "engines wake"
 LIMIT_S = 300.0
 """For what would never end."""
+
+
+def silent(config: Config) -> Alerts:
+    """Alerts that nobody gets."""
+    return Alerts(config.run.name, Path(config.run.dir), print, factor=10, at_least=1800)
 
 
 @dataclass
@@ -159,7 +165,7 @@ def run_of(directory: Path, parts: Parts, leaving: asyncio.Event | None = None, 
     prepared = SimpleNamespace(
         spec=None, sizes=SIZES, by_source=service.sources.by_source, eval_prompts={}, encoding="hf", critic=None
     )
-    records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer())
+    records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), silent(config))
     saves = Saves(directory / "checkpoints", keep=2)
     return Run(service, prepared, parts, records, saves, leaving=leaving)
 
@@ -299,7 +305,7 @@ async def test_the_start_of_a_part_is_a_phase_of_its_own_track(tmp_path):
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
     )
-    records = Records(config, LiveTable(1, 0, Console(quiet=True)), None)
+    records = Records(config, LiveTable(1, 0, Console(quiet=True)), None, silent(config))
     await records.starting("engines", asyncio.sleep(0.05))
     records.close()
     (phase,) = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())

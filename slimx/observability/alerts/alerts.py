@@ -1,0 +1,98 @@
+"""Turns what happens to a run into events, and sends them to its webhook."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
+from slimx.observability.alerts.events import Event, Kind
+from slimx.observability.alerts.webhook import Webhook
+from slimx.observability.live.pace import Pace, pace
+
+
+class Alerts:
+    """The events of one run. Without a webhook a stall is still noted."""
+
+    def __init__(self, name: str, directory: Path, note: Callable[[str], None], *, factor: float, at_least: float):
+        """`note` is told of stalls, and at the end of events that were not delivered. `factor`, `at_least`: of
+        `track.stall`."""
+        self.webhook: Webhook | None = None
+        self.note = note
+        self.step: int | None = None
+        """The step in progress."""
+        self._name, self._directory, self._stall = name, directory, {"factor": factor, "at_least": at_least}
+        self._told: tuple[str, float] | None = None
+        """Phase and begin of the stall that was told."""
+
+    def tell(self, kind: Kind, what: str, *, about: str = "") -> None:
+        """Send an event; `what` is a sentence without the run's name."""
+        if self.webhook is None:
+            return
+        at = "" if self.step is None else f", step {self.step}"
+        self.webhook.send(
+            Event(
+                event=kind,
+                text=f"slimx {self._name}{at}: {what}",
+                run=self._name,
+                directory=str(self._directory.absolute()),
+                host=socket.gethostname(),
+                step=self.step,
+                about=about,
+                time=time.time(),
+            )
+        )
+
+    def look(self, activity: Mapping[str, Any]) -> None:
+        """Tell when the phase that `activity` says is stalled, once, and when it has ended after all."""
+        self.step = activity["step"] or None
+        since = (activity["phase"], activity["since"])
+        if self._told is not None and self._told != since:
+            self.tell("went_on", f"{self._told[0]} has ended", about=self._told[0])
+            self._told = None
+        now = time.time()
+        if self._told == since or now - activity["since"] <= self._stall["at_least"]:
+            return
+        at = pace(self._directory, activity, now, **self._stall)
+        if at.stalled:
+            self._told = since
+            sentence = _stalled(at, activity)
+            self.note(sentence)
+            self.tell("stalled", sentence, about=at.phase)
+
+    def recorded(self, metrics: Mapping[str, float]) -> None:
+        """Tell of a step whose gradients the optimizer did not take."""
+        if metrics.get("optim/skipped"):
+            self.tell("step_skipped", "the optimizer skipped this step: a gradient was infinite or not a number")
+
+    def close(self) -> None:
+        """Wait for the webhook, and note what it did not take."""
+        if self.webhook is not None and (lost := self.webhook.close()):
+            self.note(f"track.webhook did not take {len(lost)} events: {', '.join(lost)}")
+
+
+@contextmanager
+def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
+    """Send the events of the block to `url`, and what ends it early; None: to nobody."""
+    alerts.webhook = Webhook(url) if url is not None else None
+    try:
+        yield
+    except BaseException as error:
+        kind: Kind = "stopped" if isinstance(error, Preempted | Interrupted) else "failed"
+        about = error.code if isinstance(error, SlimxError) else type(error).__name__
+        alerts.tell(kind, ending_of(error)[1].partition("\n")[0], about=about)
+        raise
+    finally:
+        alerts.close()
+
+
+def _stalled(at: Pace, activity: Mapping[str, Any]) -> str:
+    usual = "" if at.usual is None else f", usually {at.usual:.0f} s"
+    late = activity.get("late")
+    behind = late["ranks"][:8] if late is not None and len(late["ranks"]) < late["of"] else []
+    whose = f"; late: {', '.join(behind)}" if behind else ""
+    return f"stalled: {at.phase} for {at.seconds:.0f} s{usual}{whose}"

@@ -1,0 +1,39 @@
+"""Events of a run that somebody is told of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "stalled",  # a phase has lasted too long (track.stall)
+    "went_on",  # the phase that was told as stalled has ended
+    "engine_lost",
+    "restarted",  # an engine, the router or the courier was started again
+    "restart_failed",
+    "step_skipped",  # the optimizer skipped a step: a gradient was infinite or not a number
+    "stopped",  # by SIGUSR1, SIGTERM or Ctrl-C
+    "failed",
+    "finished",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """An event as the webhook posts it."""
+
+    event: Kind
+    text: str
+    """One line for people, with the run's name; chat services show the field of this name."""
+    run: str
+    """run.name."""
+    directory: str
+    """run.dir, absolute."""
+    host: str
+    """Machine of the driver."""
+    step: int | None
+    """The step in progress; None before the first."""
+    about: str
+    """The phase, part or error code that the event is about; "" where it is the whole run."""
+    time: float
+    """Unix seconds."""

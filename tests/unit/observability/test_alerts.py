@@ -1,0 +1,133 @@
+"""Events of a run reach its webhook in order, and a webhook that does not answer costs the run nothing but a count."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slimx.config.load import load_config
+from slimx.errors import Interrupted, PartLost, Preempted
+from slimx.observability.alerts import webhook
+from slimx.observability.alerts.alerts import Alerts, alerting
+from slimx.observability.alerts.webhook import Webhook
+from tests.refusals import refused
+from tests.webhook_server import Received, webhook_server
+
+
+@pytest.fixture
+def server() -> Iterator[Received]:
+    with webhook_server() as received:
+        yield received
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def alerts(tmp_path: Path, notes: list[str]) -> Alerts:
+    return Alerts("r", tmp_path, notes.append, factor=10, at_least=5)
+
+
+def test_events_come_in_order_with_what_they_are_about(server, alerts, tmp_path):
+    with alerting(alerts, server.url):
+        alerts.tell("engine_lost", "engine actor-0 is lost", about="actor-0")
+        alerts.step = 7
+        alerts.recorded({"optim/skipped": 1.0})
+        alerts.recorded({"optim/skipped": 0.0})
+        alerts.tell("finished", "finished")
+    assert [(e["event"], e["step"], e["about"]) for e in server.events] == [
+        ("engine_lost", None, "actor-0"),
+        ("step_skipped", 7, ""),
+        ("finished", 7, ""),
+    ]
+    for event in server.events:
+        assert event["run"] == "r" and event["directory"] == str(tmp_path) and "r" in event["text"].split(":")[0]
+        assert abs(event["time"] - time.time()) < 600
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "about"),
+    [
+        (PartLost("gone\nits log", code="actor.died", about="trainer rank 0"), "failed", "actor.died"),
+        (Preempted(3, 9), "stopped", "Preempted"),
+        (Interrupted(signal.SIGTERM), "stopped", "Interrupted"),
+        (ZeroDivisionError("division by zero"), "failed", "ZeroDivisionError"),
+    ],
+)
+def test_what_ends_a_run_early_is_told_and_raised(server, alerts, error, kind, about):
+    with pytest.raises(type(error)), alerting(alerts, server.url):
+        raise error
+    (event,) = server.events
+    assert (event["event"], event["about"]) == (kind, about) and "\n" not in event["text"]
+
+
+def test_a_server_that_fails_for_a_moment_gets_the_event_and_one_that_goes_on_failing_is_counted(
+    server, alerts, notes, monkeypatch
+):
+    monkeypatch.setattr(webhook.Retry, "get_backoff_time", lambda self: 0.0)
+    with alerting(alerts, server.url):
+        server.statuses = [503, 500]
+        alerts.tell("restarted", "it is back")
+        server.until(lambda: server.events)
+        server.statuses = [503] * webhook.ATTEMPTS
+        alerts.tell("engine_lost", "gone")
+    assert [event["event"] for event in server.events] == ["restarted"]
+    assert server.posts == 2 * webhook.ATTEMPTS
+    (note,) = notes
+    assert "engine_lost" in note and "KEY" not in note
+
+
+def test_a_url_that_nobody_answers_costs_an_event_but_not_the_run(alerts, notes, monkeypatch):
+    monkeypatch.setattr(webhook.Retry, "get_backoff_time", lambda self: 0.0)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        with alerting(alerts, f"http://127.0.0.1:{closed.getsockname()[1]}/KEY"):
+            alerts.tell("finished", "finished")
+    (note,) = notes
+    assert "finished" in note and "KEY" not in note
+
+
+def test_a_server_that_takes_its_time_does_not_hold_up_the_end_for_ever():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hook = Webhook(f"http://127.0.0.1:{silent.getsockname()[1]}/", close_s=0.3)
+        alerts = Alerts("r", Path("."), print, factor=1, at_least=1)
+        alerts.webhook = hook
+        alerts.tell("finished", "finished")
+        began = time.monotonic()
+        assert hook.close() and time.monotonic() - began < webhook.TIMEOUT_S
+
+
+def test_a_stall_is_told_once_and_again_when_it_is_over(server, alerts, notes, tmp_path):
+    rows = [{"name": "train", "track": "main", "seconds": 2.0}] * 3
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    late = {"what": "the training step", "ranks": ["trainer rank 3"], "logs": ["l"], "of": 4}
+    now = time.time()
+    slow = {"step": 4, "phase": "train", "since": now - 15, "late": late}
+    stuck = slow | {"since": now - 25}
+    with alerting(alerts, server.url):
+        alerts.look(slow)  # longer than at_least, but not ten times the usual two seconds
+        alerts.look(stuck)
+        alerts.look(stuck)
+        alerts.look({"step": 5, "phase": "publish", "since": now, "late": None})
+    assert [(e["event"], e["about"], e["step"]) for e in server.events] == [
+        ("stalled", "train", 4),
+        ("went_on", "train", 5),
+    ]
+    assert len(notes) == 1 and "trainer rank 3" in notes[0]
+
+
+@pytest.mark.parametrize("value", ["hooks.example.com/SECRET", "ftp://h/SECRET", "http://", "http://[SECRET"])
+def test_what_is_no_url_is_refused_without_its_words(value, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{dir: d}}\nmodel: {{path: m}}\nrollout: {{prompts: p}}\ntrack: {{webhook: '{value}'}}\n")
+    with refused("track.webhook") as error:
+        load_config(file)
+    assert "SECRET" not in str(error.value)
