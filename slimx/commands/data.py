@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,8 +33,10 @@ def convert(name: str, out: Path, given: str | None, seed: int) -> Iterator[str]
     """Write a published data set as JSONL of prompts, and say what was done. `given`: what the user has of it, instead
     of a download; `seed` shuffles the choices of GPQA."""
     if (known := KNOWN.get(name)) is None:
+        near = [each for each in KNOWN if each.startswith(name)] or difflib.get_close_matches(name, KNOWN, n=1)
+        hint = f"did you mean {near[0]}?" if len(near) == 1 else "slimx data check FILE looks at a file of your own"
         raise SlimxError(
-            f"slimx data knows no {name!r}, but {', '.join(KNOWN)}; slimx data check FILE looks at a file of your own",
+            f"slimx data knows no {name!r}, but {', '.join(KNOWN)}; {hint}",
             code="data.name",
             about=name,
         )
@@ -42,7 +45,11 @@ def convert(name: str, out: Path, given: str | None, seed: int) -> Iterator[str]
     lines: dict[str, dict[str, Any]] = {}
     repeated: Counter[str] = Counter()
     for where, number, row in read_rows(given or known.hub):
-        prompt = known.convert(row, where, seed)
+        try:
+            prompt = known.convert(row, where, seed)
+        except SlimxError as error:
+            told = f"{error}{_fitting(row, where, name)}"
+            raise SlimxError(told, code=error.code, about=error.about) from error
         prompt = {"id": f"{name}:{number}"} | prompt
         prompt["metadata"] = prompt.get("metadata", {}) | {"dataset": name}
         if (before := lines.get(prompt["id"])) is None:
@@ -72,6 +79,18 @@ def convert(name: str, out: Path, given: str | None, seed: int) -> Iterator[str]
         )
     else:
         yield f"reward.function: {known.reward}"
+
+
+def _fitting(row: Mapping[str, Any], where: str, name: str) -> str:
+    """A hint at the data set other than `name` that a row is of, if there is one."""
+    for other, known in KNOWN.items():
+        try:
+            known.convert(row, where, 0)
+        except (SlimxError, TypeError, ValueError, KeyError, AttributeError):
+            continue
+        if other != name:
+            return f"; it looks like {other}"
+    return ""
 
 
 def check(

@@ -11,11 +11,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from slimx.config import suggestions
+from slimx.config import suggestions, wording
 from slimx.config.names import to_known_names
 from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
-from slimx.config.section import shortened
 from slimx.errors import SlimxError
 
 
@@ -36,15 +35,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def _load(path: Path, overrides: Sequence[str]) -> Config:
     if not path.is_file():
-        raise SlimxError(
-            f"{path}: no such configuration file; give the path of a YAML file", code="config.no_file", about=str(path)
-        )
+        raise SlimxError(wording.no_file(path), code="config.no_file", about=str(path))
     try:
         tree = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:  # an integer of thousands of digits, too
-        raise SlimxError(
-            f"{path}: not readable as YAML ({_first_line(error)})", code="config.not_yaml", about=str(path)
-        ) from error
+        line, told = wording.not_yaml(error, path.read_text(errors="replace"))
+        where = path if line is None else f"{path}, line {line}"
+        raise SlimxError(f"{where}: {told}", code="config.not_yaml", about=str(path)) from error
     if not OmegaConf.is_dict(tree):
         raise SlimxError(
             f"{path}: holds no sections; a configuration is a mapping of sections such as `run:`",
@@ -52,25 +49,26 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
             about=str(path),
         )
     tree, given = _named(tree, str(path)), {}
-    for override in overrides:
+    for number, override in enumerate(overrides):
         if "=" not in override or override.startswith("="):
-            raise SlimxError(
-                f"override {override!r} is not of the form section.key=value", code="config.override", about=override
-            )
+            told = wording.no_override(override, overrides[number + 1 : number + 3])
+            raise SlimxError(told, code="config.override", about=override)
         try:
             named = _named(OmegaConf.from_dotlist([override]), f"override {override!r}")
             tree = OmegaConf.merge(tree, named)
             given[_dotted(OmegaConf.to_container(named, resolve=False))] = override
-        except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-            raise SlimxError(
-                f"override {override!r} cannot be applied ({_first_line(error)})",
-                code="config.override",
-                about=override,
-            ) from error
+        except YAMLError as error:
+            told = f"override {override!r}: {wording.not_yaml(error, override)[1]}"
+            raise SlimxError(told, code="config.override", about=override) from error
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            told = f"override {override!r} cannot be applied ({wording.not_applied(error)})"
+            raise SlimxError(told, code="config.override", about=override) from error
     try:
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise SlimxError(f"{path}: {_first_line(error)}", code="config.interpolation", about=str(path)) from error
+        raise SlimxError(
+            f"{path}: {wording.not_applied(error)}", code="config.interpolation", about=str(path)
+        ) from error
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -101,10 +99,6 @@ def _interpolations(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tupl
         yield from _interpolations(part, (*at, key))
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
 def _problems(item: Any, given: Mapping[str, str]) -> Sequence[SlimxError]:
     """Refusals behind one of pydantic's errors; `given` has the overrides by their keys."""
     cause = item.get("ctx", {}).get("error")
@@ -117,9 +111,7 @@ def _problems(item: Any, given: Mapping[str, str]) -> Sequence[SlimxError]:
     if item["type"] == "missing":
         told = f"{where} is missing; set it in the file or with {where}=VALUE"
         return (SlimxError(told, code="config.missing_key", about=where),)
-    message = item["msg"].removeprefix("Value error, ")
-    told = f"{where} is {shortened(item['input'])}: {message[0].lower()}{message[1:]}"
-    return (SlimxError(told, code="config.value", about=where),)
+    return (SlimxError(wording.value(where, item), code="config.value", about=where),)
 
 
 def _unknown(path: Sequence[str | int], value: Any, given: Mapping[str, str]) -> SlimxError:

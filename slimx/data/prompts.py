@@ -6,6 +6,7 @@ One row is one prompt: `{"messages": [...]}` or `{"token_ids": [...]}`, and opti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,12 +17,22 @@ import numpy as np
 
 from slimx.data.codec import encode
 from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, written
-from slimx.data.prompt_files.rows import read_rows, stem_of
+from slimx.data.prompt_files.rows import kind_of, read_rows, stem_of
 from slimx.data.records import Prompt
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 
 KEYS = ("id", "messages", "token_ids", "answer", "metadata", "tools", "template")
+WANTED = {
+    "id": "a text",
+    "messages": 'a list of turns such as [{"role": "user", "content": "..."}]',
+    "token_ids": "a list of whole numbers",
+    "answer": "a text or a number",
+    "metadata": "an object",
+    "tools": "a list of objects",
+    "template": "an object",
+}
+"""Kinds of the values of KEYS, as a refusal names them."""
 LATER = ("tools", "template")
 """Fields that prompts of earlier releases lack: where they are empty, the identity of prompts is what it was."""
 
@@ -93,18 +104,18 @@ def _prompt(row: dict[str, Any], default_id: str, where: str) -> Prompt:
     for key in row:
         if key not in KEYS:
             fitting = fitting_fields(row)
-            hint = f"; this row would fit rollout.fields: {written(fitting)}" if fitting else ""
+            hint = (
+                f"this row would fit rollout.fields: {written(fitting)}" if fitting else "rollout.map can rewrite rows"
+            )
             raise SlimxError(
-                f"{where}: unknown key {key!r}; known are {', '.join(KEYS)}, the rest goes under metadata{hint}",
+                f"{where}: unknown key {key!r}; known are {', '.join(KEYS)}, the rest goes under metadata; {hint}",
                 code="prompts.key",
                 about=key,
             )
     try:
         prompt = msgspec.convert({"id": default_id, **row}, Prompt)
     except msgspec.ValidationError as error:
-        raise SlimxError(
-            f"{where}: a value has the wrong type ({error}); correct it", code="prompts.type", about=where
-        ) from error
+        raise SlimxError(f"{where}: {_mistyped(row, error)}", code="prompts.type", about=where) from error
     if (prompt.messages is None) == (prompt.token_ids is None):
         code, given = "prompts.both", "both messages and token_ids"
         if prompt.messages is None:
@@ -118,10 +129,26 @@ def _prompt(row: dict[str, Any], default_id: str, where: str) -> Prompt:
         )
     for turn, message in enumerate(prompt.messages or ()):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
+            instead = "; rollout.map can rewrite rows" if message.keys() >= {"from", "value"} else ""
             raise SlimxError(
-                f"{where}: messages[{turn}] lacks its role or content; give both", code="prompts.message", about=where
+                f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}; a turn has role and "
+                f"content{instead}",
+                code="prompts.message",
+                about=where,
             )
     return prompt
+
+
+def _mistyped(row: dict[str, Any], error: msgspec.ValidationError) -> str:
+    """The value in a row that has the wrong type, and the type of its key."""
+    path = re.search(r"`\$\.((\w+)[^`]*)`$", str(error))
+    if path is None or path[2] not in WANTED:
+        return f"a value has the wrong type ({error}); correct it"
+    value: Any = row[path[2]]
+    for number in re.findall(r"\[(\d+)\]", path[1]):
+        value = value[int(number)] if isinstance(value, list) else value
+    what = "it" if path[1] == path[2] else path[2]
+    return f"{path[1]} is {kind_of(value)}; {what} must be {WANTED[path[2]]}"
 
 
 class PromptSource:

@@ -26,7 +26,7 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.flow.replay import NO_HOOKS
-from slimx.rollout.hook_loading import Hooks, load_hooks
+from slimx.rollout.hook_loading import Hooks, check_answers, load_hooks
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 from slimx.trainer.model.check import check_transformer
 
@@ -130,6 +130,10 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         eval_prompts = {
             name: heldout_prompts(config, name, path, tokenizer, spec) for name, path in config.eval.files.items()
         }
-    if isinstance(hooks.reward, Mixture):
-        hooks.reward.check([*chain.from_iterable(by_source.values()), *chain.from_iterable(eval_prompts.values())])
+    for several in (by_source, eval_prompts):
+        prompts = list(chain.from_iterable(several.values()))
+        if isinstance(hooks.reward, Mixture):
+            hooks.reward.check(prompts)
+        if hooks.reward is not None:
+            check_answers(config.reward, hooks.reward, prompts, config.rollout.max_failed_share)
     return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, by_source=by_source, eval_prompts=eval_prompts)

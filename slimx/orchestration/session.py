@@ -60,9 +60,10 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
             code="run.dir",
             about=str(directory),
         )
-    prepared = check_run(config)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
+    check_start(config, directory, saves)  # before models and prompts are read; `resume_point` looks again
+    prepared = check_run(config)
     with held(directory):
         (directory / FILE).unlink(missing_ok=True)  # an earlier process's word, which status would take for this one's
         stall = config.track.stall
@@ -124,9 +125,19 @@ def _pass_over(error: Damaged, saves: Saves, policy: str) -> str:
 
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
-    """The checkpoint that a run goes on from; None: it begins. Raises SlimxError where `run.resume` forbids that."""
+    """The checkpoint that a run goes on from; None: it begins. Raises SlimxError as `check_start` does."""
+    check_start(config, directory, saves)
     newest = saves.newest()
-    if config.run.resume == "must" and newest is None and config.run.fork is None:
+    if newest is not None and config.run.resume != "never":
+        return newest
+    return None if config.run.fork is None else Path(config.run.fork)
+
+
+def check_start(config: Config, directory: Path, saves: Saves) -> None:
+    """Raise SlimxError where `run.resume` forbids to go on from what the directory holds, or to begin; or where
+    `run.fork` would begin from what is no checkpoint."""
+    newest, fork = saves.newest(), config.run.fork
+    if config.run.resume == "must" and newest is None and fork is None:
         raise SlimxError(
             f"run.resume is must, but {saves.directory} holds no complete checkpoint",
             code="run.resume",
@@ -138,19 +149,11 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
             code="run.resume",
             about="run.resume",
         )
-    if newest is not None and config.run.resume != "never":
-        return newest
-    return None if config.run.fork is None else _forked(Path(config.run.fork))
-
-
-def _forked(checkpoint: Path) -> Path:
-    if not (checkpoint / MANIFEST).is_file():
-        raise SlimxError(
-            f"run.fork: {checkpoint} is no complete checkpoint; name a RUN/checkpoints/iter_NNNNNNN",
-            code="run.fork",
-            about=str(checkpoint),
-        )
-    return checkpoint
+    begins = newest is None or config.run.resume == "never"
+    if begins and fork is not None and not (Path(fork) / MANIFEST).is_file():
+        there = Saves(Path(fork) / "checkpoints", keep=1).newest()
+        hint = f"its newest is {there}" if there is not None else "name a RUN/checkpoints/iter_NNNNNNN"
+        raise SlimxError(f"run.fork: {fork} is no complete checkpoint; {hint}", code="run.fork", about=fork)
 
 
 def _finished(config: Config, directory: Path, state: RunState) -> bool:

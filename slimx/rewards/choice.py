@@ -6,11 +6,13 @@ import re
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
+from slimx.rewards.needs import needs_answer
 from slimx.rewards.shared.context import Context, answer_of
 
 LETTERS = "ABCDEFGHIJ"
 
 
+@needs_answer
 async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS) -> float:
     """1.0 if `chosen` is the answer, a letter of `letters`; else 0.0. SlimxError: the answer is none of them."""
     answer = answer_of(ctx, __name__).strip().strip("().").upper()

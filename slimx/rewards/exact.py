@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from slimx.data.records import Trajectory
+from slimx.rewards.needs import needs_answer
 from slimx.rewards.shared.context import Context, answer_of
 
 
+@needs_answer
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
     """1.0 if text and answer are equal but for white space around them, else 0.0. SlimxError: no answer."""
     return float(ctx.text.strip() == answer_of(ctx, __name__).strip())

@@ -14,7 +14,7 @@ from sympy import I
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.rewards.needs import needs_process
+from slimx.rewards.needs import needs_answer, needs_process
 from slimx.rewards.shared.context import Context, answer_of
 from slimx.rewards.shared.notation import DELIMITED, depth, expression, last_boxes, latex
 
@@ -29,6 +29,7 @@ longer than a response may. An answer that is not read in time would refuse its 
 
 
 @needs_process
+@needs_answer
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
     """1.0 if the value that the text states last (boxed, in LaTeX, or plain) equals the prompt's answer, else 0.0; an
     expression that cannot be compared within 5 s counts as wrong.

@@ -1,4 +1,4 @@
-"""Marks by which a reward hook says its needs: a process of its own, a check before the run."""
+"""Marks by which a reward hook says its needs: a process of its own, an answer, a check before the run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
         return hook
 
     return mark
+
+
+def needs_answer[H: Hook](hook: H) -> H:
+    """Mark a hook that compares with the prompt's answer, and raises for a prompt without one."""
+    hook.needs_answer = True  # type: ignore[attr-defined]
+    return hook
+
+
+def asks_for_answer(hook: Any) -> bool:
+    """Returns True if `needs_answer` marks the hook, or the function behind a partial."""
+    return getattr(_function(hook), "needs_answer", False)
 
 
 def asks_for_process(hook: Any) -> bool:

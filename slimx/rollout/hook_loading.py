@@ -6,6 +6,7 @@ Hooks of slime's form have the prefix `slime:` (slimx.adapters.slime).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +15,9 @@ from slimx.adapters.slime import hooks as slime
 from slimx.config.schema import Config
 from slimx.config.sections.reward import Reward as RewardConfig
 from slimx.config.sections.reward import RewardPart
+from slimx.data.records import Prompt
 from slimx.dotted import load_function
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, written_at
 from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, WeightedReward
 from slimx.rollout.hooks import Generate, Keep, Reward
@@ -103,6 +105,23 @@ def in_process(config: RewardConfig, reward: Reward) -> bool:
     return config.isolation == "process" or bool(needing)
 
 
+def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt], share: float) -> None:
+    """Raise SlimxError where more than this share of `prompts` lack the answer that a reward of slimx compares with."""
+    fitting = [(part.hook, part.fits) for part in reward.parts] if isinstance(reward, Mixture) else [(reward, None)]
+    for hook, fits in fitting:
+        if not needs.asks_for_answer(hook):
+            continue
+        lacking = [each for each in prompts if each.answer is None and (fits is None or fits(each))]
+        if len(lacking) > share * len(prompts):
+            key = "reward.parts" if config.parts else "reward.function"
+            raise SlimxError(
+                f"{key}: {name_of(hook)} compares with answers, and {len(lacking)} of {len(prompts)} prompts have none "
+                f"(the first is {lacking[0].id!r}); name their column in rollout.fields.answer, or another {key}",
+                code="reward.answer",
+                about=lacking[0].id,
+            )
+
+
 def name_of(hook: Any) -> str:
     """A hook as an error names it."""
     while isinstance(hook, partial):
@@ -112,6 +131,14 @@ def name_of(hook: Any) -> str:
     if isinstance(hook, Mixture):
         return " + ".join(map(name_of, _parts(hook)))
     return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"
+
+
+def described(hook: Any) -> str:
+    """A hook as an error names it, with the place of a user's own."""
+    name = name_of(hook)
+    while isinstance(hook, partial):
+        hook = hook.func
+    return name + written_at(hook)
 
 
 def _parts(reward: Reward) -> list[Reward]:

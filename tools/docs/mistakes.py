@@ -166,6 +166,7 @@ MISTAKES = (
     Mistake("a comma too many", "train run.yaml", _prompts('{"messages": [], }')),
     Mistake("a line that is cut off", "train run.yaml", _prompts('{"messages": [{"role": "user", "con')),
     Mistake("one long list of JSON", "train run.yaml", _prompts([{"messages": [USER], "answer": "7"}])),
+    Mistake("no answers, where the reward compares", "train run.yaml", _prompts({"messages": [USER]})),
     Mistake("a prompt that is too long", "train run.yaml rollout.max_prompt_tokens=4"),
     Mistake("a torn parquet file", "train run.yaml rollout.prompts=prompts.parquet", {"prompts.parquet": TORN}),
     Mistake("a field that a file does not have", "train run.yaml 'rollout.fields={prompt: question}'"),
@@ -175,6 +176,7 @@ MISTAKES = (
     Mistake("data without the file to write", "data gsm8k"),
     Mistake("data check of nothing", "data check nowhere.jsonl"),
     Mistake("held-out prompts that are not there", "train run.yaml eval.prompts=heldout.jsonl eval.every=1"),
+    Mistake("an evaluation without prompts", "train run.yaml eval.every=1"),
     # Hooks.
     Mistake("a misspelt function", "train run.yaml reward.function=hooks.rasies", _hooks(REWARD)),
     Mistake("a misspelt module", "train run.yaml reward.function=hoooks.rises", _hooks(REWARD)),

@@ -30,6 +30,12 @@ def evaluated(eval: Eval, rollout: Rollout) -> Iterator[str]:
         yield "eval.prompts is set but rollout.engines is empty; evaluation needs an engine"
 
 
+@rule("eval.prompts", about="eval.every")
+def held_out(eval: Eval) -> Iterator[str]:
+    if eval.every and not eval.prompts:
+        yield f"eval.every is {eval.every}, but eval.prompts is null: nothing would be evaluated; name a file"
+
+
 @rule("schedule.updates", about="schedule.updates_per_step")
 def whole_groups(schedule: Schedule, rollout: Rollout) -> Iterator[str]:
     if rollout.prompts_per_step % schedule.updates_per_step:

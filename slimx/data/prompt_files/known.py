@@ -130,7 +130,7 @@ def _message(text: str, answer: str | None, metadata: dict[str, Any], own: str |
 
 
 def _column(row: Mapping[str, Any], path: str, where: str) -> Any:
-    value = value_at(row, path, "this data set", where)
+    value = value_at(row, path, "the published data set", where)
     if value is None:
         raise _unfit(where, f"its {path} is null")
     return value

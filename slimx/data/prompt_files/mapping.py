@@ -76,7 +76,7 @@ def value_at(row: Mapping[str, Any], path: str, key: str, where: str) -> Any:
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise SlimxError(
-                f"{where}: has no {path!r}, which {key} names; it has {', '.join(map(str, row))}",
+                f"{where}: has no {path!r}, which {key} names; the row has {', '.join(map(str, row))}",
                 code="prompts.field",
                 about=path,
             )

@@ -6,6 +6,7 @@ pyarrow and huggingface_hub are imported where they are needed, and nothing is d
 from __future__ import annotations
 
 import csv
+import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,9 +103,8 @@ def _file_rows(path: Path) -> Iterator[Row]:
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        hint = f"; for a data set of the Hugging Face Hub write {HUB}{path}" if _like_a_hub_name(path) else ""
         raise SlimxError(
-            f"{path}: cannot be read ({error.strerror}); name a file of prompts{hint}",
+            f"{path}: cannot be read ({error.strerror}); {_instead_of(path)}",
             code="prompts.unreadable",
             about=str(path),
         ) from error
@@ -120,8 +120,18 @@ def _file_rows(path: Path) -> Iterator[Row]:
         yield from _json_lines(path)
 
 
-def _like_a_hub_name(path: Path) -> bool:
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)) is not None
+def _instead_of(path: Path) -> str:
+    """A way to go on without a file that cannot be read: the one that was meant, or where prompts come from."""
+    beside = {file.stem: file for file in path.parent.glob("*") if file.suffix in SUFFIXES}
+    if near := difflib.get_close_matches(path.stem, beside, n=1):
+        return f"did you mean {beside[near[0]]}?"
+    from slimx.data.prompt_files.known import KNOWN  # imports numpy, which reading rows does not need
+
+    if (known := next((name for name in KNOWN if path.name.startswith(name)), None)) is not None:
+        return f"`slimx data {known} {path}` writes it"
+    hub = f"; for a data set of the Hugging Face Hub write {HUB}{path}"
+    like_one = re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)) is not None
+    return f"name a file of prompts, or write one with slimx data{hub if like_one else ''}"
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
@@ -145,11 +155,21 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 def _as_row(fields: Any, where: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise SlimxError(
-            f"{where}: holds a {type(fields).__name__}, not a JSON object; write one object per line",
+            f"{where}: holds {kind_of(fields)}, not a JSON object; write one object per line",
             code="prompts.line",
             about=where,
         )
     return fields
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a value of JSON, as a sentence names it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def _array_rows(path: Path) -> Iterator[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +32,7 @@ from slimx.models.families import (
     qwen3_next,
 )
 from slimx.models.fields import Fields
-from slimx.models.files.index import read_object
-
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""Form of the names of models on the Hugging Face Hub."""
+from slimx.models.files.index import check_downloaded, read_object
 
 
 class Family(Protocol):
@@ -259,16 +255,11 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
 
 def _config_of(file: Path) -> tuple[dict[str, Any], str]:
     """Content and architecture of a config.json."""
-    if not file.parent.exists() and HUB_ID.fullmatch(str(file.parent)):
-        raise SlimxError(
-            f"{file.parent}: no such directory; if it is a model of the Hugging Face Hub, `hf download {file.parent} "
-            f"--local-dir {file.parent}` brings it here, and the same command goes on",
-            code="model.hub_id",
-            about=str(file.parent),
-        )
+    check_downloaded(file.parent)
     if not file.is_file():
+        lacking = "no checkpoint there (config.json is missing)" if file.parent.exists() else "no such directory"
         raise SlimxError(
-            f"{file.parent}: no checkpoint there (config.json is missing); give a Hugging Face model directory",
+            f"{file.parent}: {lacking}; give a Hugging Face model directory",
             code="model.directory",
             about=str(file.parent),
         )

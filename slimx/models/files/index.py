@@ -4,13 +4,28 @@ which tensor."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from slimx.errors import SlimxError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""Form of the names of models on the Hugging Face Hub."""
 _RESTORE = "restore the file from the checkpoint's source"
+
+
+def check_downloaded(directory: Path) -> None:
+    """Raise SlimxError with the command that downloads it for a directory that is not there and has the form of a name
+    of the Hugging Face Hub."""
+    if not directory.exists() and HUB_ID.fullmatch(str(directory)):
+        raise SlimxError(
+            f"{directory}: no such directory; if it is a model of the Hugging Face Hub, `hf download {directory} "
+            f"--local-dir {directory}` brings it here, and the same command goes on",
+            code="model.hub_id",
+            about=str(directory),
+        )
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -33,7 +48,9 @@ def read_object(file: Path) -> dict[str, Any]:
 def indexed_files(directory: Path) -> dict[str, str] | None:
     """File of each tensor by the index in `directory`; None without an index.
 
-    Raises SlimxError for an index that is none, or that names a file which is missing or elsewhere."""
+    Raises SlimxError for a directory that has to be downloaded, and for an index that is none, or that names a file
+    which is missing or elsewhere."""
+    check_downloaded(directory)
     index = directory / INDEX
     if not index.is_file():
         return None

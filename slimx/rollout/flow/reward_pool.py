@@ -18,7 +18,7 @@ from typing import Any
 
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError, raised
-from slimx.rollout.hook_loading import name_of
+from slimx.rollout.hook_loading import described, name_of
 from slimx.rollout.hooks import Reward, RewardContext
 
 Verdict = tuple[float, dict[str, float]]
@@ -99,7 +99,7 @@ class RewardPool:
                 code="reward.raised",
                 about=name_of(self.reward),
             ) from cause
-        return verdicts(value, judged, name_of(self.reward))
+        return verdicts(value, judged, self.reward)
 
     def close(self) -> None:
         """Let the workers end once they are idle."""
@@ -177,35 +177,36 @@ def named(judged: Trajectory | Group) -> str:
     return f"{'group' if isinstance(judged, Group) else 'trajectory'} {judged.id}"
 
 
-def verdicts(value: Any, judged: Trajectory | Group, name: str) -> Verdict | list[Verdict]:
-    """The verdicts that hook `name` returned of a trajectory, or of each one of a group."""
+def verdicts(value: Any, judged: Trajectory | Group, hook: Reward) -> Verdict | list[Verdict]:
+    """The verdicts that `hook` returned of a trajectory, or of each one of a group."""
     if not isinstance(judged, Group):
-        return checked(value, name)
+        return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
         raise SlimxError(
-            f"reward hook {name} returned {value!r} for a group of {len(judged.trajectories)}; return a list with the "
-            "reward of each trajectory (reward.scope is group)",
+            f"reward hook {described(hook)} returned {value!r} for a group of {len(judged.trajectories)}; return a "
+            "list with the reward of each trajectory (reward.scope is group)",
             code="reward.returned",
-            about=name,
+            about=name_of(hook),
         )
-    return [checked(each, name) for each in value]
+    return [checked(each, hook) for each in value]
 
 
-def checked(value: Any, name: str) -> Verdict:
+def checked(value: Any, hook: Reward) -> Verdict:
     """A finite number, or a dict of finite numbers whose sum is the reward."""
     parts = value if isinstance(value, dict) else {"reward": value}
     for key, part in parts.items():
+        shown = f"{part!r} for {key!r}" if isinstance(value, dict) else repr(part)
         if isinstance(part, bool) or not isinstance(part, numbers.Real) or not math.isfinite(part):
             raise SlimxError(
-                f"reward hook {name} returned {part!r} for {key!r}; return a finite number or a dict of them",
+                f"reward hook {described(hook)} returned {shown}; return a finite number or a dict of them",
                 code="reward.returned",
                 about=key,
             )
     if not parts:
         raise SlimxError(
-            f"reward hook {name} returned an empty dict; return a finite number or a dict of them",
+            f"reward hook {described(hook)} returned an empty dict; return a finite number or a dict of them",
             code="reward.returned",
-            about=name,
+            about=name_of(hook),
         )
     floats = {key: float(part) for key, part in parts.items()}
     return sum(floats.values()), floats if isinstance(value, dict) else {}

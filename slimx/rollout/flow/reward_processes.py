@@ -77,7 +77,7 @@ class RewardProcesses:
                 worker.kill()  # which frees the thread that waits for it
             raise
         ctx.metrics.update(logged)  # the hook logged into the copy that the process has
-        return verdicts(value, judged, name_of(self.reward))
+        return verdicts(value, judged, self.reward)
 
     def close(self) -> None:
         """End the workers and what they are at."""

@@ -19,6 +19,7 @@ from slimx.orchestration.state.checkpoints import layout_of
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.trainer.checkpoint.files import Damaged
 from tests.full_disk import fill, small_disk
+from tests.refusals import refused
 
 LAYOUT = Sizes()
 
@@ -169,3 +170,24 @@ async def test_colocated_engines_start_on_devices_that_trainers_have_left(tmp_pa
         assert parts.done == [*first, "engines", "engines done"]
     else:
         assert parts.done == ["trainers", "engines", "trainers done", "engines done"]
+
+
+@pytest.mark.parametrize(
+    ("start", "code", "named"),
+    [
+        ({"resume": "must"}, "run.resume", "own/checkpoints"),
+        ({"fork": "other"}, "run.fork", "iter_0000003"),
+        ({"fork": "nowhere"}, "run.fork", "nowhere"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused_before_a_model_or_prompts_are_read(
+    tmp_path, monkeypatch, start, code, named
+):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "other", 2, 3)
+    config = config_of(Path("own"))
+    with refused(code) as caught:
+        session.run_session(
+            config.model_copy(update={"run": config.run.model_copy(update=start)}), Console(width=1000), None
+        )
+    assert named in str(caught.value)
