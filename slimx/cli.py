@@ -1,5 +1,5 @@
-"""The command line: slimx train | generate | eval | plan | data | convert | doctor | health | status | rollouts |
-report."""
+"""The command line: slimx train | generate | eval | plan | data | convert | doctor | health | status | stacks |
+rollouts | report."""
 
 from __future__ import annotations
 
@@ -306,6 +306,17 @@ def status(
     print(json.dumps(found, indent=1) if as_json else visible("\n".join(describe_status(found))))
     if check:
         raise typer.Exit(found["state"].exit_status)
+
+
+@app.command()
+def stacks(
+    run: Annotated[Path, typer.Argument(help="Run directory; on each machine its own processes are shown.")],
+    debug: Debug = False,
+) -> None:
+    """Print the Python stacks of a run's processes on this machine: driver, ranks, engines, workers."""
+    from slimx.commands.stacks import run_stacks
+
+    print(visible(run_stacks(run)))
 
 
 @app.command()

@@ -24,6 +24,7 @@ from slimx.observability.live.table import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS,
 from slimx.observability.report.report import write_report
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
+from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
@@ -176,7 +177,7 @@ async def _session(
     done = state.step if state else 0
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
-    async with EndingStack(alarm) as stack:
+    async with EndingStack(alarm, partial(keep_stacks, directory, partial(_say, console))) as stack:
         table = stack.enter_context(
             LiveTable(
                 config.schedule.steps,

@@ -18,6 +18,7 @@ from slimx.data.codec import save_groups
 from slimx.data.step_files import DIRECTORY, read_step, step_files
 from slimx.engines.server.engine import Engine
 from slimx.errors import LOST
+from slimx.observability.live.stacks import Stack, stacks
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed, publish
 from tests.integration.fault_stand import lost_with
@@ -44,6 +45,7 @@ class Ahead:
     teacher: Path
     status: dict[str, Any]
     opened: set[tuple[str, str]]
+    stacks: list[Stack]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def ahead(
     run = TrainProcess(config)
     run.until(lambda: completed_steps(directory / "run") >= 5)
     run.until((directory / "run" / "checkpoints" / "iter_0000004").exists)
-    seen = Ahead(directory, teacher, run_status(directory / "run"), opened(run))
+    seen = Ahead(directory, teacher, run_status(directory / "run"), opened(run), stacks(directory / "run"))
     run.kill(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.text()
     assert run.text().rstrip().endswith("slimx: stopped by SIGTERM")
@@ -148,6 +150,13 @@ def test_a_run_says_how_it_stands_and_opens_the_ports_that_are_documented(ahead:
     assert run_status(ahead.directory / "run")["state"] == "dead"
     absent = {"courier", "engine actor", "prefill engine"}  # it publishes by memory
     assert ahead.opened == {(process, address) for process, address in documented() if process not in absent}
+
+
+def test_the_stacks_of_every_part_are_told(ahead: Ahead) -> None:
+    parts = {stack.member.name.partition(":")[0] for stack in ahead.stacks if stack.found}
+    assert {"driver", "trainer-0", "trainer-1", "engine-actor-0", "router"} <= parts
+    (driver,) = (stack for stack in ahead.stacks if stack.member.name == "driver")
+    assert "run_session" in driver.text
 
 
 def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(

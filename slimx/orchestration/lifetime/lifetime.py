@@ -65,17 +65,24 @@ class Alarm:
             watch.cancel()
 
 
+async def _nothing(error: BaseException) -> None: ...
+
+
 class EndingStack(AsyncExitStack):
     """An exit stack that tells the alarm first: what it closes may hang, and closes what is watched."""
 
-    def __init__(self, alarm: Alarm):
+    def __init__(self, alarm: Alarm, failing: Callable[[BaseException], Awaitable[None]] = _nothing):
+        """`failing` is shown why the run ends while all parts are still there."""
         super().__init__()
-        self._alarm = alarm
+        self._alarm, self._failing = alarm, failing
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         self._alarm.quiet()
         if not isinstance(error, asyncio.CancelledError):  # whoever cancels knows why
             self._alarm.ending(error)
+        reason = self._alarm.rung.result() if self._alarm.rung.done() else error
+        if reason is not None:
+            await self._failing(reason)
         return await super().__aexit__(kind, error, trace)
 
 
