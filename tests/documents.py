@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from dataclasses import dataclass
@@ -27,6 +28,12 @@ class Block:
     text: str
     line: int
     """The line of the page where its text begins, from 1."""
+
+    @property
+    def file(self) -> str | None:
+        """The file that the block is, by its first line (`# name.yaml`); None: it is a part of one, or no file."""
+        named = re.match(r"# ([\w-]+\.(?:yaml|py))\n", self.text)
+        return named[1] if named else None
 
     def commands(self) -> list[list[str]]:
         """Words of each command in it as a shell reads them, without the prompt `$` and comments. A line that begins

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
-from slimx import cli
 from slimx.config import load_config
 from slimx.orchestration.prepare import check_run
 from tests.documents import ROOT
+from tools.docs.typed import typed
 from tools.quickstart.make_model import make_model
 from tools.quickstart.make_task import make_task
 
@@ -47,9 +45,6 @@ def execute(words: Sequence[str]) -> int:
     if arguments[0] in ("train", "generate", "eval"):
         check_run(load_config(arguments[1], arguments[2:]))
         return 0
-    with mock.patch.object(sys, "argv", ["slimx", *arguments]), mock.patch.object(sys, "path", list(sys.path)):
-        try:
-            cli.main()
-        except SystemExit as ended:
-            return ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-    return 0
+    status, said = typed(arguments)
+    print(said)
+    return status

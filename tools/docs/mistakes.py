@@ -6,13 +6,14 @@ is not refused before a run starts is one that this page has to show.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
 import re
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,7 @@ def told(mistake: Mistake) -> str:
     for path, content in mistake.files.items():
         changed = _changed(path, content)
         lines += [f"{path}:", *(f"  | {line}" for line in changed)] if changed else [f"{path}: (as it is)"]
-    with mock.patch.object(session, "run_with_ray", side_effect=_started):
+    with _named(mistake), mock.patch.object(session, "run_with_ray", side_effect=_started):
         status, said = typed_beside(_files() | dict(mistake.files), shlex.split(mistake.command))
     if mistake.command.startswith("plan "):
         said = re.sub(r"^(?!slimx: ).*\n", "", said, flags=re.MULTILINE)  # the plan itself is no message
@@ -264,8 +265,18 @@ def told(mistake: Mistake) -> str:
     return "\n".join([*lines, f"$ slimx {mistake.command}", f"{said}[{status}]", ""])
 
 
+@contextlib.contextmanager
+def _named(mistake: Mistake) -> Iterator[None]:
+    """Adds the mistake's name to what is raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"the mistake: {mistake.name}")
+        raise
+
+
 def _started(*_: Any) -> None:
-    raise AssertionError("a run would start: this is no mistake that is told")
+    raise AssertionError("this mistake is not refused: a run would start")
 
 
 def _changed(path: str, content: str | bytes) -> list[str]:

@@ -1,54 +1,28 @@
-"""A reader of docs/guides at a desk: blocks of a page, the files that a reader has, and commands typed as shown."""
+"""A reader of docs/guides at a desk: the files that a reader has, and commands typed as a page shows them."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import shlex
 import shutil
-import sys
-import textwrap
-from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slimx import cli
+from tests.documents import ROOT
+from tools.docs.typed import typed as run
 from tools.quickstart.make_model import make_model
 
-ROOT = Path(__file__).parents[3]
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QUESTIONS = {"train": 7473, "test": 1319}
 """Rows of GSM8K's two files."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A fenced block of a page."""
-
-    language: str
-    text: str
-
-    @property
-    def file(self) -> str | None:
-        """The file that the block is, by its first line (`# name.yaml`); None: it is a part of one, or no file."""
-        named = re.match(r"# ([\w-]+\.(?:yaml|py))\n", self.text)
-        return named[1] if named else None
-
-
-def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in their order."""
-    found = re.findall(r"^( *)```(\w+)\n(.*?)^\1```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [Block(language=language, text=textwrap.dedent(text)) for _, language, text in found]
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -66,19 +40,7 @@ def typed(command: str) -> tuple[int, str]:
     """Exit status and output of a `slimx` command, run here."""
     program, *arguments = shlex.split(command)
     assert program == "slimx" and arguments[0] in ("plan", "data", "doctor", "--version"), command
-    said = io.StringIO()
-    with (
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
-        mock.patch.object(sys, "argv", ["slimx", *arguments]),
-        mock.patch.object(sys, "path", list(sys.path)),
-    ):
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as ended:
-            status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-    return status, said.getvalue()
+    return run(arguments)
 
 
 def missing(shown: list[str], said: str) -> str | None:

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 
 from slimx.config import load_config
 from slimx.observability.tracking.names import METRICS
-from tests.unit.project.guide_stand import ROOT, blocks, commands, lay_out, missing, typed
+from tests.documents import ROOT, blocks
+from tests.unit.project.guide_stand import commands, lay_out, missing, typed
 from tools.docs import make_foreign
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -34,7 +35,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_what_a_guide_shows_is_what_happens(page, desk):
-    found = blocks(page)
+    found = blocks(str(page.relative_to(ROOT)))
     files = {block.file: block for block in found if block.file}
     for name, block in files.items():
         (desk / name).write_text(block.text)
