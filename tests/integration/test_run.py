@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from slimx.commands.status import run_status
 from slimx.data.codec import save_groups
@@ -46,6 +48,7 @@ class Ahead:
     status: dict[str, Any]
     opened: set[tuple[str, str]]
     stacks: list[Stack]
+    scraped: str
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +93,13 @@ def ahead(
         },
         checkpoint={"every": 4, "keep": 100},
         reward={"function": "tests.integration.hooks.judged"},
-        track={"rollouts": {"every": 1}},
+        track={"rollouts": {"every": 1}, "prometheus": {"port": (port := free_port())}},
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(directory / "run") >= 5)
     run.until((directory / "run" / "checkpoints" / "iter_0000004").exists)
-    seen = Ahead(directory, teacher, run_status(directory / "run"), opened(run), stacks(directory / "run"))
+    scraped = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
+    seen = Ahead(directory, teacher, run_status(directory / "run"), opened(run), stacks(directory / "run"), scraped)
     run.kill(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.text()
     assert run.text().rstrip().endswith("slimx: stopped by SIGTERM")
@@ -157,6 +161,13 @@ def test_the_stacks_of_every_part_are_told(ahead: Ahead) -> None:
     assert {"driver", "trainer-0", "trainer-1", "engine-actor-0", "router"} <= parts
     (driver,) = (stack for stack in ahead.stacks if stack.member.name == "driver")
     assert "run_session" in driver.text
+
+
+def test_metrics_of_the_run_and_of_its_engines_can_be_scraped(ahead: Ahead) -> None:
+    samples = [sample for family in text_string_to_metric_families(ahead.scraped) for sample in family.samples]
+    values = {(sample.name, sample.labels.get("engine")): sample.value for sample in samples}
+    assert values["slimx_step", None] >= 5 and ("slimx_reward_mean", None) in values
+    assert values["slimx_engine_up", "actor-0"] == 1 and ("sglang:num_running_reqs", "actor-0") in values
 
 
 def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(

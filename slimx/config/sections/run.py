@@ -126,6 +126,15 @@ class Stall(Section):
     """Seconds before which none is, and after which one is that has no earlier duration."""
 
 
+class Prometheus(Section):
+    """The driver's Prometheus endpoint."""
+
+    port: int | None = Field(None, ge=1, le=65535)
+    """Port at which /metrics has the newest step's metrics and those of every engine; null: there is none."""
+    host: str = "127.0.0.1"
+    """Address at which it listens. It asks nobody who they are."""
+
+
 class Track(Section):
     tensorboard: bool = True
     """Write RUN/tensorboard: metrics, recorded samples as text, the configuration."""
@@ -145,6 +154,8 @@ class Track(Section):
     """Steps between recorded samples."""
     report: bool = True
     """Write RUN/report.html when the run ends."""
+    prometheus: Prometheus = Prometheus()
+    """Metrics for Prometheus; configs/grafana.json is a dashboard of them."""
     stall: Stall = Stall()
     """When `slimx status` and the webhook call a run stalled."""
     webhook: str | None = None

@@ -45,7 +45,7 @@ def spec_values(config: Config, group: Engines, name: str, *, device: str, moe: 
         "max_total_tokens": group.max_total_tokens,
         "seed": config.run.seed,
         "routed_experts": moe and config.rollout.routed_experts,
-        "sglang": group.sglang,
+        "sglang": group.sglang if config.track.prometheus.port is None else {"enable_metrics": True, **group.sglang},
         "role": group.role,
         "frozen": group.frozen,
         "exact_leaves": None if group.frozen else config.leaves,

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.alerts.events import Event, Kind
-from slimx.observability.alerts.webhook import Webhook
 from slimx.observability.live.pace import Pace, pace
+
+if TYPE_CHECKING:
+    from slimx.observability.alerts.webhook import Webhook
 
 
 class Alerts:
@@ -78,7 +80,10 @@ class Alerts:
 @contextmanager
 def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
     """Send the events of the block to `url`, and what ends it early; None: to nobody."""
-    alerts.webhook = Webhook(url) if url is not None else None
+    if url is not None:
+        from slimx.observability.alerts.webhook import Webhook  # its HTTP client, for those who ask for it
+
+        alerts.webhook = Webhook(url)
     try:
         yield
     except BaseException as error:

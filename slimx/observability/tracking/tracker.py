@@ -69,12 +69,13 @@ def make_tracker(
     wandb: bool = False,
     mlflow: str | None = None,
     swanlab: bool = False,
+    prometheus: tuple[str, int] | None = None,
     warn: Callable[[str], None] = print_warning,
 ) -> Tracker:
     """The tracker of one run.
 
     `resume_step`: the next step to be done when a run is resumed (0 if it died before its first checkpoint); None for a
-    fresh run, which refuses a directory that holds metrics. `mlflow`: tracking URI.
+    fresh run, which refuses a directory that holds metrics. `mlflow`: tracking URI. `prometheus`: host and port.
     `config` is shown in every sink. A sink that cannot start raises SlimxError here.
     """
     with ExitStack() as undo:  # a sink that cannot start must not leave the earlier ones open
@@ -86,6 +87,7 @@ def make_tracker(
             *([lambda: InBackground(MlflowSink(run, mlflow))] if mlflow else []),
             *([lambda: SwanlabSink(run)] if swanlab else []),
             *([lambda: TensorBoardSink(run, resume_step)] if tensorboard else []),
+            *([lambda: _prometheus(name, run_dir, *prometheus)] if prometheus else []),
         ]
         for make in makers:
             others.append(make())
@@ -94,3 +96,9 @@ def make_tracker(
     if jsonl.removed:
         warn(f"resumed at step {resume_step}: {jsonl.removed} later or torn lines taken out of metrics.jsonl")
     return Tracker(jsonl, others, warn)
+
+
+def _prometheus(run: str, directory: Path, host: str, port: int) -> Sink:
+    from slimx.observability.tracking.prometheus import PrometheusSink  # a tenth of a second, for those who ask for it
+
+    return PrometheusSink(run, directory, host, port)

@@ -169,6 +169,7 @@ def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) 
         wandb=track.wandb,
         mlflow=track.mlflow,
         swanlab=track.swanlab,
+        prometheus=None if track.prometheus.port is None else (track.prometheus.host, track.prometheus.port),
         warn=warn,
     )
 
