@@ -96,7 +96,7 @@ def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
 
 def heldout_prompts(config: Config, name: str, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:
     """Prompts of one file of `eval.prompts`, checked; `name`: the file's, "" if it has none."""
-    mapping = make_mapping(config.eval.fields, None, config.rollout.system)
+    mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, section="eval")
     prompts = read_prompts(path, mapping, dataset=name or None)
     check_prompts(tokenizer, prompts, path, config.rollout.max_prompt_tokens, spec.vocab_size)
     return prompts

@@ -53,8 +53,10 @@ def typed_beside(files: Mapping[str, str | bytes], arguments: Sequence[str]) -> 
 
 @contextlib.contextmanager
 def _own_modules(directory: Path) -> Iterator[None]:
-    """Forgets modules that are imported from `directory` meanwhile: the next command may have others of their names."""
+    """Imports the modules of `directory` anew, whatever else had their names in this process, and forgets them."""
+    hidden = {file.stem: sys.modules.pop(file.stem) for file in directory.glob("*.py") if file.stem in sys.modules}
     before = set(sys.modules)
+    importlib.invalidate_caches()
     try:
         yield
     finally:
@@ -62,4 +64,4 @@ def _own_modules(directory: Path) -> Iterator[None]:
             file = getattr(sys.modules[name], "__file__", None)
             if file is not None and Path(file).resolve().is_relative_to(directory.resolve()):
                 del sys.modules[name]
-        importlib.invalidate_caches()
+        sys.modules |= hidden

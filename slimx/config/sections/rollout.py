@@ -218,6 +218,8 @@ class Eval(Section):
     fields: Fields | None = None
     """Columns of their rows where these are not of slimx's own form; `rollout.fields` and `rollout.map` are for
     training prompts alone, `rollout.system` and `rollout.template` for both."""
+    map: str | None = None
+    """Dotted path of a hook instead of `fields`, as `rollout.map`, which may be the same one."""
     every: Count = 0
     """Steps between evaluations; 0: only before and after."""
     samples: Amount = 1
@@ -246,6 +248,12 @@ class Eval(Section):
 
     @model_validator(mode="after")
     def _several(self) -> Eval:
+        if self.map is not None and self.fields is not None:
+            raise Refusal(
+                "eval.map and eval.fields are both given; a mapping hook returns the prompt itself, so leave one out",
+                code="prompts.map",
+                about="eval.map",
+            )
         if self.samples > 1 and self.temperature == 0:
             raise Refusal(
                 f"eval.samples is {self.samples} but eval.temperature is 0: all answers to a prompt would be the same; "

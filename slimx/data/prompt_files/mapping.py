@@ -26,40 +26,44 @@ class RowMapping:
     """Instead of `fields`."""
     system: str | None = None
     """Text of a system turn that prompts without one begin with."""
+    section: str = "rollout"
+    """Section of the configuration that `fields` and `hook` stand in, for messages."""
 
     def __call__(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields of a prompt. Raises SlimxError naming `where` and the column or the hook."""
         if self.hook is not None:
-            row = _hooked(self.hook, row, where)
+            row = _hooked(self.hook, row, where, f"{self.section}.map")
         elif self.fields is not None:
-            row = mapped(self.fields, row, where)
+            row = mapped(self.fields, row, where, f"{self.section}.fields")
         if isinstance(row.get("answer"), int | float) and not isinstance(row["answer"], bool):
             row = row | {"answer": str(row["answer"])}
         return row if self.system is None else _with_system(self.system, row, where)
 
 
-def make_mapping(fields: Fields | None, hook: str | None, system: str | None) -> RowMapping:
-    """The mapping that `rollout.fields`, `rollout.map` and `rollout.system` describe. Raises SlimxError for a hook that
+def make_mapping(
+    fields: Fields | None, hook: str | None, system: str | None, *, section: str = "rollout"
+) -> RowMapping:
+    """The mapping that `fields` and `map` of a section and `rollout.system` describe. Raises SlimxError for a hook that
     cannot be loaded."""
-    loaded = None if hook is None else load_function("rollout.map", hook, ("row",), is_async=False)
-    return RowMapping(fields, loaded, system)
+    loaded = None if hook is None else load_function(f"{section}.map", hook, ("row",), is_async=False)
+    return RowMapping(fields, loaded, system, section)
 
 
-def mapped(fields: Fields, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The prompt's fields that the columns of `fields` hold."""
+def mapped(fields: Fields, row: Mapping[str, Any], where: str, named: str) -> dict[str, Any]:
+    """The prompt's fields that the columns of `fields`, the value of the key `named`, hold."""
 
     def column(key: str) -> Any:
         path = getattr(fields, key)
-        return None if path is None else value_at(row, path, f"rollout.fields.{key}", where)
+        return None if path is None else value_at(row, path, f"{named}.{key}", where)
 
     out: dict[str, Any] = {}
     prompt = column("prompt")
     out["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if (answer := column("answer")) is not None:
-        out["answer"] = answer if fields.answer_after is None else _after(fields.answer_after, answer, where)
+        out["answer"] = answer if fields.answer_after is None else _after(fields.answer_after, answer, where, named)
     if fields.id is not None:
         out["id"] = str(column("id"))
-    metadata = {path: value_at(row, path, "rollout.fields.metadata", where) for path in fields.metadata}
+    metadata = {path: value_at(row, path, f"{named}.metadata", where) for path in fields.metadata}
     metadata |= {key: column(key) for key in ("dataset", "rejected", "images") if getattr(fields, key) is not None}
     if metadata:
         out["metadata"] = metadata
@@ -111,11 +115,11 @@ def _columns(row: Mapping[str, Any]) -> Sequence[str]:
     return [*map(str, row), *inner]
 
 
-def _after(mark: str, answer: Any, where: str) -> str:
+def _after(mark: str, answer: Any, where: str, named: str) -> str:
     before, found, last = str(answer).rpartition(mark)
     if not found:
         raise SlimxError(
-            f"{where}: its answer has no {mark!r}, after which rollout.fields.answer_after looks; correct one of them",
+            f"{where}: its answer has no {mark!r}, after which {named}.answer_after looks; correct one of them",
             code="prompts.answer_after",
             about=where,
         )
@@ -131,14 +135,14 @@ def _tools(tools: Any, where: str) -> Any:
         raise SlimxError(f"{where}: its tools are no JSON ({error})", code="prompts.tools", about=where) from error
 
 
-def _hooked(hook: Callable[[dict[str, Any]], Any], row: dict[str, Any], where: str) -> dict[str, Any]:
+def _hooked(hook: Callable[[dict[str, Any]], Any], row: dict[str, Any], where: str, key: str) -> dict[str, Any]:
     try:
         out = hook(row)
     except Exception as error:
-        raise SlimxError(f"{where}: rollout.map raised {raised(error)}", code="prompts.map", about=where) from error
+        raise SlimxError(f"{where}: {key} raised {raised(error)}", code="prompts.map", about=where) from error
     if not isinstance(out, dict):
         raise SlimxError(
-            f"{where}: rollout.map returned a {type(out).__name__}; return a dict with messages or token_ids",
+            f"{where}: {key} returned a {type(out).__name__}; return a dict with messages or token_ids",
             code="prompts.map",
             about=where,
         )

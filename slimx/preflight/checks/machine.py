@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from slimx.config.rule import rule
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Track
+from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.preflight.record import RankMap
@@ -70,4 +71,31 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> It
         yield (
             f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens travel once "
             "per expert, not once per node; flex does better where its kernels are installed"
+        )
+
+
+def idle_warnings(
+    schedule: Schedule, trainer: Trainer, rollout: Rollout, cluster: Cluster, places: RankMap
+) -> Iterator[str]:
+    """Sentences about GPUs that wait while engines generate, or that nothing uses. Nothing here predicts how long a
+    generation takes: what is said follows from who may work at the same time."""
+    generating = sum(group.started * group.ranks for group in rollout.policy_engines)
+    if not generating:
+        return
+    if schedule.colocate:
+        if generating < trainer.world_size:
+            yield (
+                f"schedule.colocate: engines have {generating} of the {trainer.world_size} GPUs of trainers, and the "
+                f"others idle while they generate; raise rollout.engines.count until all have one"
+            )
+    elif schedule.max_staleness == 0:
+        yield (
+            f"schedule.max_staleness is 0: the {trainer.world_size} GPUs of trainers idle while engines generate, and "
+            f"the {generating} of engines while trainers train; schedule.max_staleness=1 lets both work at once, one "
+            "version apart, and schedule.colocate=true gives GPUs to each in turn"
+        )
+    if cluster.nodes and cluster.gpus_per_node and places.gpus < (there := cluster.nodes * cluster.gpus_per_node):
+        yield (
+            f"the run has work for {places.gpus} of the {there} GPUs of cluster.nodes={cluster.nodes} with "
+            f"cluster.gpus_per_node={cluster.gpus_per_node}; raise trainer.world_size or rollout.engines.count"
         )

@@ -23,7 +23,7 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.checks.machine import machine_warnings
+from slimx.preflight.checks.machine import idle_warnings, machine_warnings
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
 from slimx.preflight.memory.batch_plan import batch_plan
@@ -104,13 +104,17 @@ def plan_report(config: Config) -> Planned:
     placed = facts | {"places": places} | {key: known[key] for key in weighed}
     told = broken(RULES, placed, before=facts)
     links = link_bytes(published, places, report.engines, machine, config.publish.transport) if published else ()
+    runs = device == "cuda" and not problems and not told
     update = {
         **known,
         "publication": figures,
         "links": links,
         "violations": tuple(map(str, problems + told)),
         "refits": any(problem.code in OF_LAYOUT for problem in told),
-        "warnings": tuple(machine_warnings(config.trainer, config.rollout, machine)),
+        "warnings": (
+            *machine_warnings(config.trainer, config.rollout, machine),
+            *(idle_warnings(config.schedule, config.trainer, config.rollout, config.cluster, places) if runs else ()),
+        ),
     }
     return Planned(report.model_copy(update=update), published, spec, machine, tuple(problems + told))
 

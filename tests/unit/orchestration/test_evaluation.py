@@ -15,7 +15,7 @@ from slimx.observability.tracking.names import find
 from slimx.orchestration.prompts import heldout_prompts
 from slimx.orchestration.step.evaluation import answers, judge, score
 from slimx.rollout.flow.rollouts import GroupOutcome
-from tests.refusals import invalid
+from tests.refusals import invalid, refused
 from tests.unit.rewards.reward_stand import trajectory
 from tests.unit.rollout.rollout_stand import config_of, prompts, the_tokenizer
 
@@ -73,9 +73,25 @@ def test_prompts_of_a_file_with_a_name_have_it_unless_their_row_names_another(tm
     assert [each.metadata.get("dataset") for each in alone] == [None, "mine"]
 
 
+def to_prompt(row):
+    return {"token_ids": [row["token"]], "answer": row["right"]}
+
+
+def test_rows_of_another_form_are_mapped_by_the_evaluations_own_hook(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"token": 3, "right": "C"}\n')
+    mapped = config_of(eval__prompts=str(path), eval__map=f"{__name__}.to_prompt")
+    (read,) = heldout_prompts(mapped, "", str(path), the_tokenizer(), SimpleNamespace(vocab_size=100))
+    assert (read.token_ids, read.answer) == ([3], "C")
+    with refused("dotted.missing", about="eval.map"):
+        wrong = config_of(eval__map=f"{__name__}.to_prmpt")
+        heldout_prompts(wrong, "", str(path), the_tokenizer(), SimpleNamespace(vocab_size=100))
+
+
 @pytest.mark.parametrize(
     ("options", "code", "about"),
     [
+        ({"map": "m.f", "fields": {"prompt": "q"}}, "prompts.map", "eval.map"),
         ({"samples": 4}, "eval.samples", "eval.samples"),
         ({"top_p": 0.9}, "eval.top_p", "eval.top_p"),
         ({"samples": 4, "temperature": 1.0, "pass_at": (4, 8)}, "eval.pass_at", "eval.pass_at"),

@@ -335,3 +335,21 @@ def test_direct_transfers_take_memory_at_every_rank_and_engine_not_at_trainer_ra
     assert beside == held + 2 * shared["landing_bytes"], "two engines of four ranks are on the machine of eight"
     in_buckets, _ = figures("publish.transport=nixl", "publish.staging=bucket")
     assert in_buckets["landing_bytes"] < direct["landing_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "counts"),
+    [
+        ((), [[8.0, 8.0]]),
+        (("schedule.max_staleness=1",), []),
+        (("schedule.colocate=true",), []),
+        (("schedule.colocate=true", "rollout.engines=[{tensor: 4, expert: 4}]"), [[4.0, 8.0]]),
+        (("schedule.max_staleness=1", "cluster={nodes: 4, gpus_per_node: 8}"), [[16.0, 32.0]]),
+    ],
+    ids=["in turns", "at once", "shared", "shared by half", "more nodes"],
+)
+def test_gpus_that_idle_are_counted_in_a_warning(plan, overrides, counts):
+    status, text = plan(SHALLOW, *RUN_30B, *overrides, "--json")
+    assert status == 0, text
+    told = [warning for warning in json.loads(text)["warnings"] if "GPUs" in warning]
+    assert [[number for number in numbers(warning) if number > 1][:2] for warning in told] == counts, told
