@@ -38,13 +38,26 @@ def refusal(error: typer.TyperException) -> SlimxError:
     options = [name for each in ctx.command.params for name in each.opts if name.startswith("--")]
     if option is not None and option not in options:
         near = difflib.get_close_matches(option, options, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join([*options, '--help'])}"
+        arguments = [each.name.upper() for each in ctx.command.params if each.param_type_name == "argument"]
+        taken = [*arguments, *options, "--help"]
+        if near:
+            hint = f"did you mean {near[0]}?"
+        elif having := _having(ctx, option):
+            hint = f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} it"
+        else:
+            hint = f"it takes {', '.join(taken)}"
         return SlimxError(f"{command} has no {option}; {hint}", code="cli.option", about=option)
     if parameter is not None and not error.args[0]:
         name = parameter.name.upper()
         needed = (parameter.help or name).rstrip(".")
         return SlimxError(f"{command} needs {name}: {needed}", code="cli.missing", about=name)
     return SlimxError(f"{command}: {error.format_message()}", code="cli.arguments", about=command)  # type: ignore[attr-defined]
+
+
+def _having(ctx: Any, option: str) -> list[str]:
+    """Other commands of the same group that have an option."""
+    commands = {} if ctx.parent is None else ctx.parent.command.commands
+    return [f"slimx {name}" for name, each in commands.items() if any(option in own.opts for own in each.params)]
 
 
 def _called(ctx: Any) -> str:

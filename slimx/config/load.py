@@ -66,9 +66,8 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
     try:
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise SlimxError(
-            f"{path}: {wording.not_applied(error)}", code="config.interpolation", about=str(path)
-        ) from error
+        told = wording.no_interpolation(error, suggestions.known_keys(Config))
+        raise SlimxError(f"{path}: {told}", code="config.interpolation", about=str(path)) from error
     try:
         config = Config.model_validate(values)
     except ValidationError as error:

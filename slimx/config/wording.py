@@ -67,6 +67,16 @@ def not_applied(error: Exception) -> str:
     )
 
 
+def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
+    """The sentence for a `${...}` that stands for nothing; `keys`: those of a configuration."""
+    told = not_applied(error)
+    named = re.fullmatch("Interpolation key '(.*)' not found", told)
+    if named is None:
+        return told
+    near = difflib.get_close_matches(named[1], keys, n=1)
+    return f"${{{named[1]}}} is no key" + (f"; did you mean ${{{near[0]}}}?" if near else " that is set")
+
+
 def value(where: str, item: Mapping[str, Any]) -> str:
     """The sentence for a value at the key `where` that pydantic refuses with `item`."""
     given, message = item["input"], item["msg"].removeprefix("Value error, ")

@@ -140,7 +140,7 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
     newest, fork = saves.newest(), config.run.fork
     if config.run.resume == "must" and newest is None and fork is None:
         raise SlimxError(
-            f"run.resume is must, but {saves.directory} holds no complete checkpoint",
+            f"run.resume is must, but {saves.directory} holds no complete checkpoint; set it to auto to begin",
             code="run.resume",
             about="run.resume",
         )

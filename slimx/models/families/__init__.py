@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -258,8 +259,11 @@ def _config_of(file: Path) -> tuple[dict[str, Any], str]:
     check_downloaded(file.parent)
     if not file.is_file():
         lacking = "no checkpoint there (config.json is missing)" if file.parent.exists() else "no such directory"
+        beside = {each.parent.name: each.parent for each in file.parent.parent.glob("*/config.json")}
+        near = get_close_matches(file.parent.name, beside, n=1)
+        hint = f"did you mean {beside[near[0]]}?" if near else "give a Hugging Face model directory"
         raise SlimxError(
-            f"{file.parent}: {lacking}; give a Hugging Face model directory",
+            f"{file.parent}: {lacking}; {hint}",
             code="model.directory",
             about=str(file.parent),
         )
