@@ -44,7 +44,7 @@ class TrainedModel:
 
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after step `step` and start writing this rank's part of it into `path`."""
-        frozen, data_size = bool(self.config.trainer.freeze), self.parallel.sizes.data
+        frozen, data_size = bool(self.config.trainer.frozen), self.parallel.sizes.data
         state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=frozen)
         self.saver.begin(Path(path), state)
 
@@ -56,7 +56,7 @@ class TrainedModel:
             self.optimizer,
             same_layout=same_layout,
             load_optimizer=load_optimizer,
-            frozen=bool(self.config.trainer.freeze),
+            frozen=bool(self.config.trainer.frozen),
         )
         self.weights.changed()
 

@@ -23,6 +23,7 @@ from slimx.trainer.checkpoint.load import load_weights
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.device.gpu import largest
 from slimx.trainer.model.build import build_model, compute_as_served, unwrap
+from slimx.trainer.model.lora import adapters_of
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.moe.routes import within_sequence
 from slimx.trainer.moe.routing import Routes, Routing
@@ -49,7 +50,8 @@ class PolicyTrainer(TrainedModel):
         )
         chunks = build_model(spec, config, self.backends, device=parallel.device)
         modules = [unwrap(chunk) for chunk in chunks]
-        weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
+        layout = MegatronLayout(spec.table, parallel.sizes)
+        weights = Weights(modules, spec, layout, parallel.rank, adapters=adapters_of(modules[0]))
         if config.served_rule is not None:
             compute_as_served(weights, Quantisation(config.served_rule), config.numerics.dtype)
         _load(weights, Path(config.initial_weights), chunks)

@@ -223,7 +223,7 @@ class TrainerWorker:
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import Plan
 
-        packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.parameters)
+        packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.published)
         if on_device:  # the default group: NCCL over all ranks
             self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None)
         else:
@@ -251,7 +251,7 @@ class TrainerWorker:
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import Plan
 
-        packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.parameters)
+        packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.published)
         host = own_address(Cluster.model_validate(self._values["cluster"]).network)
         self._sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", host, ranks=ranks)
 

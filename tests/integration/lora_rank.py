@@ -1,124 +1,125 @@
-"""One gloo rank of test_lora: adapters of a column- and a row-parallel layer against plain torch on whole matrices.
+"""One gloo rank of test_lora: trainers with adapters that learn, save, come back, and say what they hold.
 
-python -m tests.integration.lora_rank JOB.json RANK
+    python -m tests.integration.lora_rank JOB.json RANK
+
+It writes RANK.json; rank 0 adds the merged weights under Hugging Face names.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from slimx.config.schema import Config
-from tests.integration.rank_start import join, leave
+from tests.integration.saving import begin_save, finish_save
+from tests.integration.trainer_rank import Rank
 
-TOKENS, WIDTH, INNER, RANK, ALPHA, SEED = 6, 16, 24, 4, 8.0, 5
+LORA = {"rank": 4, "alpha": 8.0}
+SCALE = LORA["alpha"] / LORA["rank"]
+STEPS = 2
+ASKED = "asked"
+"""File of rank 0: it waits for transformers' gradients under the merged weights, in directory `merged`."""
+ANSWER_S = 300.0
+
+
+class LoraRank(Rank):
+    def config(self, **trainer: Any) -> Config:
+        distributed = trainer.pop("distributed_optimizer", True)
+        trainer.pop("algorithm", None)
+        optimizer = {"lr": 2e-2, "clip_grad": 0.0}
+        base = super().config(algorithm="sft", lora=LORA, optimizer=optimizer, **trainer)
+        # Without the distributed optimizer every rank has whole gradients; a user's file is refused.
+        changed = base.trainer.model_copy(update={"distributed_optimizer": distributed})
+        return base.model_copy(update={"trainer": changed})
+
+    def steps(self, trainer: Any, first: int, count: int) -> list[dict[str, float]]:
+        return [trainer.train_step(self.demonstrated(s), step=s, version=0) for s in range(first, first + count)]
+
+    def held(self, trainer: Any) -> dict[str, Any]:
+        return {name: value.detach().clone() for name, value in trainer.weights.parameters.items()}
+
+    def gradients(self) -> None:
+        """Gradients of A and B against those that transformers' gradient of the merged weights implies:
+        dA = s B' dW and dB = s dW A'."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        from slimx.trainer.model.build import unwrap
+        from slimx.trainer.model.lora import adapters_of
+
+        trainer = self.trainer(self.config(distributed_optimizer=False))
+        base = self.held(trainer)
+        self.steps(trainer, 0, STEPS)
+        self.said["frozen"] = equal(base, self.held(trainer))
+        merged = self.out / "merged"
+        self.write_tensors("merged", trainer.weights.published)
+        if self.rank == 0:
+            (self.out / ASKED).touch()
+            end = time.monotonic() + ANSWER_S
+            while not merged.exists():
+                assert time.monotonic() < end, merged
+                time.sleep(0.05)
+        self.barrier()
+        whole, group = trainer.weights.copy_of(str(merged)), parallel_state.get_tensor_model_parallel_group()
+        adapters = adapters_of(unwrap(trainer.chunks[0]))
+        expected = {}
+        for name, adapter in adapters.items():
+            a, b = (parameter.detach().clone() for parameter in adapter.parameters)
+            of_a, of_b = SCALE * b.T @ whole[name], SCALE * whole[name] @ a.T
+            if ".experts." not in name:
+                dist.all_reduce(of_a if adapter.column else of_b, group=group)
+            expected[name] = of_a, of_b
+        self.steps(trainer, STEPS, 1)
+        self.said["errors"] = {
+            f"{name} {letter}": float((parameter.main_grad - each).abs().max() / each.abs().max())
+            for name, pair in expected.items()
+            for letter, parameter, each in zip("AB", adapters[name].parameters, pair, strict=True)
+        }
+
+    def resumed(self) -> None:
+        from slimx.preflight.memory.state import state_bytes
+        from slimx.preflight.memory.trainer import holdings
+
+        config = self.config()
+        trainer = self.trainer(config)
+        self.steps(trainer, 0, STEPS)
+        sizes, held = trainer.offloading.sizes(), holdings(config.trainer, config.numerics, self.spec)
+        planned = state_bytes(held.runs(self.sizes, self.rank), config.trainer, self.sizes, self.rank)
+        self.said["bytes"] = [sizes["weights"], sizes["gradients"], sizes["optimizer state"]]
+        self.said["planned"] = [planned.weights, planned.gradients, planned.optimizer]
+        self.said["merged"] = [
+            planned.adapted,
+            sum(v.numel() for n, v in trainer.weights.published.items() if v is not trainer.weights.parameters[n]),
+        ]
+        path = self.out / "checkpoint"
+        begin_save(trainer, path, step=STEPS)
+        finish_save(trainer, path)
+        self.write_tensors("saved", trainer.weights.published)
+        ahead = self.steps(trainer, STEPS, 2)
+        fresh = self.trainer(config)
+        fresh.restore(str(path), same_layout=True)
+        self.said["restored"] = [ahead, self.steps(fresh, STEPS, 2)]
+        self.said["restored_equal"] = equal(trainer.weights.published, fresh.weights.published)
+        if self.job["moved"]:
+            fresh.restore(self.job["moved"], same_layout=False)
+            self.write_tensors("moved", fresh.weights.published)
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    import torch
+
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def main() -> None:
-    job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    config = Config.model_validate(
-        {
-            "run": {"dir": job["out"]},
-            "model": {"path": "m"},
-            "trainer": job["layout"],
-            "rollout": {"prompts": "p"},
-        }
-    )
-    parallel = join(config.trainer, rank, job["init_method"])
-    import torch
-    import torch.distributed as dist
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-    from megatron.core.transformer import TransformerConfig
-
-    from slimx.adapters.megatron.layers import NormColumnParallelLinear
-    from slimx.trainer.model.lora import Adapter
-
-    size = config.trainer.tensor
-    settings = TransformerConfig(
-        num_layers=1,
-        hidden_size=WIDTH,
-        num_attention_heads=2,
-        normalization="RMSNorm",
-        tensor_model_parallel_size=size,
-        sequence_parallel=size > 1,
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-    )
-    common = {"config": settings, "init_method": torch.nn.init.zeros_, "bias": False, "skip_bias_add": True}
-    column = NormColumnParallelLinear(WIDTH, INNER, gather_output=False, **common)
-    row = RowParallelLinear(INNER, WIDTH, input_is_parallel=True, **common)
-    adapters = [Adapter(layer, RANK, ALPHA, sources=name, seed=SEED) for name, layer in (("c", column), ("r", row))]
-    starts = {"a": whole(column.lora_a, None), "ra": whole(row.lora_a, 1)}
-
-    random = torch.Generator().manual_seed(1)
-    shapes = {"w": (INNER, WIDTH), "rw": (WIDTH, INNER), "b": (INNER, RANK), "rb": (WIDTH, RANK), "n": (WIDTH,)}
-    held = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()} | starts
-    x, aim = (torch.randn(TOKENS, 1, WIDTH, generator=random) for _ in range(2))
-
-    def part(value: torch.Tensor, dim: int) -> torch.Tensor:
-        return value.chunk(size, dim)[rank]
-
-    own = {
-        column.weight: part(held["w"], 0),
-        column.layer_norm_weight: held["n"],
-        column.lora_b: part(held["b"], 0),
-        row.weight: part(held["rw"], 1),
-        row.lora_b: held["rb"],
-    }
-    with torch.no_grad():
-        for parameter, value in own.items():
-            parameter.copy_(value)
-    for layer in (column, row):
-        layer.weight.requires_grad_(False)
-    column.layer_norm_weight.requires_grad_(False)
-    out = row(torch.tanh(column(part(x, 0))[0]))[0]
-    (out * part(aim, 0)).sum().backward()
-    for layer in (column, row):
-        for parameter in (layer.lora_a, layer.lora_b):
-            if getattr(parameter, "sequence_parallel", False):
-                dist.all_reduce(parameter.grad)  # as megatron-core's finalize_model_grads
-
-    leaves = {name: held[name].clone().requires_grad_() for name in ("a", "b", "ra", "rb")}
-    scale = ALPHA / RANK
-    normed = x / (x.square().mean(-1, keepdim=True) + settings.layernorm_epsilon).sqrt() * held["n"]
-    inner = torch.tanh(normed @ held["w"].T + scale * (normed @ leaves["a"].T) @ leaves["b"].T)
-    expected = inner @ held["rw"].T + scale * (inner @ leaves["ra"].T) @ leaves["rb"].T
-    (expected * aim).sum().backward()
-    got = {
-        "out": (out, part(expected, 0)),
-        "a": (column.lora_a.grad, leaves["a"].grad),
-        "b": (column.lora_b.grad, part(leaves["b"].grad, 0)),
-        "ra": (row.lora_a.grad, part(leaves["ra"].grad, 1)),
-        "rb": (row.lora_b.grad, leaves["rb"].grad),
-    }
-    merged = [torch.empty_like(layer.weight) for layer in (column, row)]
-    for adapter, into in zip(adapters, merged, strict=True):
-        adapter.merge(into)
-    got["merged"] = merged[0], part(held["w"] + scale * held["b"] @ held["a"], 0)
-    got["rmerged"] = merged[1], part(held["rw"] + scale * held["rb"] @ held["ra"], 1)
-    said = {
-        "errors": {k: float((mine - his).abs().max() / his.abs().max()) for k, (mine, his) in got.items()},
-        "frozen": [
-            layer.weight.grad is None and torch.equal(layer.weight, own[layer.weight]) for layer in (column, row)
-        ],
-        "starts": {name: value.tolist() for name, value in starts.items()},
-    }
-    (Path(job["out"]) / f"{rank}.json").write_text(json.dumps(said))
-    leave(parallel)
-
-
-def whole(parameter: object, dim: int | None) -> object:
-    """A parameter, of which every rank has a part along `dim`; None: all of it."""
-    import torch
-    import torch.distributed as dist
-
-    value = parameter.detach().clone()
-    if dim is None:
-        return value
-    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, value)
-    return torch.cat(parts, dim)
+    rank = LoraRank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    rank.start()
+    rank.gradients()
+    rank.resumed()
+    rank.finish()
 
 
 if __name__ == "__main__":

@@ -1,33 +1,104 @@
-"""Low-rank adapters beside tensor-parallel layers: forward, gradients and merged weights are those of plain torch."""
+"""Low-rank adapters in whole trainers: gradients are those that transformers implies, the base does not move, and a
+checkpoint brings adapters back under its own layout and another."""
 
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import free_port
+from tests.integration.engine_families import make_model
+from tests.integration.lora_rank import ASKED, STEPS
 from tests.integration.rank_processes import run_ranks
+from tests.integration.trainer_oracle import Oracle, write_model
+from tests.integration.trainer_rank import demonstrations
 
 pytestmark = pytest.mark.integration
 
-
-def ranks(out: Path, world: int) -> list[dict]:
-    out.mkdir()
-    job = {
-        "layout": {"world_size": world, "tensor": world},
-        "out": str(out),
-        "init_method": f"tcp://127.0.0.1:{free_port()}",
-    }
-    (out / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.lora_rank", out, world)
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
+LAYOUTS: dict[str, dict[str, int]] = {
+    "TP2-EP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
+    "DP2-EP2": {"world_size": 2, "expert": 2},
+    "dense-TP2": {"world_size": 2, "tensor": 2},
+    "dense": {"world_size": 1},
+}
+"""In the order in which they run; every second one takes over the checkpoint of the one before."""
 
 
-def test_adapters_of_one_and_of_two_ranks_are_those_of_plain_torch(tmp_path):
-    single, first, second = (*ranks(tmp_path / "single", 1), *ranks(tmp_path / "TP2", 2))
-    for said in (single, first, second):
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
+    """Directory, and what each rank said, by layout."""
+    root = tmp_path_factory.mktemp("lora")
+    make_model("qwen2", root / "qwen2")
+    out: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
+    before = None
+    for name, layout in LAYOUTS.items():
+        directory, world = root / name, layout["world_size"]
+        directory.mkdir()
+        job = {
+            "layout": layout,
+            "model": str(root / "qwen2" if name.startswith("dense") else tiny_model),
+            "out": str(directory),
+            "init_method": f"tcp://127.0.0.1:{free_port()}",
+            "moved": str(before / "checkpoint") if before else None,
+        }
+        (directory / "job.json").write_text(json.dumps(job))
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(run_ranks, "tests.integration.lora_rank", directory, world)
+            while not (directory / ASKED).exists() and not running.done():
+                time.sleep(0.05)
+            if not running.done():
+                answer(Path(job["model"]), directory)
+            running.result()
+        out[name] = directory, [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world)]
+        before = None if before else directory
+    return out
+
+
+def answer(model: Path, directory: Path) -> None:
+    """Write transformers' gradients under the merged weights, as a checkpoint. The ranks' own processes cannot: they
+    have changed torch for megatron-core."""
+    made = write_model(directory / "made", model, load_file(directory / "merged.safetensors"))
+    oracle = Oracle(made)
+    oracle.sft_loss(demonstrations(STEPS)).backward()
+    gradients = {name: gradient.contiguous() for name, gradient in oracle.gradients().items()}
+    save_file(gradients, made / "model.safetensors", {"format": "pt"})
+    made.rename(directory / "merged")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_have_the_gradients_that_transformers_implies_and_the_base_stays(trained, layout):
+    for said in trained[layout][1]:
         assert max(said["errors"].values()) <= 1e-5, said["errors"]
-        assert said["frozen"] == [True, True]
-        assert said["starts"] == single["starts"]
+        assert said["frozen"]
+    kinds = ("self_attention.linear_qkv", "self_attention.linear_proj", "linear_fc1", "linear_fc2")
+    assert all(any(kind in name for name in trained[layout][1][0]["errors"]) for kind in kinds)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_restored_trainer_goes_on_to_the_last_bit(trained, layout):
+    for said in trained[layout][1]:
+        ahead, restored = said["restored"]
+        assert restored == ahead
+        assert said["restored_equal"]
+
+
+@pytest.mark.parametrize(("there", "here"), [("TP2-EP2", "DP2-EP2"), ("dense-TP2", "dense")])
+def test_another_layout_restores_the_same_merged_weights(trained, there, here):
+    saved = load_file(trained[there][0] / "saved.safetensors")
+    moved = load_file(trained[here][0] / "moved.safetensors")
+    assert saved.keys() == moved.keys()
+    assert all(torch.equal(moved[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_plan_counts_gradients_and_state_of_adapters_only(trained, layout):
+    for said in trained[layout][1]:
+        assert said["planned"] == said["bytes"]
+        assert said["merged"][0] == said["merged"][1] > 0

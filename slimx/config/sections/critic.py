@@ -54,6 +54,7 @@ def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
         "load": critic.load or trainer.load,
         "optimizer": critic.optimizer,
         "freeze": (),  # patterns for the policy
+        "lora": None,
         # Layers of multi-token prediction learn from labels; a critic has none.
         "megatron": {key: value for key, value in trainer.megatron.items() if key != "mtp_num_layers"},
     }

@@ -86,6 +86,18 @@ class Moe(Section):
         return self
 
 
+class Lora(Section):
+    """Low-rank adapters: the base stays as it is, and weights are published merged: base + alpha / rank * B A."""
+
+    rank: Size
+    """Rows of A and columns of B."""
+    alpha: Positive
+    """Numerator of the scale alpha / rank."""
+    targets: tuple[Literal["attention", "mlp", "experts"], ...] | None = None
+    """Layers with adapters: attention (queries, keys and values in one, and the output), mlp (of dense layers), experts
+    (routed ones); null: all of these that the model has."""
+
+
 _PRECISION = (
     "its log-probs and publications were never compared with an engine's; train in numerics.dtype=bfloat16, and let "
     "engines compute in fp8 by publish.quantise"
@@ -206,9 +218,16 @@ class Trainer(RankLayout):
     freeze: tuple[str, ...] = ()
     """Globs over Megatron or Hugging Face names of parameters that are not trained, such as '*.mlp.gate.weight'; they
     still publish and stand in checkpoints."""
+    lora: Lora | None = None
+    """Train low-rank adapters (LoRA) instead of the weights; null: none."""
     optimizer: Optimizer = Optimizer()
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, passed through after a check."""
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Globs over names of the base model's parameters that are not trained."""
+        return ("*",) if self.lora is not None else self.freeze
 
     @property
     def data_size(self) -> int:

@@ -76,6 +76,7 @@ class Checkpointer:
             distributed_optimizer=self.config.trainer.distributed_optimizer,
             critic=layout_of(self.critic.sizes) if self.critic is not None else None,
             freeze=list(self.config.trainer.freeze),
+            lora=_adapters(self.config),
             rollouts=rollouts,
         )
 
@@ -208,6 +209,11 @@ def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[
         yield round_
 
 
+def _adapters(config: Config) -> dict[str, Any] | None:
+    """`trainer.lora` as a checkpoint keeps it."""
+    return None if config.trainer.lora is None else config.trainer.lora.model_dump(mode="json")
+
+
 def layout_of(sizes: Sizes) -> dict[str, Any]:
     """Parallel sizes as a checkpoint keeps them."""
     return json.loads(json.dumps(asdict(sizes)))  # tuples become the lists that run.json gives back
@@ -232,6 +238,14 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
             f"{'none' if critic is None else 'one'} (algorithm.name={config.algorithm.name}); choose another run.dir, "
             "with trainer.load to start from weights",
             code="resume.no_critic" if state.critic is None else "resume.critic",
+            about=str(path),
+        )
+    if state.lora != _adapters(config):
+        raise SlimxError(
+            f"{path} was written with trainer.lora={state.lora}, this run has {_adapters(config)}: adapters are part "
+            "of the weights that it holds; keep them, or begin a new run from its export (checkpoint.export_hf) with "
+            "trainer.load",
+            code="resume.lora",
             about=str(path),
         )
     if not config.checkpoint.load_optimizer:

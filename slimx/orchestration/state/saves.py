@@ -55,6 +55,8 @@ class RunState:
     """Parallel sizes of the critic that the checkpoint holds; None: it holds none."""
     freeze: list[str] = field(default_factory=list)
     """`trainer.freeze`: what it matches has no optimizer state."""
+    lora: dict[str, Any] | None = None
+    """`trainer.lora`: the adapters that the checkpoint holds; None: it holds none."""
 
     def files(self) -> dict[str, bytes]:
         """The state as the files that hold it, by path in the checkpoint."""

@@ -17,6 +17,7 @@ from slimx.preflight.checks import (
     batch,
     exact,
     layout,
+    lora,
     machine,
     memory,
     reach,
@@ -27,7 +28,7 @@ from slimx.preflight.checks import (
     weights,
 )
 
-RULES = rules_in(layout, routing, sparse, exact, batch, serving, reach, machine, memory, weights, teacher)
+RULES = rules_in(layout, routing, sparse, exact, lora, batch, serving, reach, machine, memory, weights, teacher)
 
 
 def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:

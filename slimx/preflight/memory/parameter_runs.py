@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from slimx.config.sections.trainer import Lora
+from slimx.layout.adapters import adapts
 from slimx.layout.parts import matrix
 from slimx.layout.patterns import Sources
 from slimx.layout.ranks import Sizes, coordinates
@@ -87,14 +89,16 @@ class ParameterRun:
     """False: a buffer of its module."""
     quantised: bool = False
     """True if a publication in fp8 makes blocks of it."""
+    adapted: bool = False
+    """True if an adapter stands beside it."""
 
 
 class Holdings:
     """Parameters of one model that the ranks of any layout hold."""
 
-    def __init__(self, table: Table, dtype: str, frozen: Collection[Sources] = ()):
+    def __init__(self, table: Table, dtype: str, frozen: Collection[Sources] = (), lora: Lora | None = None):
         """`dtype`: of the model's parameters; `frozen`: parameters that are not trained."""
-        self.table, self.dtype, self.frozen = table, dtype, frozen
+        self.table, self.dtype, self.frozen, self.lora = table, dtype, frozen, lora
         self._rows: dict[Stage, list[Row]] = {
             stage: sorted((row for row in table.rows if row.stage == stage), key=_order)
             for stage in ("first", "layer", "last", "mtp")
@@ -156,6 +160,7 @@ class Holdings:
 
     def _run(self, row: Row, layer: int, chunk: int, sizes: Sizes, expert: int) -> Iterator[ParameterRun]:
         parameter, elements = not row.name.endswith(_BUFFER), self._local(row, sizes)
+        adapted = self.lora is not None and adapts(self.lora.targets, row.name)
         for frozen, count in self._counts(row, layer, sizes, expert):
             yield ParameterRun(
                 name=row.name,
@@ -168,7 +173,20 @@ class Holdings:
                 trained=parameter and not frozen,
                 parameter=parameter,
                 quantised=row.quantised,
+                adapted=adapted,
             )
+            if adapted:
+                yield from self._adapters(row, chunk, sizes, count)
+
+    def _adapters(self, row: Row, chunk: int, sizes: Sizes, count: int) -> Iterator[ParameterRun]:
+        """A and B beside `count` matrices, one pair after the other."""
+        size = sizes.expert_tensor if row.per_expert else sizes.tensor
+        (rows, cols), _ = row.map.local([matrix(shape) for _, shape in row.sources], row.axis, 0, size)
+        alike = {"chunk": chunk, "count": 1, "dtype": row.dtype or self.dtype, "tied": False}
+        alike |= {"expert": row.per_expert and sizes.expert > 1, "trained": True, "parameter": True}
+        for _ in range(count):
+            for name, elements in (("lora_a", self.lora.rank * cols), ("lora_b", rows * self.lora.rank)):
+                yield ParameterRun(name=f"{row.name}.{name}", elements=elements, **alike)
 
     def _local(self, row: Row, sizes: Sizes) -> int:
         """Elements of a rank's shard."""

@@ -48,6 +48,8 @@ class StateBytes:
     """Elements of its largest parameter."""
     quantised: int
     """Elements of what a publication in fp8 makes blocks of."""
+    adapted: int
+    """Elements of weights beside which adapters stand: as much again is kept merged for publications."""
 
 
 class Buffers:
@@ -94,6 +96,7 @@ class Buffers:
             elements=sum(run.elements * run.count for run in runs),
             largest=max(run.elements for run in runs),
             quantised=sum(run.elements * run.count for run in runs if run.quantised),
+            adapted=sum(run.elements * run.count for run in runs if run.adapted),
         )
 
     def _each(self, at: int) -> int:

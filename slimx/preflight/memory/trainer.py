@@ -67,8 +67,8 @@ def trainer_memory(
 
 
 def holdings(trainer: Trainer, numerics: Numerics, spec: ModelSpec) -> Holdings:
-    """Parameters of the model that ranks hold, with the configured dtype and `trainer.freeze`, under any layout."""
-    return Holdings(spec.table, numerics.dtype, spec.frozen(trainer.freeze))
+    """Parameters of the model that ranks hold under any layout, with what is not trained and with adapters."""
+    return Holdings(spec.table, numerics.dtype, spec.frozen(trainer.frozen), trainer.lora)
 
 
 def stage_states(
@@ -155,7 +155,8 @@ def _record(
     dispatched = _dispatched(spec, setting)
     overhead = OVERHEAD if device == "cuda" else 0
     served = _served(config, state) if model == "trainer" else 0
-    static = state.weights + served + state.gradients + state.optimizer - hosted
+    merged = state.adapted * ITEMSIZE[config.numerics.dtype]
+    static = state.weights + served + merged + state.gradients + state.optimizer - hosted
     moving = config.schedule.colocate and config.trainer.offload
     others = config.algorithm.reference + bool(config.algorithm.teacher) if model == "trainer" else 0
     return TrainerMemory(
@@ -163,7 +164,7 @@ def _record(
         stage=found.stage,
         rank=found.rank,
         parameters=state.elements,
-        weights=state.weights + served,
+        weights=state.weights + served + merged,
         gradients=state.gradients,
         optimizer=state.optimizer - hosted,
         moments=state.moments - hosted,

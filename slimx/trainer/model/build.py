@@ -29,6 +29,7 @@ from slimx.reshard.plan.precision import ModelDtype, Quantisation
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
+from slimx.trainer.model.lora import attach
 from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
 from slimx.trainer.model.transformer import rotary_of, transformer_config
 from slimx.trainer.model.value_model import ValueHead, ValueModel
@@ -59,6 +60,9 @@ def build_model(
         for chunk in range(virtual)
     ]
     _freeze(chunks, spec, config)
+    if config.trainer.lora is not None:  # one chunk: interleaved stages are refused
+        held = MegatronLayout(spec.table, sizes_of(config.trainer)).held(dist.get_rank())
+        attach(unwrap(chunks[0]), held, config.trainer.lora, seed=config.run.seed)
     # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
     # round the fp32 value head of a bf16 critic and mix up its elements.
     return [
@@ -77,7 +81,7 @@ def build_model(
 
 
 def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> None:
-    frozen = spec.frozen(config.trainer.freeze)
+    frozen = spec.frozen(config.trainer.frozen)
     if not frozen:
         return
     layout = MegatronLayout(spec.table, sizes_of(config.trainer))

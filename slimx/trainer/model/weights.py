@@ -15,6 +15,7 @@ from slimx.models.families import ModelSpec
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.pack.served import ServedWeights
 from slimx.trainer.model.freeze import names_of
+from slimx.trainer.model.lora import Adapter
 
 HostCopy = dict[str, torch.Tensor]
 """Values of every parameter, and of the buffers that the weight table names, by local name."""
@@ -31,9 +32,10 @@ class Weights:
         rank: int,
         *,
         beside: Collection[str] = (),
+        adapters: Mapping[str, Adapter] | None = None,
     ):
         """`chunks`: this rank's modules, one unless pipeline stages are interleaved. `beside`: names of parameters that
-        no checkpoint has (a value head); they are left alone."""
+        no checkpoint has (a value head); they are left alone. `adapters`: see `attach`."""
         self.spec = spec
         self.served: ServedWeights | None = None
         """Values that engines compute with, where these are not the parameters themselves."""
@@ -43,7 +45,11 @@ class Weights:
         # Several chunks form a list of modules, and their names begin with its index.
         module = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in names}
-        parameters = {name: value for name, value in module.named_parameters() if name not in beside}
+        self._adapters = adapters or {}
+        own = {id(parameter) for adapter in self._adapters.values() for parameter in adapter.parameters}
+        parameters = {
+            name: value for name, value in module.named_parameters() if name not in beside and id(value) not in own
+        }
         self.parameters: dict[str, torch.Tensor] = {**parameters, **buffers}
         """Parameters, and the buffers that the table names (an expert bias)."""
         if names != set(self.parameters):
@@ -63,15 +69,24 @@ class Weights:
                     about=held.name,
                 )
 
+        merged = {name: torch.empty_like(self.parameters[name].detach()) for name in self._adapters}
+        self.published: dict[str, torch.Tensor] = {**self.parameters, **merged}
+        """Values that engines and exports get: the parameters, merged with their adapters where they have some."""
+
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Parameters that are trained, by their Hugging Face names (joined where several are one parameter), in the
         order of the forward pass."""
         named = {" + ".join(held.sources): self.parameters[held.name] for held in self.held}
-        return {
+        trained = {
             name: parameter
             for name, parameter in named.items()
             if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
         }
+        for held in self.held:
+            if held.name in self._adapters:
+                for matrix_name, parameter in zip(("A", "B"), self._adapters[held.name].parameters, strict=True):
+                    trained[f"{matrix_name} of the adapter of {' + '.join(held.sources)}"] = parameter
+        return trained
 
     def matching(self, patterns: Sequence[str], key: str) -> list[torch.Tensor]:
         """Parameters that one of the globs `patterns` of configuration key `key` matches, see `select`."""
@@ -86,6 +101,8 @@ class Weights:
 
     def changed(self) -> None:
         """Refresh what is derived from the parameters. Call after writing parameters in place."""
+        for name, adapter in self._adapters.items():
+            adapter.merge(self.published[name])
         if self.served is not None:
             self.served.refresh()
 

@@ -1,0 +1,63 @@
+"""Rules about low-rank adapters: what they were never proven with is refused, as far as the configuration tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.config.rule import Told, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.run import Numerics
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+
+
+@rule("lora.frozen", about="trainer.freeze")
+def freezes_itself(trainer: Trainer) -> Iterator[str]:
+    if trainer.lora is not None and trainer.freeze:
+        yield (
+            "trainer.lora freezes every weight of the base, and trainer.freeze names some; leave trainer.freeze out, "
+            "and choose what gets adapters by trainer.lora.targets"
+        )
+
+
+@rule("lora.proven", about="trainer.lora")
+def proven_trainer(trainer: Trainer) -> Iterator[Told]:
+    if trainer.lora is None:
+        return
+    for key, given, plain in (
+        ("trainer.pipeline", trainer.pipeline, 1),
+        ("trainer.virtual_pipeline", trainer.virtual_pipeline, 1),
+        ("trainer.context", trainer.context, 1),
+        ("trainer.recompute.granularity", trainer.recompute.granularity, "none"),
+        ("trainer.moe.bias_update_rate", trainer.moe.bias_update_rate, 0),
+        ("trainer.optimizer.offload_fraction", trainer.optimizer.offload_fraction, 0),
+        ("trainer.distributed_optimizer", trainer.distributed_optimizer, True),
+        ("trainer.megatron.mtp_num_layers", trainer.megatron.get("mtp_num_layers") or 0, 0),
+    ):
+        if given != plain:
+            yield key, f"{key}={given} was never proven with trainer.lora; set it to {plain}, or leave trainer.lora out"
+
+
+@rule("lora.proven_run", about="trainer.lora")
+def proven_run(
+    trainer: Trainer,
+    numerics: Numerics,
+    publish: Publish,
+    schedule: Schedule,
+    algorithm: Algorithm,
+    critic: Critic | None,
+) -> Iterator[Told]:
+    if trainer.lora is None:
+        return
+    for key, given in (
+        ("numerics.mode", numerics.exact),
+        ("publish.quantise", publish.quantise is not None),
+        ("schedule.colocate", schedule.colocate),
+        ("algorithm.reference", algorithm.reference),
+        ("algorithm.teacher", bool(algorithm.teacher)),
+        ("critic", critic is not None),
+    ):
+        if given:
+            yield key, f"{key} was never proven with trainer.lora; leave it, or trainer.lora, at its default"

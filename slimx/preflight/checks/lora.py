@@ -1,0 +1,66 @@
+"""Rules about low-rank adapters that need to know the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.config.rule import Told, rule
+from slimx.config.sections.trainer import Trainer
+from slimx.layout.adapters import absent, adapts
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+
+FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures whose adapters were compared with plain torch's."""
+
+
+@rule("lora.family", about="model.path")
+def known_family(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
+    if trainer.lora is not None and spec.family.ARCHITECTURE not in FAMILIES:
+        yield (
+            f"{spec.path} is {spec.family.ARCHITECTURE}, with which trainer.lora was never proven; it was with "
+            f"{' and '.join(FAMILIES)}"
+        )
+
+
+@rule("lora.targets", about="trainer.lora.targets")
+def has_targets(trainer: Trainer, spec: ModelSpec) -> Iterator[Told]:
+    if trainer.lora is None:
+        return
+    for target in absent(trainer.lora.targets or (), spec.table):
+        yield f"trainer.lora.targets names {target}, and {spec.path} has no such layers; leave it out"
+    if trainer.lora.targets == ():
+        yield "trainer.lora.targets is empty, so nothing would train; leave it out, or name layers"
+
+
+@rule("lora.one_kind", about="trainer.lora.targets")
+def both_kinds(trainer: Trainer, sizes: Sizes) -> Iterator[str]:
+    # One of the two optimizers that megatron-core then has would hold nothing, and 0.19.2 cannot save that.
+    if trainer.lora is None or sizes.expert == 1 or not trainer.lora.targets:
+        return
+    if "experts" not in trainer.lora.targets or set(trainer.lora.targets) == {"experts"}:
+        yield (
+            f"trainer.expert={sizes.expert} and trainer.lora.targets=[{', '.join(trainer.lora.targets)}]: with expert "
+            "parallelism there must be adapters both of experts and of other layers; name both, or set trainer.expert=1"
+        )
+
+
+@rule("lora.expert_tensor", about="trainer.expert_tensor")
+def whole_experts(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
+    if trainer.lora is None or sizes.expert_tensor == 1:
+        return
+    if any(row.per_expert and adapts(trainer.lora.targets, row.name) for row in spec.table.rows):
+        yield (
+            f"trainer.expert_tensor={sizes.expert_tensor} splits the experts of {spec.path}, and adapters of split "
+            "experts do not exist; set trainer.expert_tensor=1 with trainer.expert of 2 or more, or leave experts out "
+            "of trainer.lora.targets"
+        )
+
+
+@rule("lora.device", about="trainer.lora")
+def proven_device(trainer: Trainer, device: str) -> Iterator[str]:
+    if trainer.lora is not None and device != "cpu":
+        yield (
+            "trainer.lora stands beside layers of plain torch, and on a GPU Transformer Engine has its own in their "
+            "place; set cluster.device=cpu, or leave trainer.lora out"
+        )

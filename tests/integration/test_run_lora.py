@@ -1,0 +1,55 @@
+"""A whole run with low-rank adapters: an engine that knows nothing of them serves the merged weights, and a checkpoint
+belongs to its adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slimx.config.load import load_config
+from slimx.layout.ranks import sizes_of
+from slimx.orchestration.state.checkpoints import check_resume
+from slimx.orchestration.state.saves import read_state
+from tests.integration.runs import TrainProcess, steps, write_config
+from tests.refusals import refused
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+def test_engines_serve_merged_weights_and_a_run_goes_on_with_its_adapters(tiny_model, task_of_sums, tmp_path):
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        task_of_sums / "train.jsonl",
+        trainer={"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}},
+        schedule={"steps": 2},
+        checkpoint={"export_hf": True},
+    )
+    run = TrainProcess(config)
+    assert run.wait() == 0, run.text()
+    directory = tmp_path / "run"
+    assert all(step["gap/max"] < 1e-4 and step["gap/tokens"] > 0 for step in steps(directory).values())
+    base, merged = load_file(tiny_model / "model.safetensors"), exported(directory / "hf")
+    assert base.keys() == merged.keys()
+    moved = {name for name, value in base.items() if not torch.equal(value, merged[name])}
+    attention = {name for name in base if ".self_attn." in name and name.endswith("_proj.weight")}
+    # An expert that no token chose has no gradient.
+    assert attention < moved and all(".experts." in name for name in moved - attention)
+
+    saved = max((directory / "checkpoints").glob("iter_*"))
+    state = read_state(saved)
+    assert state.lora == {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"]}
+    other = load_config(config, ["trainer.lora.rank=8"])
+    with refused("resume.lora"):
+        check_resume(other, sizes_of(other.trainer), saved, state)
+
+    resumed = TrainProcess(config, "schedule.steps=3")
+    assert resumed.wait() == 0, resumed.text()
+    assert steps(directory)[3]["gap/max"] < 1e-4
+
+
+def exported(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}

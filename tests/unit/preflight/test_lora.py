@@ -1,0 +1,73 @@
+"""Low-rank adapters are refused by name wherever they were never proven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slimx.config.rule import broken
+from slimx.config.schema import Config
+from slimx.models.families import read_model
+from slimx.preflight.checks import RULES, model_facts
+from tests.refusals import invalid
+
+LORA = {"rank": 4, "alpha": 8}
+
+
+def config(model: str, trainer: dict[str, Any] | None = None, **sections: Any) -> Config:
+    values = {"run": {"dir": "r"}, "model": {"path": model}, "rollout": {"prompts": "p"}, **sections}
+    return Config.model_validate({**values, "trainer": {"lora": LORA, **(trainer or {})}})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "about"),
+    [
+        ({"pipeline": 2, "world_size": 2}, "trainer.pipeline"),
+        ({"context": 2, "world_size": 2}, "trainer.context"),
+        ({"recompute": {"granularity": "full"}}, "trainer.recompute.granularity"),
+        ({"moe": {"bias_update_rate": 0.1}}, "trainer.moe.bias_update_rate"),
+        ({"optimizer": {"offload_fraction": 0.5}}, "trainer.optimizer.offload_fraction"),
+        ({"distributed_optimizer": False}, "trainer.distributed_optimizer"),
+        ({"megatron": {"mtp_num_layers": 1}}, "trainer.megatron.mtp_num_layers"),
+    ],
+)
+def test_layouts_and_options_that_were_never_proven_are_refused(trainer, about):
+    with invalid("lora.proven", about=about):
+        config("m", trainer)
+
+
+@pytest.mark.parametrize(
+    ("sections", "about"),
+    [
+        ({"publish": {"quantise": "ieee"}}, "publish.quantise"),
+        ({"algorithm": {"name": "grpo", "reference": True}}, "algorithm.reference"),
+    ],
+)
+def test_runs_that_were_never_proven_are_refused(sections, about):
+    with invalid("lora.proven_run", about=about):
+        config("m", **sections)
+
+
+def test_frozen_parameters_and_adapters_exclude_each_other():
+    with invalid("lora.frozen", about="trainer.freeze"):
+        config("m", {"freeze": ["*"]})
+
+
+def test_what_the_model_does_not_have_is_refused(qwen):
+    def codes(trainer: dict[str, Any], device: str = "cpu") -> set[tuple[str | None, str | None]]:
+        given = config(str(qwen), trainer)
+        facts = model_facts(given, read_model(str(qwen))) | {"device": device}
+        return {(p.code, p.about) for p in broken(RULES, facts) if p.code.startswith("lora.")}
+
+    assert not codes({})
+    assert codes({"lora": {**LORA, "targets": ["attention", "mlp"]}}) == {("lora.targets", "trainer.lora.targets")}
+    assert codes({"lora": {**LORA, "targets": []}}) == {("lora.targets", "trainer.lora.targets")}
+    split = {"world_size": 4, "tensor": 2, "expert": 2}
+    assert codes(split) == {("lora.expert_tensor", "trainer.expert_tensor")}
+    assert not codes({"world_size": 2, "tensor": 2, "lora": {**LORA, "targets": ["attention"]}})
+    for targets in (["attention"], ["experts"]):
+        one_kind = {"world_size": 2, "expert": 2, "lora": {**LORA, "targets": targets}}
+        assert codes(one_kind) == {("lora.one_kind", "trainer.lora.targets")}
+    assert not codes({"world_size": 2, "expert": 2, "lora": {**LORA, "targets": ["attention", "experts"]}})
+    assert codes({}, "cuda") == {("lora.device", "trainer.lora")}
