@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from slimx.config.sections.reward import Reward as RewardConfig
+from slimx.data.records import Prompt
 from slimx.rewards import choice, f1, judge, math, overlong, pattern, remote
 from slimx.rewards.shared import http
+from slimx.rollout.hook_loading import check_answers
 from tests.refusals import invalid, refused
 from tests.unit.rewards.reward_stand import context, hooks_of, judged, trajectory
 
@@ -326,3 +329,24 @@ def test_a_reward_that_cannot_be_called_is_refused_before_the_run(reward, code, 
 def test_a_section_of_rewards_that_contradicts_itself_is_refused(reward, code, about):
     with invalid(code, about=about):
         hooks_of(**reward)
+
+
+@pytest.mark.parametrize(
+    ("reward", "share", "lacking"),
+    [
+        ({}, 0.4, None),
+        ({}, 0.1, "b"),
+        ({"function": "slimx.rewards.overlong.reward", "options": {"limit": 9, "buffer": 3}}, 0.0, None),
+        ({"parts": [{"name": "right", "function": "slimx.rewards.math.reward", "where": {"set": "sums"}}]}, 0.0, None),
+        ({"parts": [{"name": "right", "function": "slimx.rewards.math.reward", "where": {"set": "free"}}]}, 0.0, "b"),
+    ],
+)
+def test_prompts_without_the_answer_that_a_reward_compares_with_are_refused_where_they_are_many(reward, share, lacking):
+    rows = [("a", "1", "sums"), ("b", None, "free"), ("c", "3", "sums")]
+    prompts = [Prompt(id=name, token_ids=[1], answer=answer, metadata={"set": of}) for name, answer, of in rows]
+    hook, config = hooks_of(**reward).reward, RewardConfig(**reward)
+    if lacking is None:
+        check_answers(config, hook, prompts, share)
+    else:
+        with refused("reward.answer", about=lacking):
+            check_answers(config, hook, prompts, share)
