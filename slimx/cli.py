@@ -1,5 +1,5 @@
-"""The command line: slimx train | generate | eval | plan | data | convert | doctor | health | status | stacks |
-rollouts | report."""
+"""The command line: slimx train | generate | eval | plan | data | convert | doctor | health | status | watch |
+stacks | rollouts | report."""
 
 from __future__ import annotations
 
@@ -317,6 +317,19 @@ def stacks(
     from slimx.commands.stacks import run_stacks
 
     print(visible(run_stacks(run)))
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8890,
+    host: Annotated[str, typer.Option(help="Another than loopback asks for the token that is printed.")] = "127.0.0.1",
+    debug: Debug = False,
+) -> None:
+    """Serve a live page about a run: what it does now, curves, time, rollouts token by token. Ctrl-C ends it."""
+    from slimx.commands.watch.server import serve
+
+    serve(run, host, port, lambda text: print(text, flush=True))
 
 
 @app.command()

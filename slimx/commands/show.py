@@ -16,8 +16,8 @@ Json = dict[str, Any]
 
 
 def group_values(group: Group, version: int | None, decode: Decode, *, tokens: bool) -> Json:
-    """{id, prompt: {id, text, answer}, reward: mean or None, baseline, trajectories}; `version`: that of the trainers,
-    from which staleness is counted. `tokens`: with a list of every token."""
+    """{id, prompt: {id, text, answer, dataset}, reward: mean or None, baseline, trajectories}; `version`: that of the
+    trainers, from which staleness is counted. `tokens`: with a list of every token."""
     rewards = [each.reward for each in group.trajectories if each.reward is not None]
     return {
         "id": group.id,
@@ -29,12 +29,12 @@ def group_values(group: Group, version: int | None, decode: Decode, *, tokens: b
 
 
 def prompt_values(prompt: Prompt, decode: Decode) -> Json:
-    """{id, text, answer}."""
+    """{id, text, answer, dataset}."""
     if prompt.messages is None:
         text = decode(prompt.token_ids or [])
     else:
         text = "\n".join(f"{turn.get('role')}: {turn.get('content', '')}" for turn in prompt.messages)
-    return {"id": prompt.id, "text": text, "answer": prompt.answer}
+    return {"id": prompt.id, "text": text, "answer": prompt.answer, "dataset": prompt.source}
 
 
 def _trajectory_values(trajectory: Trajectory, version: int | None, decode: Decode, tokens: bool) -> Json:

@@ -1,0 +1,164 @@
+"""Data of the live page: the status, charts and rollouts of a run, read from its directory, growing files once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slimx.algorithms.advantages.estimate import group_advantages
+from slimx.commands.rollouts import Choice, step_of
+from slimx.commands.status import describe_status, run_status
+from slimx.config.sections.algorithm import Algorithm
+from slimx.data.step_files import DIRECTORY, read_step, step_files
+from slimx.errors import SlimxError
+from slimx.observability.report.charts import Chart, PhaseColours
+from slimx.observability.report.curves import curves
+from slimx.observability.report.phase_charts import phase_charts
+from slimx.observability.tracking.metrics import StepRecord
+from slimx.observability.tracking.phases import Phase
+from slimx.observability.tracking.run_files import check_run, read_config
+
+POINTS = 600
+"""Points of a curve; a longer one is averaged."""
+PHASES_KEPT = 20_000
+"""Newest phases of which the page draws; a run of 10,000 steps has about 80,000."""
+STEPS_KEPT = 4
+"""Steps whose groups are kept as they were read: a file of a step is written once."""
+CHARACTERS = 4000
+"""Characters of a part of a rollout in the list; its tokens are shown whole."""
+WITHOUT_ADVANTAGES = frozenset({"gae", "dpo", "none"})
+"""Kinds of advantages that are not made of one group's rewards, so that a file of groups does not have them."""
+
+Json = dict[str, Any]
+
+
+class Growing[T]:
+    """A file of JSON lines that a run appends to. Each line is parsed once; a file that a resumed run has cut is read
+    anew, and the last line waits until it is whole."""
+
+    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T], keep: int | None = None) -> None:
+        """`keep`: newest records that stay; None: all."""
+        self._path, self._parse = path, parse
+        self.records: deque[T] = deque(maxlen=keep)
+        self.read = 0
+        """Bytes that have been read."""
+        self._file: tuple[int, int] | None = None
+
+    def refresh(self) -> None:
+        """Read what has been added."""
+        try:
+            with self._path.open("rb") as file:
+                status = self._path.stat()
+                same = (status.st_dev, status.st_ino)
+                if same != self._file or status.st_size < self.read:
+                    self.records.clear()
+                    self.read, self._file = 0, same
+                file.seek(self.read)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return
+        self.read += len(whole) + len(newline)
+        for line in whole.split(b"\n"):
+            try:
+                self.records.append(self._parse(msgspec.json.decode(line)))
+            except (msgspec.MsgspecError, SlimxError, KeyError, TypeError, ValueError):
+                continue  # a torn line of a killed process; the report names it
+
+
+class Content:
+    """What the page is made of. Calls come from several threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises SlimxError for a directory that holds no run."""
+        check_run(directory)
+        self.directory = directory
+        self._steps = Growing(directory / "metrics.jsonl", StepRecord.from_json)
+        self._phases = Growing(
+            directory / "timeline.jsonl", lambda values: msgspec.convert(values, type=Phase), keep=PHASES_KEPT
+        )
+        self._colours = PhaseColours()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._rollouts: dict[int, Json] = {}
+
+    def status(self) -> Json:
+        """`slimx status` as values and as lines."""
+        found = run_status(self.directory)
+        return {**found, "lines": describe_status(found), "now": time.time()}
+
+    def charts(self, since: str) -> Json:
+        """{version, charts}: every chart, or none where nothing has come `since` that version."""
+        with self._lock:
+            self._steps.refresh()
+            self._phases.refresh()
+            version = f"{self._steps.read}-{self._phases.read}"
+            if version == since:
+                return {"version": version, "charts": None}
+            steps, phases = list(self._steps.records), list(self._phases.records)
+            drawn = curves(steps, points=POINTS)[0] if steps else []
+            timed = phase_charts(phases, points=POINTS // 2, colours=self._colours) if phases else []
+            return {"version": version, "charts": [*_cards(drawn, "curves"), *_cards(timed, "time")]}
+
+    def steps(self) -> list[int]:
+        """Steps whose rollouts are kept."""
+        return list(step_files(self.directory / DIRECTORY))
+
+    def rollouts(self, step: int) -> Json:
+        """The groups of a step without their tokens. Raises SlimxError for a step that is not there."""
+        with self._reading:  # a large step takes seconds; two sides that ask for it at once wait for one reading
+            if step not in self._rollouts:
+                found = step_of(self.directory, step, Choice(limit=0))
+                advantages = self._advantages(step)
+                for group in found["groups"]:
+                    for each in group["trajectories"]:
+                        each["advantage"] = advantages.get(each["id"])
+                        for part in each["parts"]:
+                            part["text"] = cut(part["text"])
+                if len(self._rollouts) == STEPS_KEPT:
+                    self._rollouts.pop(next(iter(self._rollouts)))
+                self._rollouts[step] = found
+            return self._rollouts[step]
+
+    def tokens(self, step: int, group: str) -> Json:
+        """One group with every token. Raises SlimxError for what is not there."""
+        return step_of(self.directory, step, Choice(group=group, limit=0, tokens=True))
+
+    def _advantages(self, step: int) -> dict[str, float]:
+        """By trajectory its advantage, where the algorithm makes one number of a group's rewards."""
+        algorithm = Algorithm.model_validate(read_config(self.directory).get("algorithm", {}))
+        if algorithm.advantages in WITHOUT_ADVANTAGES:
+            return {}
+        _, groups = read_step(step_files(self.directory / DIRECTORY)[step])
+        return {
+            trajectory.id: float(value)
+            for group in groups
+            for trajectory, value in zip(group.trajectories, group_advantages(algorithm, group), strict=True)
+            if isinstance(value, float)
+        }
+
+
+def cut(text: str) -> str:
+    """The text, or its begin and end and how much is between them."""
+    left = len(text) - CHARACTERS
+    if left <= 0:
+        return text
+    half = CHARACTERS // 2
+    return f"{text[:half]}\n[{left:,} more characters]\n{text[-half:]}"
+
+
+def _cards(charts: Sequence[Chart], block: str) -> Iterator[Json]:
+    for chart in charts:
+        yield {
+            "block": block,
+            "title": chart.title,
+            "height": chart.figure.layout.height,
+            "figure": json.loads(chart.figure.to_json(validate=False)),
+            "notes": chart.notes,
+            "wide": chart.wide,
+        }

@@ -1,0 +1,280 @@
+// The live page of a run. Text of a run goes into textContent only: it never becomes markup.
+"use strict";
+
+const EVERY_MS = 3000;
+const SHADES = ["#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9"];
+const NUMBERS = [["reward/mean", "Reward"], ["eval/accuracy", "Held-out accuracy"], ["loss/sft", "Loss"],
+  ["time/step", "Seconds of a step"], ["perf/tokens_per_second", "Tokens per second"], ["gap/mean", "Log-prob gap"],
+  ["staleness/max", "Staleness, versions"], ["dropped/total", "Dropped groups"],
+  ["memory/train_peak_mib", "Trainer memory, MiB"]];
+const byId = (id) => document.getElementById(id);
+let chartsVersion = "";
+let steps = [];
+
+function element(kind, className, text) {
+  const made = document.createElement(kind);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+async function ask(path) {
+  const answer = await fetch(path);
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(found.error || answer.statusText);
+  return found;
+}
+
+function shown(value) {
+  if (value === null || value === undefined) return "none";
+  const size = Math.abs(value);
+  return size >= 1000 ? Math.round(value).toLocaleString("en") : size > 0 && size < 0.001 ? value.toExponential(1)
+    : String(Number(value.toPrecision(4)));
+}
+
+function drawStatus(status) {
+  document.title = `${status.name}: step ${status.step} of ${status.steps}`;
+  byId("name").textContent = status.name;
+  byId("state").textContent = `${status.state}, step ${status.step} of ${status.steps}`;
+  byId("state").className = `state ${status.state}`;
+  byId("lines").textContent = status.lines.join("\n");
+  const numbers = NUMBERS.filter(([key]) => status.metrics[key] !== undefined && status.metrics[key] !== null);
+  byId("numbers").replaceChildren(...numbers.map(([key, label]) => {
+    const cell = element("div");
+    cell.append(element("dt", "", label), element("dd", "", shown(status.metrics[key])));
+    return cell;
+  }));
+  byId("engines").hidden = status.engines.length === 0;
+  byId("engines").previousElementSibling.hidden = status.engines.length === 0;
+  byId("engines").tBodies[0].replaceChildren(...status.engines.map((engine) => {
+    const row = element("tr");
+    const standing = status.running ? engine.standing : `was ${engine.standing}`;
+    for (const cell of [engine.name, engine.frozen ? "frozen" : engine.role, standing, engine.restarts, engine.url || ""])
+      row.append(element("td", "", cell));
+    return row;
+  }));
+}
+
+// Charts stay where they are and get new numbers, so that a zoom or a hover survives.
+function drawCharts(charts) {
+  for (const block of ["curves", "time"]) {
+    const wanted = charts.filter((chart) => chart.block === block);
+    const room = byId(block);
+    while (room.children.length > wanted.length) room.lastChild.remove();
+    wanted.forEach((chart, number) => {
+      let card = room.children[number];
+      if (!card) {
+        card = element("div", "card");
+        card.append(element("h4"), element("div", "chart"), element("div", "notes"));
+        room.append(card);
+      }
+      card.className = chart.wide ? "card wide" : "card";
+      card.children[0].textContent = chart.title;
+      card.children[2].replaceChildren(...chart.notes.map((note) => element("p", "soft", note)));
+      card.children[1].style.height = `${chart.height}px`;
+      chart.figure.layout.uirevision = chart.title;
+      card.chart = chart;
+      if (!room.hidden) draw(card);
+    });
+  }
+}
+
+function draw(card) {
+  if (!card.chart) return;
+  Plotly.react(card.children[1], card.chart.figure.data, card.chart.figure.layout, {displayModeBar: false, responsive: true});
+  card.chart = null;
+}
+
+// Rollouts -------------------------------------------------------------------------------------------------------------
+
+function drawSteps(found) {
+  if (found.length === steps.length && found.every((step, at) => step === steps[at])) return;
+  const first = steps.length === 0;
+  steps = found;
+  document.querySelectorAll(".side").forEach((side, number) => {
+    const select = side.querySelector(".step");
+    const chosen = select.value;
+    select.replaceChildren(...steps.map((step) => new Option(step, step)));
+    select.value = steps.includes(Number(chosen)) && chosen ? chosen : number === 0 ? steps[steps.length - 1] : steps[0];
+    if (first || select.value !== chosen) load(side);
+  });
+}
+
+async function load(side) {
+  const step = side.querySelector(".step").value;
+  if (step === "" || side.hidden || byId("rollouts").hidden) return;
+  side.querySelector(".count").textContent = "loading";
+  try {
+    side.found = await ask(`/api/steps/${step}`);
+  } catch (error) {
+    side.found = null;
+    side.querySelector(".groups").replaceChildren();
+    side.querySelector(".count").textContent = error.message;
+    return;
+  }
+  const sets = new Set([...byId("dataset").options].map((option) => option.value));
+  for (const group of side.found.groups)
+    if (group.prompt.dataset && !sets.has(group.prompt.dataset)) {
+      sets.add(group.prompt.dataset);
+      byId("dataset").append(new Option(group.prompt.dataset, group.prompt.dataset));
+    }
+  drawGroups(side);
+}
+
+const sampled = (each) => each.tokens.sampled;
+const textOf = (each) => each.parts.map((part) => part.text).join("");
+
+function chosenOf(group) {
+  const low = byId("lowest").value, high = byId("highest").value, long = byId("longest").value;
+  const words = byId("words").value.toLowerCase(), set = byId("dataset").value;
+  if (set && group.prompt.dataset !== set) return [];
+  return group.trajectories.filter((each) =>
+    (low === "" || (each.reward !== null && each.reward >= Number(low))) &&
+    (high === "" || (each.reward !== null && each.reward <= Number(high))) &&
+    (long === "" || sampled(each) >= Number(long)) &&
+    (words === "" || (group.prompt.text + textOf(each)).toLowerCase().includes(words)));
+}
+
+function drawGroups(side) {
+  if (!side.found) return;
+  const order = byId("order").value, sign = order.startsWith("-") ? -1 : 1, key = order.replace("-", "");
+  const value = (each) => key === "reward" ? each.reward ?? -Infinity : sampled(each);
+  const best = (group) => Math.min(...group.kept.map((each) => sign * value(each)));
+  const groups = side.found.groups.map((group) => ({...group, kept: chosenOf(group)})).filter((group) => group.kept.length);
+  if (key) {
+    for (const group of groups) group.kept.sort((a, b) => sign * (value(a) - value(b)));
+    groups.sort((a, b) => best(a) - best(b));
+  }
+  const count = groups.reduce((sum, group) => sum + group.kept.length, 0);
+  side.querySelector(".count").textContent =
+    `trained at version ${side.found.version}: ${count} trajectories of ${groups.length} groups`;
+  side.querySelector(".groups").replaceChildren(...groups.map((group) => drawGroup(side, group)));
+  // A single one is what was looked for.
+  if (count === 1) side.querySelector(".trajectory").click();
+}
+
+function drawGroup(side, group) {
+  const card = element("div", "group");
+  const set = group.prompt.dataset ? `, ${group.prompt.dataset}` : "";
+  const answer = group.prompt.answer === null ? "" : `, answer ${group.prompt.answer}`;
+  card.append(element("div", "soft", `group ${group.id}, prompt ${group.prompt.id}${set}${answer}, reward ${shown(group.reward)}`));
+  card.append(element("div", "prompt", group.prompt.text));
+  for (const each of group.kept) {
+    const row = element("div", "trajectory");
+    const versions = [...new Set(each.versions.map((version) => version[2]))].join("+") || "none";
+    const parts = Object.entries(each.reward_parts).map(([name, reward]) => `${name} ${shown(reward)}`).join(", ");
+    const turns = new Set(each.parts.filter((part) => part.source === "sampled").map((part) => part.turn)).size;
+    const head = element("div", "soft", `${each.id}: ${each.status} (${each.finish_reason}), version ${versions}, ` +
+      `${sampled(each)} tokens, ${turns} ${turns === 1 ? "turn" : "turns"}${parts ? ", " + parts : ""} `);
+    head.append(element("b", each.reward > 0 ? "up" : "down", `reward ${shown(each.reward)}`));
+    if (each.advantage !== null && each.advantage !== undefined) head.append(` advantage ${shown(each.advantage)}`);
+    const text = element("div", "text", textOf(each));
+    row.append(head, text);
+    row.addEventListener("click", () => openTokens(side, group.id, each.id, row, text), {once: true});
+    card.append(row);
+  }
+  return card;
+}
+
+// Every token on the colour of the version that sampled it; less likely ones are darker.
+async function openTokens(side, group, id, row, text) {
+  let found;
+  try {
+    found = await ask(`/api/steps/${side.found.step}/tokens?group=${encodeURIComponent(group)}`);
+  } catch (error) {
+    row.append(element("p", "soft", error.message));
+    return;
+  }
+  const tokens = found.groups[0].trajectories.find((each) => each.id === id).each_token;
+  const versions = [...new Set(tokens.map((token) => token.version).filter((version) => version !== null))];
+  const shade = (version) => SHADES[versions.indexOf(version) % SHADES.length];
+  const legend = element("div", "soft legend");
+  for (const version of versions) {
+    const entry = element("span", "", "");
+    const mark = element("i");
+    mark.style.background = shade(version);
+    entry.append(mark, `version ${version}`);
+    legend.append(entry);
+  }
+  legend.append("the stronger the colour, the less likely the token; dotted: inserted; pale: not trained");
+  const line = element("div", "tokens");
+  for (const token of tokens) {
+    const span = element("span", token.source === "prompt" ? "prompt-token" : token.source, token.text);
+    if (!token.trained && token.source === "sampled") span.classList.add("untrained");
+    let told = `token ${token.position}, id ${token.id}, ${token.source}`;
+    if (token.version !== null) {
+      const strength = Math.min(1, -(token.logprob ?? 0) / 5);
+      span.style.background = shade(token.version) + Math.round(40 + 180 * strength).toString(16).padStart(2, "0");
+      told += `, version ${token.version}, log-prob ${shown(token.logprob)}${token.trained ? "" : ", not trained"}`;
+    }
+    span.title = told;
+    line.append(span);
+  }
+  text.replaceWith(legend, line);
+}
+
+// The page ---------------------------------------------------------------------------------------------------------------
+
+async function refresh() {
+  try {
+    drawStatus(await ask("/api/status"));
+    const found = await ask(`/api/charts?since=${chartsVersion}`);
+    chartsVersion = found.version;
+    if (found.charts) drawCharts(found.charts);
+    drawSteps(await ask("/api/steps"));
+    byId("stale").hidden = true;
+  } catch (error) {
+    byId("stale").textContent = `no answer since ${new Date().toLocaleTimeString()}: ${error.message}`;
+    byId("stale").hidden = false;
+  }
+  setTimeout(refresh, EVERY_MS);
+}
+
+function choose(tab) {
+  document.querySelectorAll("nav button").forEach((button) => button.classList.toggle("chosen", button.dataset.tab === tab));
+  document.querySelectorAll("main > section").forEach((section) => { section.hidden = section.id !== tab; });
+  if (tab === "curves" || tab === "time") [...byId(tab).children].forEach(draw);
+  if (tab === "rollouts") document.querySelectorAll(".side").forEach((side) => { if (!side.found) load(side); });
+  remember(tab);
+}
+
+// The address says what is looked at: a link shows the same.
+const FILTERS = ["lowest", "highest", "dataset", "longest", "words", "order", "compare"];
+
+function remember(tab) {
+  const wanted = new URLSearchParams();
+  for (const id of FILTERS) {
+    const input = byId(id), value = id === "compare" ? (input.checked ? "1" : "") : input.value;
+    if (value) wanted.set(id, value);
+  }
+  const query = wanted.toString();
+  history.replaceState(null, "", `${query ? "?" + query : location.pathname}#${tab ?? location.hash.slice(1)}`);
+}
+
+function recall() {
+  for (const [id, value] of new URLSearchParams(location.search)) {
+    if (!FILTERS.includes(id)) continue;
+    if (id === "compare") byId(id).checked = true;
+    else {
+      if (id === "dataset") byId(id).append(new Option(value, value));
+      byId(id).value = value;
+    }
+  }
+  document.querySelectorAll(".side")[1].hidden = !byId("compare").checked;
+}
+
+document.querySelectorAll("nav button").forEach((button) => button.addEventListener("click", () => choose(button.dataset.tab)));
+document.querySelectorAll(".side").forEach((side) => side.querySelector(".step").addEventListener("change", () => load(side)));
+byId("filters").addEventListener("input", () => {
+  document.querySelectorAll(".side").forEach(drawGroups);
+  remember();
+});
+byId("filters").addEventListener("submit", (event) => event.preventDefault());
+byId("compare").addEventListener("input", () => {
+  const second = document.querySelectorAll(".side")[1];
+  second.hidden = !byId("compare").checked;
+  load(second);
+});
+recall();
+if (["curves", "time", "rollouts"].includes(location.hash.slice(1))) choose(location.hash.slice(1));
+refresh();

@@ -1,0 +1,246 @@
+"""The live page: data of the run's directory alone, read once, for whoever may ask; a browser draws and follows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import uvicorn
+
+from slimx.commands.watch.content import CHARACTERS, Content, Growing, cut
+from slimx.commands.watch.server import COOKIE, application, serve
+from slimx.config.schema import Config
+from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
+from slimx.observability.live.run_lock import held
+from tests.refusals import numbers, refused
+from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
+
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+def group(number: int, rewards: list[float], *, text: str, dataset: str) -> Group:
+    """Two turns each with a tool's words between them, sampled by versions 1 and 2."""
+    prompt = Prompt(
+        id=f"p{number}",
+        messages=[{"role": "user", "content": text}],
+        answer="4",
+        metadata={"dataset": dataset},
+    )
+    spans = [
+        Span(start=0, stop=2, source="prompt"),
+        Span(start=2, stop=4, source="sampled", version=1),
+        Span(start=4, stop=5, source="inserted", turn=1),
+        Span(start=5, stop=6, source="sampled", turn=1, version=2),
+    ]
+    trajectories = [
+        Trajectory(
+            id=f"g{number}/{index}",
+            rollout_id=f"g{number}/{index}",
+            group_id=f"g{number}",
+            index=index,
+            token_ids=np.arange(10, 16, dtype=np.int32),
+            loss_mask=np.array([0, 0, 1, 1, 0, 1], np.uint8),
+            logprobs=np.array([np.nan, np.nan, -0.1, -3.0, np.nan, -0.5], np.float32),
+            spans=spans,
+            reward=reward,
+            finish_reason="stop",
+        )
+        for index, reward in enumerate(rewards)
+    ]
+    return Group(id=f"g{number}", prompt=prompt, trajectories=trajectories)
+
+
+def row(step: int, reward: float) -> str:
+    return json.dumps({"step": step, "version": step, "time": 1e9 + step, "metrics": {"reward/mean": reward}}) + "\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    directory, model = tmp_path / "run", tmp_path / "model"
+    the_tokenizer().save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 100, "dtype": "float32"}))
+    config: Config = config_of()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    files = StepFiles(directory / DIRECTORY, origin_of(config, the_tokenizer()), every=1, keep=0, resume_step=0)
+    files.write(1, 1, [group(0, [0.0, 1.0], text=MARKUP, dataset="sums")], {})
+    files.write(
+        2, 2, [group(1, [1.0, 0.0], text="2+2=", dataset="sums"), group(2, [1.0], text="3+1=", dataset="math")], {}
+    )
+    (directory / "config.yaml").write_text(config.to_text())
+    (directory / "metrics.jsonl").write_text(row(1, 0.25) + row(2, 0.5) + '{"step": 3, "met')
+    phases = [{"name": "train", "step": 1, "track": "main", "start": 1e9, "seconds": 2.0}] * 2
+    (directory / "timeline.jsonl").write_text("".join(json.dumps(each) + "\n" for each in phases))
+    (directory / "lock").touch()
+    return directory
+
+
+class Page:
+    """What the server of a page answers."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.session = address, requests.Session()
+
+    def get(self, path: str, host: str | None = None) -> requests.Response:
+        headers = {} if host is None else {"Host": host}
+        return self.session.get(self.address + path, headers=headers, timeout=60, allow_redirects=False)
+
+
+@contextmanager
+def served(content: Content, token: str | None = None) -> Iterator[Page]:
+    config = uvicorn.Config(
+        application(content, "127.0.0.1", token), host="127.0.0.1", port=0, log_level="critical", lifespan="off"
+    )
+    listening, server = config.bind_socket(), uvicorn.Server(config)
+    listening.listen()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    page = Page(f"http://127.0.0.1:{listening.getsockname()[1]}")
+    try:
+        yield page
+    finally:
+        page.session.close()
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+@pytest.fixture
+def page(run: Path) -> Iterator[Page]:
+    with served(Content(run)) as page:
+        yield page
+
+
+def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
+    assert page.get("/api/status").json()["state"] == "dead"
+    with held(run):
+        assert page.get("/api/status").json()["state"] == "running"
+    found = page.get("/api/charts").json()
+    (reward,) = (chart for chart in found["charts"] if chart["title"].startswith("Reward and"))
+    assert reward["block"] == "curves" and {chart["block"] for chart in found["charts"]} == {"curves", "time"}
+    assert page.get(f"/api/charts?since={found['version']}").json()["charts"] is None
+    assert page.get("/api/steps").json() == [1, 2]
+    step = page.get("/api/steps/2").json()
+    assert [each["prompt"]["dataset"] for each in step["groups"]] == ["sums", "math"]
+    advantages = [each["advantage"] for each in step["groups"][0]["trajectories"]]
+    assert advantages[0] == -advantages[1] > 0
+    tokens = page.get("/api/steps/2/tokens?group=g1").json()["groups"][0]["trajectories"][0]["each_token"]
+    assert [token["version"] for token in tokens] == [None, None, 1, 1, None, 2]
+    assert [token["source"] for token in tokens][4] == "inserted" and tokens[3]["logprob"] == -3.0
+    for path in ("/api/steps/9", "/api/steps/2/tokens?group=g9"):
+        assert page.get(path).status_code == 404 and page.get(path).json()["code"].startswith("rollouts.")
+
+
+def test_a_long_text_is_cut_in_the_middle_and_says_how_much_is_left_out():
+    assert cut("a" * CHARACTERS) == "a" * CHARACTERS
+    short = cut("a" * CHARACTERS + "b" * CHARACTERS)
+    assert short.startswith("a") and short.endswith("b") and numbers(short) == [CHARACTERS]
+
+
+def test_a_growing_file_is_parsed_once_a_torn_line_waits_and_a_cut_file_is_read_anew(tmp_path):
+    parsed: list[int] = []
+    file = tmp_path / "lines.jsonl"
+    growing = Growing(file, lambda values: parsed.append(values["step"]) or values["step"], keep=3)
+    growing.refresh()
+    assert not growing.records, "the run has not begun"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    growing.refresh()
+    with file.open("a") as more:
+        more.write('ep": 3}\nnonsense\n{"step": 4}\n')
+    growing.refresh()
+    growing.refresh()
+    assert list(growing.records) == [2, 3, 4] and parsed == [1, 2, 3, 4]
+    file.write_text('{"step": 1}\n')
+    growing.refresh()
+    assert list(growing.records) == [1]
+
+
+def test_nothing_but_the_pages_own_addresses_is_answered_and_nothing_from_elsewhere_runs(page):
+    for path in ("/%2e%2e/config.yaml", "/config.yaml", "/api/steps/..%2f..", "/page.py", "/api/steps/-1"):
+        assert page.get(path).status_code == 404, path
+    assert page.session.post(page.address + "/api/status", timeout=60).status_code == 405
+    for path in ("/", "/page.js", "/plotly.js", "/api/status"):
+        answer = page.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
+    assert page.get("/plotly.js").text[:200].count("plotly.js (basic - minified)") == 1
+    assert page.get("/api/status", host="evil.example").status_code == 403, "another site's name for this machine"
+    assert page.get("/api/status", host="localhost:80").status_code == 200
+
+
+def test_beyond_loopback_only_who_has_the_token_sees_anything(run):
+    with served(Content(run), token="secret") as page:
+        for path in ("/", "/page.js", "/api/status", "/?token=wrong", "/?token="):
+            assert page.get(path, host="trainer-7").status_code == 403, path
+        welcome = page.get("/?token=secret", host="trainer-7")
+        assert welcome.status_code == 303 and welcome.headers["location"] == "/"
+        cookie = welcome.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie
+        assert page.session.cookies[COOKIE] == "secret"
+        assert page.get("/api/status", host="trainer-7").status_code == 200
+
+
+def test_no_run_and_a_port_that_is_taken_are_refused(run, tmp_path):
+    with refused("run.none"):
+        serve(tmp_path, "127.0.0.1", 0, print)
+    with socket.create_server(("127.0.0.1", 0)) as taken, refused("watch.port"):
+        serve(run, "127.0.0.1", taken.getsockname()[1], print)
+
+
+def drawn(address: str, tmp_path: Path) -> str:
+    """The page as a browser has it after ten seconds of its own time."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    done = subprocess.run(
+        ["chromium", *options, "--virtual-time-budget=10000", "--dump-dom", address],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return done.stdout
+
+
+class Live(Content):
+    """A run that does a step while its page is open."""
+
+    asked = 0
+
+    def status(self):
+        self.asked += 1
+        if self.asked == 2:
+            with (self.directory / "metrics.jsonl").open("a") as more:
+                more.write('rics": {}}\n' + row(77, 1.0))
+        return super().status()
+
+
+@pytest.mark.costly
+@pytest.mark.needs("chromium")
+def test_a_browser_follows_a_run(run, tmp_path):
+    content = Live(run)
+    with served(content) as page, held(run):
+        found = drawn(f"{page.address}/#curves", tmp_path)
+    assert content.asked >= 2 and "step 77 of" in found and 'class="state running"' in found
+    charts = re.split(r'class="chart js-plotly-plot"', found)[1:]
+    assert charts and all('class="main-svg"' in chart for chart in charts)
+
+
+@pytest.mark.costly
+@pytest.mark.needs("chromium")
+def test_a_browser_filters_compares_and_colours_tokens_and_text_of_a_run_is_no_markup(page, tmp_path):
+    chosen = drawn(f"{page.address}/?dataset=math#rollouts", tmp_path)
+    both = drawn(f"{page.address}/?compare=1&highest=0#rollouts", tmp_path)
+    assert "g2/0" in chosen and "g1/0" not in chosen
+    # The only one that is left is open: a colour per version, what a tool said marked.
+    assert "version 1" in chosen and "version 2" in chosen and chosen.count('class="inserted"') == 1
+    assert len(set(re.findall(r"background: (rgba?\([^)]*\))", chosen))) >= 3
+    assert "g0/0" in both and "g1/1" in both and "g0/1" not in both and "g2/0" not in both
+    assert "&lt;img src=x" in both and "<img" not in both
