@@ -1,4 +1,4 @@
-"""Data of the live page: the status, charts and rollouts of a run, read from its directory, growing files once."""
+"""Reads the run of a live page: its status, charts and rollouts, growing files once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Growing[T]:
 
 
 class Content:
-    """What the page is made of. Calls come from several threads."""
+    """Everything that the page of one run is made of. Calls come from several threads."""
 
     def __init__(self, directory: Path) -> None:
         """Raises SlimxError for a directory that holds no run."""
