@@ -51,7 +51,6 @@ class Alerts:
 
     def look(self, activity: Mapping[str, Any]) -> None:
         """Tell when the phase that `activity` says is stalled, once, and when it has ended after all."""
-        self.step = activity["step"] or None
         since = (activity["phase"], activity["since"])
         if self._told is not None and self._told != since:
             self.tell("went_on", f"{self._told[0]} has ended", about=self._told[0])

@@ -81,6 +81,7 @@ class Records:
         """A named part of `step`, in the timeline, the live table and the status."""
         self.table.phase(name)
         self._phase, self._phase_since = name, time.time()
+        self.alerts.step = step or None
         with self.timeline.phase(name, step=step):
             yield
 

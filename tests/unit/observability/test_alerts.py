@@ -112,10 +112,12 @@ def test_a_stall_is_told_once_and_again_when_it_is_over(server, alerts, notes, t
     now = time.time()
     slow = {"step": 4, "phase": "train", "since": now - 15, "late": late}
     stuck = slow | {"since": now - 25}
+    alerts.step = 4
     with alerting(alerts, server.url):
         alerts.look(slow)  # longer than at_least, but not ten times the usual two seconds
         alerts.look(stuck)
         alerts.look(stuck)
+        alerts.step = 5
         alerts.look({"step": 5, "phase": "publish", "since": now, "late": None})
     assert [(e["event"], e["about"], e["step"]) for e in server.events] == [
         ("stalled", "train", 4),
