@@ -28,13 +28,16 @@ ALLOWED = (
 async def run_command(command: Sequence[str], base_url: str, prompt: Prompt, variables: Sequence[str] = ()) -> str:
     """Run a program that samples through `base_url`; returns what it wrote to its standard output.
 
-    Its environment has ALLOWED of the run's, `variables`, and OPENAI_BASE_URL and OPENAI_API_KEY, which OpenAI's
-    clients read by themselves: neither the run's tokens nor its keys. It finds the prompt as a line of JSON, {"id",
-    "messages", "metadata"}, on its standard input: never the answer. Cancelled, its whole process group is ended.
+    Its environment has ALLOWED of the run's, `variables`, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY, which the official clients read by themselves: neither the run's tokens nor its keys. It finds
+    the prompt as a line of JSON, {"id", "messages", "metadata"}, on its standard input: never the answer. Cancelled,
+    its whole process group is ended.
     Raises SlimxError, with the end of what it wrote to standard error, if it fails.
     """
     environment = {name: os.environ[name] for name in (*ALLOWED, *variables) if name in os.environ}
     environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
+    # Anthropic's clients write the /v1 themselves.
+    environment |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
     told = {"id": prompt.id, "messages": prompt.messages, "metadata": prompt.metadata}
     # Files, so that a program that writes a lot neither waits for a reader nor fills the driver's memory.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

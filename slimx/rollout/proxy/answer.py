@@ -1,13 +1,12 @@
-"""Answers of /v1/chat/completions, made from sampled tokens: text, tool calls, usage, log-probs, whole or in chunks."""
+"""Messages made from sampled tokens: text, reasoning and tool calls, whole or as they arrive."""
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from slimx.rollout.client.completion import Completion
 from slimx.rollout.proxy.request import ChatRequest, Message
 from slimx.rollout.proxy.tool_calls import ToolCall, ToolParser
 
@@ -27,6 +26,11 @@ class AnswerReader:
         """Without special tokens, up to the first stop string."""
         return cut(self.tokenizer.decode(list(token_ids), skip_special_tokens=True), stop)
 
+    def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str | None:
+        """The stop string that ended the answer; None if none did."""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return min((each for each in stop if each in text), key=text.find, default=None)
+
     def pieces(self, request: ChatRequest) -> Pieces | None:
         """For an answer that can be shown while it is sampled; None where it has to be read as a whole first."""
         return None if request.calls_tools or self.separates_reasoning else Pieces(self, request.stop)
@@ -41,7 +45,7 @@ class AnswerReader:
             message["reasoning_content"] = thought
         if request.calls_tools:
             content, calls = await self.parse_tools(self._raw(token_ids, request.stop), request.tools or [])
-            if calls:
+            if calls and not (request.object_arguments and not all(_is_object(call) for call in calls)):
                 message["content"] = content or None
                 message["tool_calls"] = [_call(call, number, index) for index, call in enumerate(calls)]
         return message
@@ -96,62 +100,6 @@ class Pieces:
         return self._reading.tokenizer.decode(self._ids[start:stop], skip_special_tokens=True)
 
 
-@dataclass(slots=True)
-class Reply:
-    """The frame of one answer: what all of its chunks have in common."""
-
-    id: str
-    model: str
-    prompt: int
-    """Tokens of the prompt."""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def whole(self, message: Message, completion: Completion, request: ChatRequest, tokenizer: Any) -> dict[str, Any]:
-        """The answer in one."""
-        choice = {"index": 0, "message": message, "finish_reason": finish_reason(message, completion)}
-        choice["logprobs"] = {"content": logprobs(completion, tokenizer)} if request.logprobs else None
-        return self._frame("chat.completion", [choice]) | {"usage": self.usage(completion)}
-
-    def chunk(
-        self, delta: dict[str, Any], finish: str | None = None, logprobs: list[Any] | None = None
-    ) -> dict[str, Any]:
-        """A part of a streamed answer."""
-        choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        choice["logprobs"] = {"content": logprobs} if logprobs is not None else None
-        return self._frame("chat.completion.chunk", [choice])
-
-    def last(self, completion: Completion) -> dict[str, Any]:
-        """The chunk after all others, which tells the usage."""
-        return self._frame("chat.completion.chunk", []) | {"usage": self.usage(completion)}
-
-    def usage(self, completion: Completion) -> dict[str, Any]:
-        """Numbers of tokens."""
-        sampled = len(completion.token_ids)
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": sampled,
-            "total_tokens": self.prompt + sampled,
-            "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
-        }
-
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-
-def finish_reason(message: Message, completion: Completion) -> str:
-    """The finish reason in the API's words: stop, length or tool_calls."""
-    return "tool_calls" if message.get("tool_calls") else completion.finish_reason
-
-
-def logprobs(completion: Completion, tokenizer: Any) -> list[dict[str, Any]]:
-    """Log-probs of each sampled token in the API's form; alternatives are not told."""
-    out = []
-    for token, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True):
-        text = tokenizer.decode([token])
-        out.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return out
-
-
 def split(text: str) -> tuple[str, str]:
     """Splits a text into what was thought and the answer."""
     thought, ends, answer = text.rpartition(THOUGHT_ENDS)
@@ -172,3 +120,10 @@ def _begun(text: str, stop: str) -> int:
 def _call(call: ToolCall, number: int, index: int) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{number}_{index}", "type": "function", "function": function}
+
+
+def _is_object(call: ToolCall) -> bool:
+    try:
+        return isinstance(json.loads(call.arguments), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -59,7 +59,7 @@ class ApiError(Exception):
 
     def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None):
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.param = status, code, param
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -83,6 +83,8 @@ class ChatRequest:
     usage: bool = False
     """True if a stream ends with the number of tokens."""
     logprobs: bool = False
+    object_arguments: bool = False
+    """True if the API can tell only calls whose arguments are a JSON object: an answer with others is text alone."""
     overridden: tuple[str, ...] = ()
     """Parameters of `RUN` that the agent asked for otherwise than the run samples."""
 
@@ -101,11 +103,7 @@ def read_request(body: Any, sampling: Mapping[str, Any], *, strict: bool = False
         if given.get(name, allowed[0]) not in allowed:
             text = f"{name} {json.dumps(given[name])} is not supported; leave it out"
             raise ApiError(text, code="unsupported_value", param=name)
-    overridden = tuple(name for name in RUN if given.get(name, sampling.get(name, 1.0)) != sampling.get(name, 1.0))
-    if strict and overridden:
-        name = overridden[0]
-        text = f"{name} {given[name]} is not the run's {sampling.get(name, 1.0)}; leave it out"
-        raise ApiError(text, code="unsupported_value", param=name)
+    overridden = overridden_by_run(given, sampling, strict=strict)
     tools = _list(given, "tools") or None
     return ChatRequest(
         messages=_messages(given),
@@ -119,6 +117,16 @@ def read_request(body: Any, sampling: Mapping[str, Any], *, strict: bool = False
         logprobs=bool(given.get("logprobs", False)),
         overridden=overridden,
     )
+
+
+def overridden_by_run(given: Mapping[str, Any], sampling: Mapping[str, Any], *, strict: bool) -> tuple[str, ...]:
+    """Parameters of `RUN` that a request gives otherwise than the run samples; with `strict` ApiError for the first."""
+    overridden = tuple(name for name in RUN if given.get(name, sampling.get(name, 1.0)) != sampling.get(name, 1.0))
+    if strict and overridden:
+        name = overridden[0]
+        text = f"{name} {given[name]} is not the run's {sampling.get(name, 1.0)}; leave it out"
+        raise ApiError(text, code="unsupported_value", param=name)
+    return overridden
 
 
 def _messages(given: dict[str, Any]) -> list[Message]:

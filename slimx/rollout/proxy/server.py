@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in front of the engines: what agents sample through it becomes the rollout.
+"""A server of OpenAI's and Anthropic's APIs in front of the engines: what agents sample through it becomes the rollout.
 
     agent --POST /SESSION/v1/chat/completions--> ChatProxy --> Session --ctx.engine--> engines
                                                                   |
@@ -22,9 +22,12 @@ from typing import Any
 from aiohttp import web
 
 from slimx.errors import SlimxError
+from slimx.rollout.proxy.anthropic_messages import AnthropicMessages
 from slimx.rollout.proxy.connections import Connections
+from slimx.rollout.proxy.openai_chat import OpenaiChat
 from slimx.rollout.proxy.request import ApiError
 from slimx.rollout.proxy.session import TOKEN_CHARACTERS, Session
+from slimx.rollout.proxy.wire import Wire
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
@@ -89,6 +92,8 @@ class ChatProxy:
             if self._runner is None:
                 app = web.Application(client_max_size=self._most, middlewares=[self._watched])
                 app.router.add_post("/{session}/v1/chat/completions", self._chat)
+                app.router.add_post("/{session}/v1/messages", self._messages)
+                app.router.add_post("/{session}/v1/messages/count_tokens", self._count)
                 app.router.add_get("/{session}/v1/models", self._models)
                 app.router.add_route("*", "/{path:.*}", self._unknown)
                 # A disconnect cancels the request: an answer that nobody got is no part of the rollout.
@@ -123,6 +128,27 @@ class ChatProxy:
             self._open.ended(transport)
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._served(OpenaiChat(), http, self._answer)
+
+    async def _messages(self, http: web.Request) -> web.StreamResponse:
+        return await self._served(AnthropicMessages(), http, self._answer)
+
+    async def _count(self, http: web.Request) -> web.StreamResponse:
+        return await self._served(AnthropicMessages(counts=True), http, self._counted)
+
+    async def _answer(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
+        return await session.answer(wire, await self._body(http), http, self._tokenizing)
+
+    async def _counted(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"input_tokens": await session.count(wire, await self._body(http), self._tokenizing)})
+
+    async def _served(
+        self,
+        wire: Wire,
+        http: web.Request,
+        answer: Callable[[Session, Wire, web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """The response of a session; an error in the words of its API."""
         name = http.match_info["session"]
         task = asyncio.current_task()
         try:
@@ -130,9 +156,9 @@ class ChatProxy:
             if session is None:
                 raise ApiError("this session does not exist, or has ended", code="session_not_found", status=404)
             self._running[name].add(task)
-            return await session.answer(await self._body(http), http, self._tokenizing)
+            return await answer(session, wire, http)
         except ApiError as error:
-            return web.json_response(error.body, status=error.status)
+            return web.json_response(wire.refusal(error), status=error.status)
         finally:
             self._running.get(name, set()).discard(task)
 

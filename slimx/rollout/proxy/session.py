@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from slimx.data.records import Trajectory
 from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
-from slimx.rollout.proxy.answer import AnswerReader, Reply, finish_reason, logprobs
+from slimx.rollout.proxy.answer import AnswerReader
 from slimx.rollout.proxy.conversations import Conversations, Position
-from slimx.rollout.proxy.request import ApiError, ChatRequest, Message, characters, read_message, read_request
+from slimx.rollout.proxy.request import ApiError, ChatRequest, Message, characters, read_message
+from slimx.rollout.proxy.wire import AnswerWriter, Wire
 
 if TYPE_CHECKING:
     from slimx.rollout.hooks import RolloutContext
@@ -50,10 +50,8 @@ class Exchange:
     """Sampling parameters that differ from the run's."""
     number: int
     """Number of the request in its session: the turn by which it is seeded."""
-
-    @property
-    def reply(self) -> Reply:
-        return Reply(f"chatcmpl-{self.number}", self.request.model, len(self.place.token_ids))
+    writer: AnswerWriter
+    """Writes the answer in the words of the API that was asked."""
 
 
 class Session:
@@ -79,39 +77,31 @@ class Session:
         told = {"requests": self._requests, "overridden": sorted(self._overridden)}
         return self._conversations.trajectories(self._ctx, told | metadata)
 
-    async def answer(self, body: Any, http: web.Request, tokenizing: Executor) -> web.StreamResponse:
+    async def count(self, wire: Wire, body: Any, tokenizing: Executor) -> int:
+        """Tokens of a request's prompt; nothing is sampled. Raises ApiError."""
+        request = wire.read(body, self._ctx.engine.sampling, strict=False)
+        return len((await self._place(request, tokenizing)).token_ids)
+
+    async def answer(self, wire: Wire, body: Any, http: web.Request, tokenizing: Executor) -> web.StreamResponse:
         """The response to one request, whose messages become tokens in a thread of `tokenizing`: the loop serves every
         other agent meanwhile. Raises ApiError for what fails before anything is sent."""
         try:
-            request = read_request(body, self._ctx.engine.sampling, strict=self._strict)
+            request = wire.read(body, self._ctx.engine.sampling, strict=self._strict)
             self._overridden.update(request.overridden)
             place, sampling = await self._admit(request, tokenizing)
             number, self._requests = self._requests, self._requests + 1
             self.last_error = None
-            exchange = Exchange(request, place, sampling, number)
+            writer = wire.writer(request, number, len(place.token_ids), self._reading)
+            exchange = Exchange(request, place, sampling, number, writer)
             return await (self._stream(exchange, http) if request.stream else self._whole(exchange))
         except ApiError as error:
             self.last_error = str(error)
+            self.limited |= error.code == "context_length_exceeded"
             raise
 
     async def _admit(self, request: ChatRequest, tokenizing: Executor) -> tuple[Position, dict[str, Any]]:
         """The position of the request's answer, and the sampling for it; ApiError if a limit is reached."""
-        limits, size = self._limits, characters(request)
-        if size > limits.context * TOKEN_CHARACTERS:
-            text = (
-                f"This model's maximum context length is {limits.context} tokens, and your messages have {size} "
-                "characters, more than would fit."
-            )
-            self.limited = True
-            raise ApiError(text, code="context_length_exceeded", param="messages")
-        loop = asyncio.get_running_loop()
-        try:
-            place = await loop.run_in_executor(tokenizing, self._conversations.place, request.messages, request.tools)
-        except SlimxError as error:
-            raise ApiError(str(error), code="invalid_value", param="messages") from error
-        except RecursionError:
-            text = "tools or tool_calls are nested too deeply for the chat template"
-            raise ApiError(text, code="invalid_value", param="tools") from None
+        limits, place = self._limits, await self._place(request, tokenizing)
         length = len(place.token_ids)
         room = limits.context - length
         left = room if limits.sampled is None else limits.sampled - self._sampled
@@ -131,6 +121,24 @@ class Session:
             sampling["stop"] = request.stop
         return place, sampling
 
+    async def _place(self, request: ChatRequest, tokenizing: Executor) -> Position:
+        """The position of the request's answer."""
+        limits, size = self._limits, characters(request)
+        if size > limits.context * TOKEN_CHARACTERS:
+            text = (
+                f"This model's maximum context length is {limits.context} tokens, and your messages have {size} "
+                "characters, more than would fit."
+            )
+            raise ApiError(text, code="context_length_exceeded", param="messages")
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(tokenizing, self._conversations.place, request.messages, request.tools)
+        except SlimxError as error:
+            raise ApiError(str(error), code="invalid_value", param="messages") from error
+        except RecursionError:
+            text = "tools or tool_calls are nested too deeply for the chat template"
+            raise ApiError(text, code="invalid_value", param="tools") from None
+
     def _refuse(self, place: Position, code: str, text: str) -> NoReturn:
         """A limit is reached: the conversation is over, and the agent may be too."""
         self.limited = True
@@ -144,7 +152,7 @@ class Session:
                 exchange.place.token_ids, exchange.sampling, turn=exchange.number
             )
         message = self._keep(exchange, completion, await self._message(exchange, completion))
-        return web.json_response(exchange.reply.whole(message, completion, exchange.request, self._ctx.tokenizer))
+        return web.json_response(exchange.writer.whole(message, completion))
 
     async def _stream(self, exchange: Exchange, http: web.Request) -> web.StreamResponse:
         """Server-sent events; an error in their middle is one of them."""
@@ -155,45 +163,36 @@ class Session:
                 async for event in events:
                     if not response.prepared:
                         await response.prepare(http)
-                    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                    await response.write(event)
         except ApiError as error:
             if not response.prepared:
                 raise
             self.last_error = str(error)
-            await response.write(b"data: " + json.dumps(error.body).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+            await response.write(exchange.writer.failed(error))
         return response
 
-    async def _events(self, exchange: Exchange) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a streamed answer. One that has to be read as a whole first comes as one chunk."""
-        request, reply, tokenizer = exchange.request, exchange.reply, self._ctx.tokenizer
-        pieces = self._reading.pieces(request)
+    async def _events(self, exchange: Exchange) -> AsyncIterator[bytes]:
+        """The events of a streamed answer. One that has to be read as a whole first comes at its end."""
+        writer, pieces = exchange.writer, self._reading.pieces(exchange.request)
         with _engine_errors():
             stream = self._ctx.engine.stream(exchange.place.token_ids, exchange.sampling, turn=exchange.number)
             async with stream as tokens:
                 first = True
                 async for piece in tokens:
                     if first:
-                        yield reply.chunk({"role": "assistant", "content": ""})
+                        yield writer.begin()
                         first = False
-                    told = logprobs(piece, tokenizer) if request.logprobs else None
-                    shown = pieces.add(piece.token_ids.tolist()) if pieces is not None else ""
-                    if shown or told:
-                        yield reply.chunk({"content": shown}, logprobs=told)
+                    if event := writer.piece(pieces.add(piece.token_ids.tolist()) if pieces is not None else "", piece):
+                        yield event
                 completion = tokens.completion
+        rest = pieces.end() if pieces is not None else None
         if pieces is not None:
-            delta: dict[str, Any] = {"content": pieces.end()}
             message = self._keep(exchange, completion, {"role": "assistant", "content": pieces.shown})
         else:
             message = self._keep(exchange, completion, await self._message(exchange, completion))
-            delta = {name: value for name, value in message.items() if name != "role"}
-            calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", []))]
-            delta |= {"tool_calls": calls} if calls else {}
-        if any(delta.values()):
-            yield reply.chunk(delta)
-        yield reply.chunk({}, finish_reason(message, completion))
-        if request.usage:
-            yield reply.last(completion)
+        if first:
+            yield writer.begin()
+        yield writer.end(message, rest, completion)
 
     async def _message(self, exchange: Exchange, completion: Completion) -> Message:
         ids = completion.token_ids.tolist()

@@ -96,7 +96,9 @@ async def test_a_program_has_no_variables_of_the_run_but_those_that_it_was_given
         monkeypatch.setenv(name, "secret")
     code = "import json, os; print(json.dumps(dict(os.environ)))"
     found = json.loads(await run_command([sys.executable, "-c", code], "http://base/v1", PROMPT, ["GIVEN", "ABSENT"]))
-    assert found.keys() <= {*ALLOWED, "GIVEN", "OPENAI_BASE_URL", "OPENAI_API_KEY"} and found["GIVEN"] == "secret"
+    told = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"}
+    assert found["ANTHROPIC_BASE_URL"] == "http://base", "its clients write the /v1 themselves"
+    assert found.keys() <= {*ALLOWED, "GIVEN", *told} and found["GIVEN"] == "secret"
     assert found["PATH"] == os.environ["PATH"] and list(found.values()).count("secret") == 1
 
 
