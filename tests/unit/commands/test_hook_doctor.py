@@ -152,6 +152,7 @@ NOTES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("overrides", "code", "about", "named"), NOTES, ids=str)
 def test_what_may_be_meant_is_a_note(run_file, overrides, code, about, named):
     found = examine(run_file, *[override.removeprefix("+") for override in overrides])

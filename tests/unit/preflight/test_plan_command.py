@@ -161,6 +161,7 @@ def test_a_run_without_engines_publishes_nothing(plan):
     assert code == 0 and "publication none" in text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("overrides", "code", "about", "values"),
     [

@@ -33,6 +33,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             del sys.modules[name]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_what_a_guide_shows_is_what_happens(page, desk):
     found = blocks(str(page.relative_to(ROOT)))

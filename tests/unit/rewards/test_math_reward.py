@@ -23,6 +23,7 @@ def differing(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in rows if judged(math.reward, row["response"], row["gold"]) != float(row["verdict"])]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("group", sorted({row["group"] for row in ROWS} - {LIMITS}))
 def test_every_answer_of_a_group_is_judged_as_mathematics_judges_it(group):
     assert differing([row for row in ROWS if row["group"] == group]) == []

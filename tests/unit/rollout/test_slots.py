@@ -60,6 +60,7 @@ async def test_rollouts_in_flight_have_a_bound_of_their_own():
         assert tools.most == 3
 
 
+@pytest.mark.costly
 async def test_waiting_for_a_place_at_the_engines_does_not_count_against_a_rollouts_deadline():
     engine = FakeEngine()
 
