@@ -25,6 +25,7 @@ from slimx.errors import SlimxError
 from slimx.rollout.proxy.anthropic_messages import AnthropicMessages
 from slimx.rollout.proxy.connections import Connections
 from slimx.rollout.proxy.openai_chat import OpenaiChat
+from slimx.rollout.proxy.openai_responses import OpenaiResponses
 from slimx.rollout.proxy.request import ApiError
 from slimx.rollout.proxy.session import TOKEN_CHARACTERS, Session
 from slimx.rollout.proxy.wire import Wire
@@ -92,6 +93,7 @@ class ChatProxy:
             if self._runner is None:
                 app = web.Application(client_max_size=self._most, middlewares=[self._watched])
                 app.router.add_post("/{session}/v1/chat/completions", self._chat)
+                app.router.add_post("/{session}/v1/responses", self._responses)
                 app.router.add_post("/{session}/v1/messages", self._messages)
                 app.router.add_post("/{session}/v1/messages/count_tokens", self._count)
                 app.router.add_get("/{session}/v1/models", self._models)
@@ -129,6 +131,9 @@ class ChatProxy:
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         return await self._served(OpenaiChat(), http, self._answer)
+
+    async def _responses(self, http: web.Request) -> web.StreamResponse:
+        return await self._served(OpenaiResponses(), http, self._answer)
 
     async def _messages(self, http: web.Request) -> web.StreamResponse:
         return await self._served(AnthropicMessages(), http, self._answer)

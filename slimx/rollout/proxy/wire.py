@@ -1,4 +1,4 @@
-"""What the proxy asks of an API that agents speak: to read its requests and to write its answers and errors."""
+"""Protocols of an API that agents speak: they read its requests, and write its answers and errors."""
 
 from __future__ import annotations
 
