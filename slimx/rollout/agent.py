@@ -97,9 +97,10 @@ async def generate(
     `slimx.rollout.proxy.tool_calls.find_parser`. `separate_reasoning`: what stands before </think> is no answer's
     content. `environment`: names of variables that a program gets besides `slimx.rollout.agent_process.ALLOWED`.
 
-    Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided), `branch` (its number), and
-    `result`, what the agent returned or the program wrote. An agent that fails after it reached a limit has none, and
-    the conversations that it could not go on with are truncated. Logs `tool_calls`.
+    Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided), `errors` (requests answered
+    with an error, counted by its code; absent without any), `branch` (its number), and `result`, what the agent
+    returned or the program wrote. An agent that fails after it reached a limit has none, and the conversations that it
+    could not go on with are truncated. Logs `tool_calls`.
 
     Raises GivenUp for one that fails otherwise, or that
     asks for nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Session:
         self._conversations = Conversations(ctx.tokenizer)
         self._requests = self._sampled = 0
         self._overridden: set[str] = set()
+        self._errors: Counter[str] = Counter()
         self.tool_calls = 0
         """Tools that the policy called, in all answers together."""
         self.last_error: str | None = None
@@ -74,7 +76,9 @@ class Session:
 
     def trajectories(self, metadata: dict[str, Any]) -> list[Trajectory]:
         """The trajectories that were sampled; [] if none were."""
-        told = {"requests": self._requests, "overridden": sorted(self._overridden)}
+        told: dict[str, Any] = {"requests": self._requests, "overridden": sorted(self._overridden)}
+        if self._errors:
+            told["errors"] = dict(sorted(self._errors.items()))
         return self._conversations.trajectories(self._ctx, told | metadata)
 
     async def count(self, wire: Wire, body: Any, tokenizing: Executor) -> int:
@@ -95,9 +99,13 @@ class Session:
             exchange = Exchange(request, place, sampling, number, writer)
             return await (self._stream(exchange, http) if request.stream else self._whole(exchange))
         except ApiError as error:
-            self.last_error = str(error)
+            self._count_error(error)
             self.limited |= error.code == "context_length_exceeded"
             raise
+
+    def _count_error(self, error: ApiError) -> None:
+        self.last_error = str(error)
+        self._errors[error.code] += 1
 
     async def _admit(self, request: ChatRequest, tokenizing: Executor) -> tuple[Position, dict[str, Any]]:
         """The position of the request's answer, and the sampling for it; ApiError if a limit is reached."""
@@ -167,7 +175,7 @@ class Session:
         except ApiError as error:
             if not response.prepared:
                 raise
-            self.last_error = str(error)
+            self._count_error(error)
             await response.write(exchange.writer.failed(error))
         return response
 

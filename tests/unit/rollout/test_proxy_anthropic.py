@@ -3,6 +3,7 @@ the proxy over an engine in this process."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -177,6 +178,7 @@ async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
 
     (found,) = await messages(engine, look)
     assert len(engine.asked) == 1 and found.metadata["requests"] == 1
+    assert found.metadata["errors"] == Counter(code for _, code, _ in REFUSED.values())
 
 
 async def test_a_stream_that_fails_ends_with_an_error_and_is_no_turn():
@@ -194,7 +196,7 @@ async def test_a_stream_that_fails_ends_with_an_error_and_is_no_turn():
         await streamed(client, USER)
 
     (found,) = await messages(Aborted("it", "2"), look)
-    assert trained(found) == "2<end>"
+    assert trained(found) == "2<end>" and found.metadata["errors"] == {"aborted": 1}
 
 
 async def test_a_retry_of_the_client_is_no_second_turn():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -149,6 +150,7 @@ async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
     engine = Script("2")
     (found,) = await rollout(engine, look)
     assert len(engine.asked) == 1 and found.metadata["requests"] == 1
+    assert found.metadata["errors"] == Counter(code for _, code, _ in REFUSED.values())
 
 
 async def test_a_retry_and_a_stream_that_fails_are_no_turns():
