@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -103,6 +104,25 @@ async def blocking(base_url: str, prompt: Prompt) -> None:
     await asyncio.to_thread(ask)
 
 
+async def anthropic_messages(base_url: str, prompt: Prompt) -> None:
+    """Whole, then streamed."""
+    asked = {"model": "m", "max_tokens": 100}
+    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key="x") as client:
+        first = await client.messages.create(**asked, messages=prompt.messages)
+        answer = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}
+        async with client.messages.stream(**asked, messages=[*prompt.messages, answer, AGAIN]) as stream:
+            assert (await stream.get_final_message()).usage.output_tokens > 0
+
+
+async def openai_responses(base_url: str, prompt: Prompt) -> None:
+    """Whole, then streamed."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="x") as client:
+        first = await client.responses.create(model="m", input=prompt.messages)
+        items = [item.model_dump(exclude_none=True) for item in first.output]
+        events = await client.responses.create(model="m", input=[*prompt.messages, *items, AGAIN], stream=True)
+        assert [event.type async for event in events][-1] in ("response.completed", "response.incomplete")
+
+
 def assert_equal(found: Trajectory, expected: Trajectory, name: str) -> None:
     for field in ("token_ids", "loss_mask", "logprobs", "routed_experts"):
         np.testing.assert_array_equal(getattr(found, field), getattr(expected, field), f"{name}: {field}")
@@ -125,7 +145,7 @@ async def test_agents_of_the_official_client_are_the_rollout_that_a_hook_makes(
             async with rolling(client, tiny_model) as ctx:
                 expected = await two_turns(ctx, PROMPT)
                 assert expected.loss_mask.sum() >= 4 and len(expected.spans) == 4
-                for each in (plain, streaming, blocking):
+                for each in (plain, streaming, blocking, anthropic_messages, openai_responses):
                     (found,) = await agent.generate(ctx, PROMPT, agent=f"{__name__}.{each.__name__}")
                     assert_equal(found, expected, each.__name__)
                 results = set()
