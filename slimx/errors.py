@@ -55,10 +55,10 @@ class DeadlineError(SlimxError):
 
 
 class Preempted(Exception):
-    """SIGUSR1 asked the run to make room: it has written a checkpoint after `step` steps, and ended in order."""
+    """A signal asked the run to make room: it has written a checkpoint after `step` steps, and ended in order."""
 
     def __init__(self, step: int, steps: int):
-        super().__init__(f"SIGUSR1: step {step} of {steps} is saved, the same command goes on from there")
+        super().__init__(f"a signal, step {step} of {steps} is saved: the same command goes on from there")
         self.step = step
 
 

@@ -92,7 +92,7 @@ class Run:
 
     async def leave(self) -> None:
         """Write a checkpoint of the present step, with all that was sampled by now, and raise Preempted."""
-        self.records.table.note(f"SIGUSR1: saving step {self.step}, then the run ends")
+        self.records.table.note(f"asked to leave: saving step {self.step}, then the run ends")
         await self.rollouts.rest()
         await self.save()
         await self.finish_save()

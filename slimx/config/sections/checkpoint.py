@@ -24,6 +24,9 @@ class Checkpoint(Section):
     """Write files in the background from a copy in host memory, while the run goes on."""
     deadline: Seconds = 1800
     """Seconds until all files of a checkpoint must be on disk."""
+    grace: Seconds | None = None
+    """Seconds that SIGTERM leaves for a checkpoint: the run saves and ends as after SIGUSR1, or without a checkpoint
+    when they are over or a second signal comes; null: SIGTERM ends it at once."""
     verify: Literal["size", "full"] = "full"
     """Before a checkpoint is loaded, compare its files' sizes only, or their digests too."""
     damaged: Literal["skip", "stop"] = "skip"

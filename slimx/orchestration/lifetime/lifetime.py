@@ -96,11 +96,11 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
     `cluster.stop_deadline`, the process ends without it."""
     watch_over_this_process()
     with Watchdog() as watchdog, Signals() as signals:
-        seconds = config.cluster.stop_deadline
+        seconds, grace = config.cluster.stop_deadline, config.checkpoint.grace or 0.0
 
         def bound(signum: int) -> None:
             if signum != signal.SIGUSR1:
-                watchdog.arm(seconds, *ending_of(Interrupted(signum)))
+                watchdog.arm(seconds + grace * (signum == signal.SIGTERM), *ending_of(Interrupted(signum)))
 
         def ending(error: BaseException | None) -> None:
             watchdog.arm(seconds, *ending_of(error))
@@ -111,7 +111,7 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
             signals.install()  # Ray has put its own handlers there
             processes = own_processes()
             try:
-                run_loop(interruptible(_watching(processes, config, work), signals, ending))
+                run_loop(interruptible(_watching(processes, config, work), signals, ending, grace))
             except (Interrupted, Preempted):
                 raise
             except Exception as error:
@@ -138,16 +138,25 @@ def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Wor
     return watched
 
 
-async def interruptible(work: Work, signals: Signals, ending: Callable[[BaseException | None], None]) -> None:
+async def interruptible(
+    work: Work, signals: Signals, ending: Callable[[BaseException | None], None], grace: float = 0.0
+) -> None:
     """Run `work`; SIGINT and SIGTERM cancel it, and so does its alarm; its clean-up is waited for. SIGUSR1 asks it to
-    leave. `ending` is told as soon as it is known how the run ends."""
+    leave, and so does the first SIGTERM, which cancels it `grace` seconds later. `ending` is told as soon as it is
+    known how the run ends."""
     loop, alarm = asyncio.get_running_loop(), Alarm(ending)
     task, stopped = asyncio.ensure_future(work(alarm)), asyncio.Event()
 
     def heard(signum: int) -> None:
         # A second signal while everything is being stopped changes nothing: the stop has its own deadlines.
         with suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(alarm.leaving.set if signum == signal.SIGUSR1 else stopped.set)
+            if signum == signal.SIGUSR1:
+                loop.call_soon_threadsafe(alarm.leaving.set)
+            elif grace and signals.received == [signal.SIGTERM]:
+                loop.call_soon_threadsafe(alarm.leaving.set)
+                loop.call_soon_threadsafe(loop.call_later, grace, stopped.set)
+            else:
+                loop.call_soon_threadsafe(stopped.set)
 
     signals.subscribe(heard)
     asked = asyncio.ensure_future(stopped.wait())

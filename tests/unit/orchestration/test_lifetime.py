@@ -28,7 +28,9 @@ from types import SimpleNamespace
 from slimx.orchestration.lifetime import lifetime
 from slimx.errors import PartLost
 
-config = SimpleNamespace(cluster=SimpleNamespace(stop_deadline=2.0, ray_deadline=60.0))
+config = SimpleNamespace(
+    cluster=SimpleNamespace(stop_deadline=2.0, ray_deadline=60.0), checkpoint=SimpleNamespace(grace=None)
+)
 lifetime.start_ray = lambda *_, **__: None
 lifetime.stop_ray = lambda: None
 lifetime.probes = dict
@@ -45,9 +47,15 @@ def run(work):
 """
 
 
-def driver(work: str) -> subprocess.Popen[str]:
+def driver(work: str, *, grace: float | None = None) -> subprocess.Popen[str]:
     """A process that runs `work`, the body of the run, as the command line does; Ray is left out."""
-    body = PRELUDE + "async def work(alarm):\n" + "".join(f"    {line}\n" for line in work.splitlines()) + "run(work)\n"
+    body = (
+        PRELUDE
+        + f"config.checkpoint.grace = {grace}\n"
+        + "async def work(alarm):\n"
+        + "".join(f"    {line}\n" for line in work.splitlines())
+        + "run(work)\n"
+    )
     return subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -197,6 +205,39 @@ def test_being_asked_to_leave_before_the_loop_is_not_lost_either():
         os.kill(os.getpid(), signal.SIGUSR1)
         run_loop(interruptible(work, signals, lambda error: None))
     assert left == [True]
+
+
+def test_sigterm_with_a_grace_asks_to_leave_and_what_then_ends_the_run_ends_it():
+    async def work(alarm: Alarm) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(alarm.leaving.wait(), 30)
+        raise Preempted(3, 9)
+
+    with Signals() as signals, pytest.raises(Preempted):
+        run_loop(interruptible(work, signals, lambda error: None, grace=60.0))
+
+
+@pytest.mark.parametrize(("grace", "second"), [(0.2, None), (60.0, signal.SIGTERM), (60.0, signal.SIGINT)])
+def test_when_the_grace_is_over_or_a_second_signal_comes_the_run_is_stopped(grace, second):
+    async def work(alarm: Alarm) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(alarm.leaving.wait(), 30)
+        if second is not None:
+            os.kill(os.getpid(), second)
+        await asyncio.sleep(600)
+
+    began = time.monotonic()
+    with Signals() as signals, pytest.raises(Interrupted) as error:
+        run_loop(interruptible(work, signals, lambda error: None, grace=grace))
+    assert error.value.signum == signal.SIGTERM and 0 <= time.monotonic() - began < 50
+
+
+def test_a_save_that_hangs_is_ended_when_grace_and_stop_deadline_are_over():
+    process = driver("print('up', flush=True)\nblocked()", grace=1.0)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    status, said = ended(process)
+    assert status == 128 + signal.SIGTERM and len(said) == 1
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
