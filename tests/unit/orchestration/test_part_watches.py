@@ -195,7 +195,8 @@ def test_whatever_is_missed_first_ray_is_named_if_it_is_rays_end(monkeypatch, pr
         monkeypatch.setattr(lifetime, name, lambda *_, result=stand, **__: result)
     monkeypatch.setattr(lifetime, "own_processes", lambda: {"raylet": process})
     monkeypatch.setattr(lifetime, "probes", dict)
-    config = SimpleNamespace(cluster=SimpleNamespace(stop_deadline=HANG_S, ray_deadline=HANG_S))
+    cluster, checkpoint = SimpleNamespace(stop_deadline=HANG_S, ray_deadline=HANG_S), SimpleNamespace(grace=None)
+    config = SimpleNamespace(cluster=cluster, checkpoint=checkpoint)
     with pytest.raises(PartLost) as error:
         lifetime.run_with_ray(config, "cpu", work)
     assert error.value.about == about
