@@ -34,3 +34,6 @@ def test_a_run_whose_process_is_killed_or_stopped(
     fault: Fault, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:
     strike(fault, tmp_path, tiny_model, task_of_sums / "train.jsonl")
+    if (fault.victim, fault.signum) == ("trainer", SIGSTOP):
+        (stacks,) = (tmp_path / "run/stacks").iterdir()
+        assert "==== trainer-0" in stacks.read_text(), "where everybody was when it was given up"
