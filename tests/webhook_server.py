@@ -15,7 +15,7 @@ WAIT_S = 120.0
 
 
 class Received:
-    """What was posted, and the statuses of the next answers; after them every answer is 200."""
+    """Keeps what was posted. The next answers have the `statuses`, and all after them 200."""
 
     def __init__(self, url: str) -> None:
         self.url = url

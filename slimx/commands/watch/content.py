@@ -30,7 +30,7 @@ POINTS = 600
 PHASES_KEPT = 20_000
 """Newest phases of which the page draws; a run of 10,000 steps has about 80,000."""
 STEPS_KEPT = 4
-"""Steps whose groups are kept as they were read: a file of a step is written once."""
+"""Steps whose groups are kept as they were read, until a resumed run writes their file anew."""
 CHARACTERS = 4000
 """Characters of a part of a rollout in the list; its tokens are shown whole."""
 WITHOUT_ADVANTAGES = frozenset({"gae", "dpo", "none"})
@@ -85,7 +85,8 @@ class Content:
         )
         self._colours = PhaseColours()
         self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._rollouts: dict[int, Json] = {}
+        self._rollouts: dict[int, tuple[int | None, Json]] = {}
+        """By step when its file was written, and its groups."""
 
     def status(self) -> Json:
         """`slimx status` as values and as lines."""
@@ -112,7 +113,9 @@ class Content:
     def rollouts(self, step: int) -> Json:
         """The groups of a step without their tokens. Raises SlimxError for a step that is not there."""
         with self._reading:  # a large step takes seconds; two sides that ask for it at once wait for one reading
-            if step not in self._rollouts:
+            file = step_files(self.directory / DIRECTORY).get(step)
+            written = None if file is None else file.stat().st_mtime_ns
+            if self._rollouts.get(step, (None, {}))[0] != written or written is None:
                 found = step_of(self.directory, step, Choice(limit=0))
                 advantages = self._advantages(step)
                 for group in found["groups"]:
@@ -120,10 +123,11 @@ class Content:
                         each["advantage"] = advantages.get(each["id"])
                         for part in each["parts"]:
                             part["text"] = cut(part["text"])
+                self._rollouts.pop(step, None)
                 if len(self._rollouts) == STEPS_KEPT:
                     self._rollouts.pop(next(iter(self._rollouts)))
-                self._rollouts[step] = found
-            return self._rollouts[step]
+                self._rollouts[step] = written, found
+            return self._rollouts[step][1]
 
     def tokens(self, step: int, group: str) -> Json:
         """One group with every token. Raises SlimxError for what is not there."""

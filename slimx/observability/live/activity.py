@@ -64,8 +64,8 @@ class Activity:
 
     async def _keep(self) -> None:
         while True:
-            self._watch(activity := self._look())
             try:
+                self._watch(activity := self._look())
                 text = json.dumps({"written": time.time(), **activity})
                 write_atomic(self._path, text.encode(), sync=False)
             except OSError as error:

@@ -1,4 +1,4 @@
-"""What new users are told of their mistakes is what tests/golden/mistakes.txt shows, and nothing is started before."""
+"""New users are told of their mistakes as tests/golden/mistakes.txt shows, before anything is started."""
 
 from __future__ import annotations
 

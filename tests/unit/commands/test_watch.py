@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class Page:
-    """What the server of a page answers."""
+    """Asks the server of a page."""
 
     def __init__(self, address: str) -> None:
         self.address, self.session = address, requests.Session()
@@ -138,6 +138,13 @@ def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
     assert [token["source"] for token in tokens][4] == "inserted" and tokens[3]["logprob"] == -3.0
     for path in ("/api/steps/9", "/api/steps/2/tokens?group=g9"):
         assert page.get(path).status_code == 404 and page.get(path).json()["code"].startswith("rollouts.")
+
+
+def test_a_step_that_a_resumed_run_writes_anew_is_read_anew(run):
+    content, file = Content(run), run / DIRECTORY / "step-0000002.groups"
+    assert [group["id"] for group in content.rollouts(2)["groups"]] == ["g1", "g2"]
+    file.write_bytes((run / DIRECTORY / "step-0000001.groups").read_bytes())
+    assert [group["id"] for group in content.rollouts(2)["groups"]] == ["g0"]
 
 
 def test_a_long_text_is_cut_in_the_middle_and_says_how_much_is_left_out():
