@@ -202,3 +202,26 @@ def assert_equal(found: Trajectory, expected: Trajectory) -> None:
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
     for name in ("spans", "sampling", "id", "rollout_id", "group_id", "index", "status", "finish_reason", "turns"):
         assert getattr(found, name) == getattr(expected, name), name
+
+
+ANSWERS = (f"so {CALL}", "it is 2")
+"""What the engine says in a conversation with a tool."""
+
+
+def assert_as_by_chat_completions(found: Trajectory, expected: Trajectory) -> None:
+    """Assert that an agent of another API, whose engine said ANSWERS, made the rollout of `with_a_tool`."""
+    assert_equal(found, expected)
+    assert trained(found) == f"so {CALL}<end>it is 2<end>"
+
+
+async def with_a_tool() -> Trajectory:
+    """The rollout of an agent that asks chat completions twice, with a tool's result in between."""
+
+    async def converse(client: Any, prompt: Any) -> None:
+        asked = [{"role": "system", "content": "Count."}, *USER]
+        first = await said(client, asked, tools=TOOLS)
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
+        await said(client, [*asked, first, result], tools=TOOLS)
+
+    (found,) = await rollout(Script(*ANSWERS), converse)
+    return found

@@ -16,19 +16,18 @@ from slimx.rollout import agent
 from slimx.rollout.proxy.server import ChatProxy
 from slimx.rollout.proxy.tool_calls import ToolCall
 from tests.unit.rollout.proxy_stand import (
+    ANSWERS,
     CALL,
     PROMPT,
-    TOOLS,
     USER,
     Script,
-    assert_equal,
+    assert_as_by_chat_completions,
     bare,
     context,
     encode,
-    rollout,
-    said,
     text_of,
     trained,
+    with_a_tool,
 )
 
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
@@ -78,16 +77,8 @@ async def test_a_conversation_with_tools_is_captured_as_that_of_chat_completions
         second = await how(client, [*USER, answer, *result], system="Count.", tools=[ADD])
         assert [block.text for block in second.content] == ["it is 2"] and second.stop_reason == "end_turn"
 
-    async def with_chat(client: Any, prompt: Any) -> None:
-        asked = [{"role": "system", "content": "Count."}, *USER]
-        first = await said(client, asked, tools=TOOLS)
-        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
-        await said(client, [*asked, first, result], tools=TOOLS)
-
-    texts = (f"so {CALL}", "it is 2")
-    (found,), (expected,) = await messages(Script(*texts), with_messages), await rollout(Script(*texts), with_chat)
-    assert_equal(found, expected)
-    assert trained(found) == f"so {CALL}<end>it is 2<end>"
+    (found,) = await messages(Script(*ANSWERS), with_messages)
+    assert_as_by_chat_completions(found, await with_a_tool())
 
 
 @pytest.mark.parametrize("how", [ask, streamed])

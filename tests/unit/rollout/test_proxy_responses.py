@@ -11,17 +11,18 @@ import pytest
 
 from slimx.errors import SlimxError
 from tests.unit.rollout.proxy_stand import (
+    ANSWERS,
     CALL,
     TOOLS,
     USER,
     Script,
-    assert_equal,
+    assert_as_by_chat_completions,
     client_of,
     encode,
     rollout,
-    said,
     text_of,
     trained,
+    with_a_tool,
 )
 
 ADD = {"type": "function", **TOOLS[0]["function"], "strict": False}
@@ -67,16 +68,8 @@ async def test_a_conversation_with_tools_is_captured_as_that_of_chat_completions
         second = await how(client, [*USER, *dumped(first), result], instructions="Count.", tools=[ADD])
         assert second.output_text == "it is 2"
 
-    async def with_chat(client: Any, prompt: Any) -> None:
-        asked = [{"role": "system", "content": "Count."}, *USER]
-        first = await said(client, asked, tools=TOOLS)
-        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
-        await said(client, [*asked, first, result], tools=TOOLS)
-
-    texts = (f"so {CALL}", "it is 2")
-    (found,), (expected,) = await rollout(Script(*texts), with_responses), await rollout(Script(*texts), with_chat)
-    assert_equal(found, expected)
-    assert trained(found) == f"so {CALL}<end>it is 2<end>"
+    (found,) = await rollout(Script(*ANSWERS), with_responses)
+    assert_as_by_chat_completions(found, await with_a_tool())
 
 
 @pytest.mark.parametrize("how", [ask, streamed])
