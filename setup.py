@@ -26,7 +26,10 @@ CPU_FLAGS = [
     *("-shared", "-fPIC"),
 ]
 CPU = Extension(
-    "slimx._lib.libslimx_cpu", sources=["csrc/reshard_cpu.cpp"], depends=HEADERS, extra_compile_args=CPU_FLAGS
+    "slimx._lib.libslimx_cpu",
+    sources=["csrc/reshard_cpu.cpp", "csrc/delta_cpu.cpp"],
+    depends=HEADERS,
+    extra_compile_args=CPU_FLAGS,
 )
 EXACT = Extension(
     "slimx._lib.libslimx_exact", sources=["csrc/exact_cpu.cpp"], depends=HEADERS, extra_compile_args=CPU_FLAGS
@@ -43,7 +46,7 @@ CUDA_FLAGS = [
 ]
 CUDA = Extension(
     "slimx._lib.libslimx_cuda",
-    sources=["csrc/reshard.cu", "csrc/memory.cu"],
+    sources=["csrc/reshard.cu", "csrc/delta.cu", "csrc/memory.cu"],
     depends=HEADERS,
     extra_compile_args=CUDA_FLAGS,
 )

@@ -33,7 +33,7 @@ extern "C" {
 #endif
 
 // Changes with the records, the functions or the checksum, so that a stale library is refused when it is loaded.
-#define SLIMX_ABI 2
+#define SLIMX_ABI 3
 
 // What becomes of an element. A source element is a bf16 (item 2), an fp32 (item 4) or an e4m3 code (item 1).
 //

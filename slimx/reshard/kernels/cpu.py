@@ -27,7 +27,7 @@ from slimx.reshard.kernels.record import (
 )
 
 LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cpu.so"
-ABI = 2
+ABI = 3
 
 
 TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
@@ -43,7 +43,7 @@ def seeds(nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
     """The sums [tensors] uint64 to start from: each tensor's size in bytes enters its checksum once, through this."""
     sizes = np.ascontiguousarray(nbytes, dtype=np.int64)
     sums = np.zeros(sizes.shape, dtype=np.uint64)
-    _library().slimx_seed(sizes.ctypes.data, sizes.size, sums.ctypes.data)
+    library().slimx_seed(sizes.ctypes.data, sizes.size, sums.ctypes.data)
     return sums
 
 
@@ -98,7 +98,7 @@ def pack_checked(
     """`pack` of records, memory, sums and flags that it has taken before, as they are: what it checks takes longer than
     the work on a small tensor."""
     table = triton_scales(TRITON_SCALES).ctypes.data if (pieces["rule"] == RULE.TRITON).any() else None
-    status = _library().slimx_pack(
+    status = library().slimx_pack(
         pieces.ctypes.data,
         len(pieces),
         bucket.data_ptr(),
@@ -106,7 +106,7 @@ def pack_checked(
         flags.ctypes.data,
         table,
         _isa(isa),
-        _threads(threads),
+        threads_of(threads),
     )
     _raise_for(status, isa)
 
@@ -157,7 +157,7 @@ def checksum_rects(pieces: np.ndarray, sums: np.ndarray, *, isa: str = "best", t
     """
     check_sources(pieces, sums)
     check_sums(pieces)
-    status = _library().slimx_checksum(pieces.ctypes.data, len(pieces), sums.ctypes.data, _isa(isa), _threads(threads))
+    status = library().slimx_checksum(pieces.ctypes.data, len(pieces), sums.ctypes.data, _isa(isa), threads_of(threads))
     _raise_for(status, isa)
 
 
@@ -175,7 +175,7 @@ def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None =
 
 def isas() -> list[str]:
     """The instruction sets that this processor can run."""
-    return [name for name, code in _ISAS.items() if _library().slimx_has_isa(code)]
+    return [name for name, code in _ISAS.items() if library().slimx_has_isa(code)]
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -187,11 +187,14 @@ def load(path: Path) -> ctypes.CDLL:
     library.slimx_seed.restype = None
     library.slimx_pack.argtypes = [address, count, address, address, address, address, code, code]
     library.slimx_checksum.argtypes = [address, count, address, code, code]
+    library.slimx_delta_encode.argtypes = [address, address, count, code, address, address, code]
+    library.slimx_delta_apply.argtypes = [address, count, address, count, code, code]
     return library
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The library of this installation."""
     return load(LIBRARY)
 
 
@@ -203,7 +206,8 @@ def _isa(name: str) -> int:
     return _ISAS[name]
 
 
-def _threads(threads: int | None) -> int:
+def threads_of(threads: int | None) -> int:
+    """`threads`, or torch's number of threads."""
     if threads is not None and threads < 1:
         raise SlimxError(
             f"{threads} threads cannot pack a bucket: pass 1 or more", code="kernel.threads", about=str(threads)

@@ -20,7 +20,7 @@ from slimx.library import load_library
 from slimx.reshard.kernels.record import NONFINITE, check_destinations, check_ops, check_sources, check_sums
 
 LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cuda.so"
-ABI = 201
+ABI = 301
 """SLIMX_CUDA_ABI in csrc/interface.cuh."""
 LONGEST = 2**31 - 1
 """Rows of a piece, and bytes of one of its rows: the kernel counts them in 32 bits."""
@@ -251,6 +251,7 @@ def load(path: Path) -> ctypes.CDLL:
     run = [address, address, count, ctypes.POINTER(_Launch), address, address, address, address]
     library.slimx_cuda_run.argtypes = run
     library.slimx_cuda_triton_scales.argtypes = [address, address]
+    library.slimx_cuda_delta.argtypes = [address, address, count, code, address, address, address, address, address]
     place, handle = ctypes.c_uint64, ctypes.c_char_p
     library.slimx_cuda_allocate.argtypes = [count, ctypes.POINTER(place)]
     library.slimx_cuda_free.argtypes = library.slimx_cuda_close.argtypes = [place]

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[3]
 ARCHITECTURES = {"sm_90", "sm_100"}
 KERNELS = {
     **{"pack": r"7reshardILNS_6KernelE0EE", "checksum": r"7reshardILNS_6KernelE1EE", "scales": "13triton_scales"},
+    **{"delta": r"12delta_encodeI", "join": "10delta_join"},
     **{name: rf"\d+exact_{name}I" for name in ("linear", "rms_norm", "silu_and_mul", "log_normaliser", "attend")},
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'(.*?)Compile time", re.S)
@@ -64,7 +65,7 @@ def build(checkout: Path, cuda: str, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("source", ["reshard_cpu.cpp", "exact_cpu.cpp"])
+@pytest.mark.parametrize("source", ["reshard_cpu.cpp", "delta_cpu.cpp", "exact_cpu.cpp"])
 def test_the_cpu_libraries_compile_without_a_warning(source: str) -> None:
     flags = [
         "-O2",
