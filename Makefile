@@ -82,14 +82,24 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 	$(BIN)/slimx train configs/moe/quickstart.yaml
 	$(BIN)/slimx report runs/quickstart-sft runs/quickstart --out runs/quickstart/report.html --title "slimx quickstart"
 
-# Three unit tests at a time: a third of their time they wait, for a deadline or another process. Of integration tests two:
-# they compute, and more gain nothing on two cores. A file's tests stay together and share its fixtures. Unit tests come
-# first: they take a third of the time and say sooner what is wrong.
+# Unit tests run beside integration tests, each in a session of its own: the ones compute while the others wait for Ray, a
+# server or a deadline. A file's tests stay together and share its fixtures. Byte code is kept even where the environment
+# says not to: a run starts a dozen processes that import the same modules.
 TESTS := $(BIN)/python -m pytest -rs --durations=20 --dist=loadfile --no-loadscope-reorder
+unit integration test-unit test-all: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: test
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
-	$(TESTS) --numprocesses=3 tests/unit
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 unit integration
+
+# What it prints comes at its end, in one piece.
+.PHONY: unit
+unit: $(LIBRARY)
+	@mkdir -p build; code=0; $(TESTS) --numprocesses=2 tests/unit > build/unit-tests.txt 2>&1 || code=$$?; \
+	  echo; cat build/unit-tests.txt; exit $$code
+
+.PHONY: integration
+integration: $(LIBRARY)
 	$(TESTS) --numprocesses=2 tests/integration
 
 .PHONY: test-unit

@@ -55,6 +55,7 @@ def test_a_rank_that_is_asked_where_it_runs_imports_no_torch_yet():
     assert done.stdout.split() == ["False"], done.stderr
 
 
+@pytest.mark.costly
 def test_packages_are_mapped_by_their_records_as_by_their_files():
     found, by_files = recorded_packages(), importlib.metadata.packages_distributions()
     assert {name: sorted(found[name]) for name in by_files} == {n: sorted(packages) for n, packages in by_files.items()}

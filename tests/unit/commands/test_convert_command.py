@@ -130,6 +130,7 @@ def test_any_value_of_any_field_is_converted_or_refused_in_one_sentence(qwen, tm
         assert out.exists() == (code == 0), value
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "name", [".metadata", "common.pt", "metadata.json", "__0_0.distcp", "../latest_checkpointed_iteration.txt"]
 )

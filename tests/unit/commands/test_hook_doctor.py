@@ -172,6 +172,7 @@ def test_all_hooks_that_cannot_be_loaded_are_named_at_once(run_file):
     assert result.output.count("  note  ") == 1, "that no hook was tried"
 
 
+@pytest.mark.costly
 def test_a_hook_that_never_yields_is_given_up(run_file, monkeypatch):
     monkeypatch.setattr(hook_trial, "STUCK_S", 1.0)
     found = examine(run_file, f"rollout.generate={STAND}.stuck")

@@ -181,6 +181,7 @@ def wait_for(condition, seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.costly
 def test_stop_ends_a_stubborn_tree_with_its_orphans(tmp_path: Path) -> None:
     process = SupervisedProcess("stubborn", [sys.executable, "-c", STUBBORN], tmp_path / "log")
     process.start()
@@ -237,6 +238,7 @@ time.sleep(float(sys.argv[1]))
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("end", ["its own", "stop", "a killed guard"])
 def test_temporary_files_go_with_the_command_however_it_ends(tmp_path: Path, end: str) -> None:
     seconds = "0" if end == "its own" else "600"
@@ -278,6 +280,7 @@ async def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path) -> No
     assert engine.state is State.DEAD
 
 
+@pytest.mark.costly
 async def test_waiting_for_a_server_has_a_deadline(tmp_path: Path) -> None:
     with refused("deadline", about="engine e at http://127.0.0.1:9 to become ready", kind=DeadlineError):
         await control.EngineControl("http://127.0.0.1:9", "e").wait_ready(1)

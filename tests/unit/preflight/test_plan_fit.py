@@ -165,6 +165,7 @@ def test_engines_that_the_transport_cannot_reach_are_refused_before_anything_sta
     assert plan(SHALLOW, *RUN_30B, H100, "publish.transport=cuda_ipc", "schedule.colocate=true")[0] == 0
 
 
+@pytest.mark.costly
 def test_colocated_ranks_are_weighed_in_turns(plan):
     run = ("trainer={world_size: 8, expert: 8, expert_tensor: 1}", "schedule.colocate=true", FULL, "cluster.gpu=h200")
     shared = "rollout.engines=[{tensor: 8, expert: 8, sglang: {mem_fraction_static: %s}}]"
@@ -188,6 +189,7 @@ def test_colocated_ranks_are_weighed_in_turns(plan):
     assert small["rank_map"]["gpus"] == 8
 
 
+@pytest.mark.costly
 def test_host_memory_is_counted_per_node(plan):
     offload = "trainer.optimizer.offload_fraction=1"
     fits, short = (plan(SHALLOW, *RUN_30B, H100, offload, f"cluster.host_memory_gib={gib}") for gib in (1000, 20))

@@ -39,6 +39,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # Order, staleness, deadlines ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("max_staleness", [0, 1])
 async def test_groups_come_in_the_order_of_their_tickets_whatever_the_timing(max_staleness):
     def keep(group: Group) -> bool:
