@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slimx.runtime.machine import machine
 from slimx.runtime.ports import is_own
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -39,6 +40,11 @@ def place_of(actor: Any) -> Placement:
     """The placement of the Ray actor that runs this: its machine, and the GPUs that it sees."""
     gpus = os.environ.get(DEVICES)
     return Placement(ray.get_runtime_context().get_node_id(), tuple(gpus.split(",")) if gpus is not None else None)
+
+
+def identity_of(actor: Any) -> dict[str, Any]:
+    """The process of the Ray actor that runs this, its machine, and Ray's id of that."""
+    return {"pid": os.getpid(), "machine": machine(), "node": ray.get_runtime_context().get_node_id()}
 
 
 def place_among(actor: Any, hosts: Sequence[str]) -> tuple[str, list[str]]:

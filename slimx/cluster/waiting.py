@@ -12,7 +12,10 @@ from typing import Any
 import ray
 
 from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.runtime.tasks import cancelled
 
+DEATH_S = 5.0
+"""Seconds in which Ray knows that an actor has died: others may hear of it earlier, by a connection that broke."""
 _BEGINS = "==== started"
 
 
@@ -42,6 +45,16 @@ async def gather(
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def has_died(*actors: Any) -> bool:
+    """True if one of `actors`, which answer `ping`, has died; Ray gets `DEATH_S` seconds to know it."""
+    pings = [asyncio.ensure_future(_result(actor.ping.remote())) for actor in actors]
+    try:
+        done, _ = await asyncio.wait(pings, timeout=DEATH_S, return_when=asyncio.FIRST_EXCEPTION)
+        return any(isinstance(ping.exception(), ray.exceptions.RayActorError) for ping in done)
+    finally:
+        await cancelled(*pings)
 
 
 async def _result(reference: ray.ObjectRef) -> Any:

@@ -22,6 +22,7 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.publish import Publish
+from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Eval, Rollout
 from slimx.config.sections.run import Cluster, Model, Numerics, RunSection, Track
@@ -46,6 +47,7 @@ class Config(Section):
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
+    recovery: Recovery = Recovery()
     eval: Eval = Eval()
     track: Track = Track()
 

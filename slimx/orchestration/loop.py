@@ -85,7 +85,7 @@ async def train(run: Run) -> None:
         await run.records.kept()
         seconds = time.perf_counter() - began
         metrics["perf/tokens_per_second"] = sum(update.tokens for update in updates) / seconds
-        run.record(metrics | await run.trainers.memory(), batch.groups, seconds)
+        run.record(metrics | await run.trainer_metrics(), batch.groups, seconds)
         run.checkpoints.check()
         if run.due(config.algorithm.reference_refresh):
             await refresh_reference(run)

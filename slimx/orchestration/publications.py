@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from slimx.cluster.restarts import Restarts
 from slimx.cluster.waiting import first_line
@@ -22,6 +23,12 @@ from slimx.reshard.publish import Publisher
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.runtime.threads import in_thread
 
+Lasting = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+
+
+async def _once(work: Callable[[], Awaitable[Any]]) -> Any:
+    return await work()
+
 
 class Publications:
     """Publishes the trainers' weights to the engines of `service`."""
@@ -31,6 +38,8 @@ class Publications:
     ):
         """`maker` is told each version that is published. `encoding`: how engines receive weights."""
         self.config, self.engines, self.trainers = service.config, service.engines, trainers
+        self.lasting: Lasting = _once
+        """Waits for work that needs trainers, which may be replaced meanwhile."""
         self._maker, self._encoding, self._note = maker, encoding, records.table.note
         courier = Restarts("courier", self.config.rollout.health, note=records.table.note, record=records.restarted)
         source: Source = trainers
@@ -38,7 +47,7 @@ class Publications:
             self.delivery = self._direct()
             source = DirectSource(self.delivery)
         else:
-            self.delivery = make_delivery(trainers.actors[PUBLISHER], self.config, service.logs, courier)
+            self.delivery = make_delivery(lambda: trainers.actors[PUBLISHER], self.config, service.logs, courier)
         self.publisher = None
         if self.engines is not None:
             vacate = self._give_turn if self.config.schedule.colocate else None
@@ -61,6 +70,9 @@ class Publications:
     async def publish(self, step: int) -> Publication:
         """Publish the weights of `step` as the version of that number, until at least one engine has taken part to the
         end: while there is none, this waits for a restart."""
+        return await self.lasting(lambda: self._publish(step))
+
+    async def _publish(self, step: int) -> Publication:
         while True:
             if self.config.schedule.colocate:
                 await self._seat()

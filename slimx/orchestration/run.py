@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from slimx.orchestration.publications import Publications, publication_metrics
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
@@ -44,9 +45,11 @@ class Run:
         saves: Saves,
         *,
         critic: CriticGroup | None = None,
+        recovery: TrainerRecovery | None = None,
         leaving: asyncio.Event | None = None,
     ):
-        """`service`, `trainers` and `critic` have started. `leaving` is set when the run shall save and end, whatever
+        """`service`, `trainers` and `critic` have started. `recovery`: replaces lost trainers; None: their loss ends
+        the run. `leaving` is set when the run shall save and end, whatever
         step it is at."""
         config = self.config = service.config
         self.directory = Path(config.run.dir)
@@ -63,6 +66,9 @@ class Run:
         self.checkpoints = Checkpointer(
             config, prepared.sizes, trainers, saves, records.timeline, records.table.note, critic=critic
         )
+        self.recovery = recovery
+        if recovery is not None:
+            self.publications.lasting = recovery.lasting
         if self.engines is not None:
             self.engines.members.keeper.in_flight = self._in_flight
         self.step = self.current = 0
@@ -85,6 +91,10 @@ class Run:
         """Wait for `work`, but not beyond the moment when the run has lost its engines for good; see
         `Publications.watched`."""
         return await self.publications.watched(work, self.step, training=training)
+
+    async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, which calls trainers; done again from its beginning if they are lost and replaced."""
+        return await (work() if self.recovery is None else self.recovery.lasting(work))
 
     async def unless_leaving[T](self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if the run is to end first: `work` is cancelled then."""
@@ -172,7 +182,7 @@ class Run:
         with self.phase("save"):
             state = self.checkpoints.state(self.step, self.version, self.rollouts.state())
             async with self.trainers_turn():
-                await self.checkpoints.save(state)
+                await self.lasting(lambda: self.checkpoints.save(state))
 
     async def finish_save(self) -> None:
         """Wait until the last checkpoint is on disk."""
@@ -195,7 +205,12 @@ class Run:
         """Write the present weights as the Hugging Face directory `name` in the run's own."""
         with self.phase("export"):
             async with self.trainers_turn():
-                await self.checkpoints.export(self.directory / name)
+                await self.lasting(lambda: self.checkpoints.export(self.directory / name))
+
+    async def trainer_metrics(self) -> dict[str, float]:
+        """The trainers' peak memory, and what was done to replace lost ones."""
+        memory = await self.lasting(self.trainers.memory)
+        return memory if self.recovery is None else memory | self.recovery.metrics()
 
     # Records ----------------------------------------------------------------------------------------------------------
 

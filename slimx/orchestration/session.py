@@ -33,9 +33,11 @@ from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import watch_ranks
 from slimx.orchestration.reach import check_reach
+from slimx.orchestration.recovery.ledger import Base
+from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.checkpoints import check_resume
+from slimx.orchestration.state.checkpoints import check_resume, layout_of
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.reference import restore_reference
@@ -205,8 +207,12 @@ async def _session(
         )
         await stack.enter_async_context(service)
         await start_parts(config, trainers, critic, service, records.starting)
-        for group in [trainers, *([critic.own] if critic is not None and critic.own is not None else [])]:
-            alarm.ring_after(watch_ranks(group, config.trainer.watch_deadline))
+        recovery = TrainerRecovery(trainers, records) if config.recovery.trainers else None
+        watches = [recovery.watch() if recovery is not None else watch_ranks(trainers, config.trainer.watch_deadline)]
+        if critic is not None and critic.own is not None:
+            watches.append(watch_ranks(critic.own, config.trainer.watch_deadline))
+        for watch in watches:
+            alarm.ring_after(watch)
         layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
         await service.open(longest_trajectory(config, prepared.spec, *layouts))
         for reason in prepared.backends.reasons:
@@ -218,7 +224,7 @@ async def _session(
             table.note(
                 f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)
             )
-        run = Run(service, prepared, trainers, records, saves, critic=critic, leaving=alarm.leaving)
+        run = Run(service, prepared, trainers, records, saves, critic=critic, recovery=recovery, leaving=alarm.leaving)
         run.checkpoints.on_failure = alarm.ring
         stack.push_async_callback(run.publications.stop)
         stack.push_async_callback(run.rollouts.stop)
@@ -231,6 +237,9 @@ async def _session(
                 await run.restore(resume_from, state)
                 await restore_reference(run, resume_from)
             table.note(f"resumed at step {state.step} from {resume_from}")
+        if recovery is not None:
+            same = state is None or state.layout == layout_of(prepared.sizes)
+            await recovery.open(run.checkpoints, Base(done, resume_from, same_layout=same))
         stack.enter_context(settled_heap())
         await work(run)
         alerts.tell("finished", f"finished after {run.step} steps")

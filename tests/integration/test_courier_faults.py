@@ -42,7 +42,7 @@ async def test_a_courier_that_is_killed_or_stopped_is_replaced_and_gone(signum: 
     try:
         publisher = ray.remote(Publisher).options(num_cpus=0).remote()
         restarts = Restarts("courier", config.rollout.health, note=print)
-        handle = CourierHandle(publisher, config, tmp_path / "publish", tmp_path / "courier.log", restarts)
+        handle = CourierHandle(lambda: publisher, config, tmp_path / "publish", tmp_path / "courier.log", restarts)
         await handle.start()
         (first,) = couriers()
         os.kill(first.pid, signum)

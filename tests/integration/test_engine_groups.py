@@ -91,7 +91,7 @@ async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_ei
         (engine,) = group.engines
         trainers = Trainers(tiny_weights)
         restarts = Restarts("courier", config.rollout.health, note=print)
-        delivery = make_delivery(trainers.actors[0], config, tmp_path, restarts)
+        delivery = make_delivery(lambda: trainers.actors[0], config, tmp_path, restarts)
         stack.push_async_callback(delivery.stop)
         trainers.version = 3
         publisher = Publisher(trainers, group.members, delivery, deadline_s=600, step_deadline_s=300)

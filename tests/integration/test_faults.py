@@ -55,7 +55,7 @@ class Stand:
         self.group, self.trainers, self.client = group, trainers, client
         self.members, (self.first, self.second) = group.members, group.engines
         log, restarts = group.engines[0].log, Restarts("courier", group.config.rollout.health, note=print)
-        courier = CourierHandle(trainers.actors[0], group.config, log.parent, log, restarts)
+        courier = CourierHandle(lambda: trainers.actors[0], group.config, log.parent, log, restarts)
         self.gloo = ChannelDelivery(courier, "gloo", group.config.publish.engine_deadline)
         self.publisher = Publisher(trainers, group.members, deadline_s=600, step_deadline_s=120)
         self.completions: list[Completion] = []

@@ -208,7 +208,8 @@ class Trainer(RankLayout):
     deadline: Seconds = 1800
     """Seconds that one call to all trainer ranks may take."""
     watch_deadline: Seconds = 60
-    """Seconds that a rank may be silent between two calls, or stopped; then the run ends and names it."""
+    """Seconds that a rank may be silent between two calls, or stopped; then the run ends and names it, unless
+    `recovery.trainers` replaces it."""
     offload: bool = True
     """With schedule.colocate: weights, gradients and optimizer state leave the device for (pinned) host memory while
     engines generate."""

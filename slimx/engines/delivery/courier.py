@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,8 @@ class Courier:
 class CourierHandle:
     """The courier as deliveries see it, through all its restarts."""
 
-    def __init__(self, publisher: Any, config: Config, directory: Path, log: Path, restarts: Restarts):
-        """`publisher`: the actor of the publishing trainer rank. `directory`: of versions on disk."""
+    def __init__(self, publisher: Callable[[], Any], config: Config, directory: Path, log: Path, restarts: Restarts):
+        """`publisher`: gives the present actor of the publishing trainer rank. `directory`: of versions on disk."""
         self.publisher, self.config, self.directory, self.log = publisher, config, directory, log
         self.restarts = restarts
         self._lost = SlimxError("the courier was ended", code="courier.ended", about="courier")
@@ -115,7 +116,7 @@ class CourierHandle:
 
     async def _start(self) -> None:
         limit = self.config.cluster.start_deadline
-        asked = self.publisher.__ray_call__.remote(place_of)
+        asked = self.publisher().__ray_call__.remote(place_of)
         place = await self._answer(asked, "the look for its machine", limit)
         actor = ray.remote(Courier).options(
             max_concurrency=sum(group.servers for group in self.config.rollout.policy_engines) + 1,

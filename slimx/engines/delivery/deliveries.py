@@ -12,18 +12,19 @@ disk      the courier writes each bucket to a file that engines map: a shared fi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 from slimx.cluster.restarts import Restarts
+from slimx.cluster.waiting import has_died
 from slimx.config.schema import Config
 from slimx.engines.delivery.courier import CourierHandle
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Delivery, ReceiverLost, Recipient
+from slimx.reshard.parties import Delivery, ReceiverLost, Recipient, TransportLost
 from slimx.reshard.transports.collective import Backend, ChannelError
 from slimx.reshard.transports.disk import StoredVersion, newest
 
@@ -31,13 +32,46 @@ PATIENCE = 0.8
 """Share of a step's deadline after which the courier is asked why nothing has come."""
 
 
-class CourierDelivery(Delivery):
+class MemoryDelivery(Delivery):
+    """Buckets that engines open in the publisher's memory."""
+
+    def __init__(self, publisher: Callable[[], Any]):
+        """`publisher`: gives the present actor of the publishing trainer rank."""
+        self.publisher = publisher
+        self._owner: Any = None
+        """The actor that packs the present publication."""
+
+    async def begin(self, manifest: Manifest, buckets: int) -> None:
+        self._owner = self.publisher()
+
+    async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
+        async with self._owned():
+            await super().bring(recipient, epoch, packed, bucket)
+
+    @asynccontextmanager
+    async def _owned(self) -> AsyncIterator[None]:
+        """No engine is to blame for a bucket whose owner has died: TransportLost is raised then."""
+        try:
+            yield
+        except TransportLost:
+            raise
+        except SlimxError as error:
+            if self._owner is not None and await has_died(self._owner):
+                raise TransportLost(
+                    f"trainer rank 0 died before a bucket was taken: {error}", code="publish.source", about="trainers"
+                ) from error
+            raise
+
+
+class CourierDelivery(MemoryDelivery):
     """Buckets that a courier takes from the publisher's memory."""
 
     def __init__(self, courier: CourierHandle):
+        super().__init__(courier.publisher)
         self.courier = courier
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
+        await super().begin(manifest, buckets)
         await self.courier.start()
 
     async def stop(self) -> None:
@@ -92,7 +126,7 @@ class ChannelDelivery(CourierDelivery):
         self._connected[recipient.name] = ends
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
-        async with self._blaming(recipient, f"bucket {bucket}"):
+        async with self._owned(), self._blaming(recipient, f"bucket {bucket}"):
             received = recipient.perform("receive", epoch, packed, bucket)
             await asyncio.gather(self.courier.ask("send", recipient.name, packed), received)
 
@@ -116,16 +150,17 @@ class ChannelDelivery(CourierDelivery):
         raise ReceiverLost(error, code="channel.lost", about=recipient.name)
 
 
-def make_delivery(publisher: Any, config: Config, log_dir: Path, restarts: Restarts) -> Delivery:
+def make_delivery(publisher: Callable[[], Any], config: Config, log_dir: Path, restarts: Restarts) -> Delivery:
     """The delivery that `publish.transport` names. Raises SlimxError for a name that has none.
 
-    `publisher`: the actor of the publishing trainer rank; `restarts`: those of the courier, where there is one.
+    `publisher`: gives the present actor of the publishing trainer rank; `restarts`: those of the courier, where there
+    is one.
     """
     options = config.publish
     # Buckets of memory and cuda_ipc differ, what is done with them does not. A run of nixl that comes here publishes to
     # no engine: else its delivery is `slimx.engines.delivery.direct.DirectDelivery`.
     if options.transport in ("memory", "cuda_ipc", "nixl"):
-        return Delivery()
+        return MemoryDelivery(publisher)
     directory = Path(options.directory or Path(config.run.dir, "publish")).absolute()
     courier = CourierHandle(publisher, config, directory, log_dir / "courier.log", restarts)
     if options.transport == "disk":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 
 from slimx.cluster.calls import KILL_S, ask_ray, kill
+from slimx.cluster.place import identity_of
 from slimx.cluster.waiting import begin_log, gather
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, PartLost
@@ -34,32 +36,55 @@ class RankGroup:
         """`name`: of the group, in messages and logs. `config`: its `trainer` section is the group's own."""
         self.name, self.config, self.sizes = name, config, sizes
         self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(sizes.world)]
-        for log in self.logs:
-            begin_log(log)
-        actor, threads = ray.remote(worker), config.trainer.threads
         self._gpus = (
-            PackedGpus(name, sizes.world, cpus=threads, deadline_s=config.cluster.start_deadline)
+            PackedGpus(name, sizes.world, cpus=config.trainer.threads, deadline_s=config.cluster.start_deadline)
             if device == "cuda"
             else None
         )
-        values = config.model_dump(mode="json")
-        self.actors = [
-            actor.options(num_cpus=threads, **(self._gpus.options(rank) if self._gpus else {"num_gpus": 0})).remote(
-                rank, values, str(self.logs[rank]), device
-            )
-            for rank in range(sizes.world)
-        ]
+        self._device, self._worker = device, worker
+        self.actors = self._launch()
         self.started: list[dict[str, Any]] = []
         """Start-up answers of all ranks, by rank."""
         self._calls: list[Call] = []
+
+    def _launch(self) -> list[Any]:
+        """New actors for all ranks, in the places that the group has."""
+        for log in self.logs:
+            begin_log(log)
+        actor, threads = ray.remote(self._worker), self.config.trainer.threads
+        values = self.config.model_dump(mode="json")
+        return [
+            actor.options(num_cpus=threads, **(self._gpus.options(rank) if self._gpus else {"num_gpus": 0})).remote(
+                rank, values, str(self.logs[rank]), self._device
+            )
+            for rank in range(self.sizes.world)
+        ]
+
+    def successor(self) -> Self:
+        """A group of new ranks in the same places, to be started; the ranks of this one have ended."""
+        other = copy(self)
+        other.actors, other.started = self._launch(), []
+        return other
+
+    def adopt(self, successor: RankGroup) -> None:
+        """Go on with the ranks of `successor`, which have started."""
+        self.actors, self.started = successor.actors, successor.started
 
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks up; their pids and adapters, by rank."""
         limit = self.config.cluster.start_deadline
         asked = [self.actors[0].rendezvous.remote()]
         (where,) = await self.answers(asked, [0], f"the start of {self.holder(0)}", limit)
-        self.started = await self.call("start", self.same(where), f"the start of the {self.name} ranks", limit)
+        answers = await self.call("start", self.same(where), f"the start of the {self.name} ranks", limit)
+        self.started = [known | one for known, one in zip(self.started or [{}] * len(answers), answers, strict=True)]
         return self.started
+
+    async def identify(self) -> None:
+        """Add the process, the machine and Ray's id of it to `started`, for ranks that may not have started yet."""
+        asked = [actor.__ray_call__.remote(identity_of) for actor in self.actors]
+        what, limit = f"the processes of the {self.name} ranks", self.config.cluster.start_deadline
+        found = await self.answers(asked, range(self.sizes.world), what, limit)
+        self.started = [started | one for started, one in zip(self.started or [{}] * len(found), found, strict=True)]
 
     async def stop(self) -> None:
         """End all ranks; does not raise."""

@@ -18,6 +18,7 @@ from slimx.observability.tracking.timeline import Timeline
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.state.saves import RunState, Saves
+from slimx.runtime.tasks import cancelled
 from slimx.runtime.threads import in_thread
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord
@@ -54,7 +55,12 @@ class Checkpointer:
         self.timeline, self.note = timeline, note
         self.on_failure: Callable[[SlimxError], None] = lambda error: None
         """Called at once with the error when a save in the background fails."""
+        self.on_saved: Callable[[int, Path], None] = lambda step, path: None
+        """Told the step and the directory of every checkpoint that is complete."""
         self._writing: asyncio.Task[None] | None = None
+        self._unwritten: tuple[int, dict[str, bytes]] | None = None
+        """Step and own files of a save that is not complete, while its ranks may be replaced."""
+        self._committing = False
         self.saved_step = -1
         """Step of the newest checkpoint that this run wrote or went on from; -1: none."""
         self._saved_at = time.monotonic()
@@ -86,20 +92,46 @@ class Checkpointer:
         With `checkpoint.asynchronous` the files are written behind the run's back; `check` and `settle` tell how that
         went."""
         await self.settle()
-        try:
-            partial = await in_thread(self.saves.begin, state.step, list(self._parts))
-        except OSError as error:
-            raise files.unwritten(self.saves.directory, "the driver", str(error)) from error
+        partial = await self._begin(state.step)
         # Bytes of this moment: groups go on arriving while the files are written.
         own = await in_thread(state.files)
         await self.trainers.save(partial, step=state.step)
         if self.critic is not None:
             await self.critic.save(partial / CRITIC, step=state.step)
-        self._writing = asyncio.create_task(self._write(partial, own))
-        self._writing.add_done_callback(self._written)
+        self._await_files(partial, state.step, own)
         if not self.config.checkpoint.asynchronous:
             await self.settle()
         self.saved_step, self._saved_at = state.step, time.monotonic()
+
+    async def _begin(self, step: int) -> Path:
+        try:
+            return await in_thread(self.saves.begin, step, list(self._parts))
+        except OSError as error:
+            raise files.unwritten(self.saves.directory, "the driver", str(error)) from error
+
+    def _await_files(self, partial: Path, step: int, own: dict[str, bytes]) -> None:
+        self._unwritten = step, own
+        self._writing = asyncio.create_task(self._write(partial, step, own))
+        self._writing.add_done_callback(self._written)
+
+    async def interrupt(self) -> None:
+        """Wait no more for files of ranks that have ended: `write_again` has other ranks write them. A checkpoint of
+        which all files are there becomes complete."""
+        if (writing := self._writing) is None:
+            return
+        if self._committing:
+            await asyncio.wait([writing])
+        elif not writing.done():
+            self._writing = None
+            await cancelled(writing)
+
+    async def write_again(self, trainers: TrainerGroup, step: int) -> None:
+        """Have `trainers`, which are in the state after `step` steps, write what was interrupted, if it is of that
+        step."""
+        if self._writing is None and self._unwritten is not None and self._unwritten[0] == step:
+            partial = await self._begin(step)
+            await trainers.save(partial, step=step)
+            self._await_files(partial, *self._unwritten)
 
     def _written(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), SlimxError):
@@ -109,13 +141,17 @@ class Checkpointer:
         """Raises what went wrong with the save in the background, if anything has."""
         if self._writing is not None and self._writing.done():
             done, self._writing = self._writing, None
+            self._unwritten = None
             done.result()
 
     async def settle(self) -> None:
         """Wait until nothing is being written. Raises what went wrong."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
-            self.check()
+        while self._unwritten is not None:
+            if self._writing is None:  # other ranks are about to write it: who replaces ranks has deadlines of its own
+                await asyncio.sleep(_POLL_S)
+            else:
+                await asyncio.wait([self._writing])
+                self.check()
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """End a save; what is not on disk within `grace_s` never gets its name. Does not raise."""
@@ -125,16 +161,21 @@ class Checkpointer:
             with suppress(asyncio.CancelledError, SlimxError, OSError):
                 await self._writing
             self._writing = None
+        self._unwritten = None
 
-    async def _write(self, partial: Path, own: dict[str, bytes]) -> None:
+    async def _write(self, partial: Path, step: int, own: dict[str, bytes]) -> None:
         with self.timeline.phase("checkpoint", track="checkpoint"):
             end = asyncio.get_running_loop().time() + self.config.checkpoint.deadline
             for part, (holder, world) in self._parts.items():
                 await self._reported(partial / part, holder, world, end)
+            self._committing = True
             try:
                 path = await in_thread(self._commit, partial, own)
             except OSError as error:
                 raise files.unwritten(partial, "the driver", str(error)) from error
+            finally:
+                self._committing = False
+        self.on_saved(step, path)
         self.note(f"checkpoint {path}")
 
     async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:

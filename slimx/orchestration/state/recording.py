@@ -20,6 +20,7 @@ from slimx.data.records import Group, Prompt
 from slimx.data.step_files import StepFiles
 from slimx.errors import SlimxError
 from slimx.observability.alerts.alerts import Alerts
+from slimx.observability.alerts.events import Kind
 from slimx.observability.live.table import LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.phases import Phase
@@ -69,7 +70,14 @@ class Records:
 
     def restarted(self, restart: Restart) -> None:
         """Tell of a restart, and put it into the timeline, on a track of the part that was started again."""
-        self.alerts.tell("restart_failed" if restart.error else "restarted", str(restart), about=restart.part)
+        self._tell_restart("restart_failed" if restart.error else "restarted", restart)
+
+    def trainers_replaced(self, restart: Restart) -> None:
+        """Tell of trainer ranks that were all started again, as `restarted` does."""
+        self._tell_restart("restart_failed" if restart.error else "trainers_replaced", restart)
+
+    def _tell_restart(self, kind: Kind, restart: Restart) -> None:
+        self.alerts.tell(kind, str(restart), about=restart.part)
         name = "failed restart" if restart.error else "restart"
         detail = f"{restart.reason}; {restart.error}" if restart.error else restart.reason
         self.timeline.add(

@@ -38,4 +38,4 @@ async def estimate_advantages(
 
 async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:
     batch = run.packer(rows)
-    return batch.unpack(await run.trainers.logprobs(batch, under=under), rows)
+    return batch.unpack(await run.lasting(lambda: run.trainers.logprobs(batch, under=under)), rows)

@@ -73,7 +73,8 @@ async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
         row.versions = np.where(row.loss_weight > 0, scores.version, -1).astype(np.int64)
     version = run.version
     async with run.trainers_turn():
-        return await run.trainers.measure_gap(run.packer(rows), version=version)
+        batch = run.packer(rows)
+        return await run.lasting(lambda: run.trainers.measure_gap(batch, version=version))
 
 
 def check_gap(config: Config, metrics: dict[str, float], step: int) -> None:

@@ -15,7 +15,11 @@ async def train_step(run: Run, rows: Sequence[Sequence[TrainingRow]], batches: l
 
     `rows` and `batches` are the same updates. While the critic warms up the policy is only measured."""
     if run.critic is None:
-        return await run.trainers.train_step(batches, step=run.step, version=run.version)
+        step, version = run.step, run.version
+        metrics = await run.lasting(lambda: run.trainers.train_step(batches, step=step, version=version))
+        if run.recovery is not None:
+            run.recovery.trained(step, version, batches, metrics)
+        return metrics
     if run.critic.own is not None:
         policy, critic = await _at_once(_policy_step(run, batches), run.critic.train_step(rows, step=run.step))
     else:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import ray
 
+from slimx.cluster import waiting
 from slimx.cluster.restarts import Restarts
 from slimx.config.sections.engines import Health
-from slimx.engines.delivery.deliveries import ChannelDelivery, DiskDelivery, make_delivery
+from slimx.engines.delivery.deliveries import ChannelDelivery, DiskDelivery, MemoryDelivery, make_delivery
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
@@ -88,7 +89,7 @@ def stand(tmp_path: Path) -> tuple[ChannelDelivery, FakeCourier, FakeEngine]:
 
 def made(tmp_path: Path, transport: str) -> Delivery:
     restarts = Restarts("courier", Health(restarts=2), note=lambda text: None)
-    return make_delivery(None, config(tmp_path, transport), tmp_path, restarts)
+    return make_delivery(lambda: None, config(tmp_path, transport), tmp_path, restarts)
 
 
 def test_a_transport_without_a_delivery_is_refused_by_name(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_the_configured_delivery_is_made(tmp_path):
         assert isinstance(made(tmp_path, name), ChannelDelivery) and made(tmp_path, name).backend == name
     assert isinstance(made(tmp_path, "disk"), DiskDelivery)
     for name in ("memory", "cuda_ipc"):
-        assert type(made(tmp_path, name)) is Delivery
+        assert type(made(tmp_path, name)) is MemoryDelivery
 
 
 async def test_a_version_is_complete_on_disk_once_all_of_its_buckets_are_written(tmp_path):
@@ -193,3 +194,32 @@ async def test_a_version_is_complete_on_disk_once_all_of_its_buckets_are_written
         await delivery.end()
     assert [call[0] for call in courier.asked] == ["begin", "write", "write", "commit"]
     assert delivery.kept(7) is None and delivery.keeps
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_a_bucket_whose_owner_died_is_no_engines_fault(tmp_path: Path, lives: bool, monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "DEATH_S", 0.1)
+
+    class Publisher:
+        """An actor as far as it is asked whether it lives."""
+
+        async def answer(self) -> None:
+            if not lives:
+                raise died()
+
+        ping = SimpleNamespace(remote=lambda: Publisher().answer())
+
+    class Gone:
+        """An engine that cannot open the bucket."""
+
+        name = "e0"
+
+        async def perform(self, verb: str, *arguments: Any) -> None:
+            raise SlimxError("it cannot be opened", code="bucket.gone", about="e0")
+
+    restarts = Restarts("courier", Health(restarts=2), note=lambda text: None)
+    delivery = make_delivery(Publisher, config(tmp_path, "memory"), tmp_path, restarts)
+    await delivery.begin(None, 1)
+    kind, code = (SlimxError, "bucket.gone") if lives else (TransportLost, "publish.source")
+    with refused(code, kind=kind):
+        await delivery.bring(Gone(), 3, BUCKET, 0)

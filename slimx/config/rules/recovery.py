@@ -1,0 +1,51 @@
+"""Rules about the recovery of trainers: what it was never proven with is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.config.rule import Told, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.checkpoint import Checkpoint
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.recovery import Recovery
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+
+
+@rule("recovery.unbounded", about="checkpoint.every")
+def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Iterator[str]:
+    if recovery.trainers and not checkpoint.every:
+        yield (
+            "recovery.trainers is set, but checkpoint.every is 0: the driver keeps every batch that was trained since "
+            "the newest checkpoint, and their number has no bound; set checkpoint.every"
+        )
+
+
+@rule("recovery.proven", about="recovery.trainers")
+def proven(
+    recovery: Recovery,
+    schedule: Schedule,
+    trainer: Trainer,
+    algorithm: Algorithm,
+    critic: Critic | None,
+    checkpoint: Checkpoint,
+    publish: Publish,
+) -> Iterator[Told]:
+    if not recovery.trainers:
+        return
+    for key, given in (
+        ("schedule.colocate", schedule.colocate),
+        ("trainer.lora", trainer.lora is not None),
+        ("trainer.freeze", bool(trainer.freeze)),
+        ("algorithm.reference_refresh", bool(algorithm.reference_refresh)),
+        ("critic", critic is not None),
+        ("checkpoint.load_optimizer", not checkpoint.load_optimizer),
+        ("publish.transport", publish.transport == "nixl"),
+    ):
+        if given:
+            yield (
+                key,
+                f"{key} was never proven with recovery.trainers; leave it at its default, or set recovery.trainers=0",
+            )

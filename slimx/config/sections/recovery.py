@@ -1,0 +1,11 @@
+"""Section recovery: parts of a run that are replaced while the others go on."""
+
+from __future__ import annotations
+
+from slimx.config.section import Count, Section
+
+
+class Recovery(Section):
+    trainers: Count = 0
+    """Times that all trainer ranks may be started again in a run when one of them dies or stands still, while engines,
+    router and driver stay; 0: such a loss ends the run, and the same command goes on from the newest checkpoint."""

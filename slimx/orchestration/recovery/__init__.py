@@ -1,0 +1,1 @@
+"""Recovery of lost trainers in a run that goes on."""

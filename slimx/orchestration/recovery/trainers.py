@@ -1,0 +1,215 @@
+"""Replaces lost trainers while engines, router, buffer and driver go on.
+
+    a rank dies, or stands still        watch_ranks, or the call that it breaks
+      all ranks are killed              a process group cannot lose one member
+      new ranks start, and load         the newest checkpoint, else the initial weights
+      they train the steps since then   on the batches that the driver kept; every metric must be what it was
+      the call that broke is made again
+
+Whoever needs trainers asks for them by `lasting`, which waits while they are being replaced and makes a call that broke
+again. Nothing reaches new ranks before they are where the old ones were: until then the group's actors are the dead
+ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from slimx.cluster.calls import kill
+from slimx.cluster.fence import fence
+from slimx.cluster.restarts import Restart
+from slimx.cluster.waiting import first_line, has_died
+from slimx.data.batch import TrainBatch
+from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.orchestration.lifetime.hangs import keep_stacks
+from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.ranks.watch import local_pids, watch_ranks
+from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_same
+from slimx.orchestration.state.checkpoints import Checkpointer
+from slimx.orchestration.state.recording import Records
+from slimx.runtime.tasks import cancelled
+
+
+class TrainerRecovery:
+    """Replaces the ranks of `trainers`, up to `recovery.trainers` times."""
+
+    def __init__(self, trainers: TrainerGroup, records: Records):
+        self.trainers, self.records = trainers, records
+        self.config = trainers.config
+        self.limit = self.config.recovery.trainers
+        self.ledger = Ledger()
+        self.replaced = 0
+        """Times that all ranks were started again, those counted that failed."""
+        self._seconds = 0.0
+        """Seconds of outages since the metrics were last asked for."""
+        self._epoch = 0
+        """Counts the worlds of ranks."""
+        self._replacing = asyncio.Lock()
+        self._checkpoints: Checkpointer | None = None
+        self._final: SlimxError | None = None
+        """Reason for which no rank is replaced any more."""
+
+    async def open(self, checkpoints: Checkpointer, base: Base) -> None:
+        """Replace lost ranks from now on; they are in the state `base`, and `checkpoints` writes the next ones."""
+        self.ledger.rebase(base)
+        checkpoints.on_saved = self._saved
+        await self.trainers.identify()
+        self._checkpoints = checkpoints
+
+    def _saved(self, step: int, path: Path) -> None:
+        self.ledger.rebase(Base(step, path))
+
+    def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
+        """Keep a step that was trained, until a checkpoint holds it."""
+        self.ledger.trained(TrainedStep(step, version, updates, dict(metrics)))
+
+    def metrics(self) -> dict[str, float]:
+        """Replacements so far, seconds without trainers since the last call, and what the driver keeps of batches."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {
+            "recovery/trainers": float(self.replaced),
+            "recovery/seconds": seconds,
+            "recovery/kept_steps": float(len(self.ledger.steps)),
+            "recovery/kept_mib": self.ledger.nbytes / 2**20,
+        }
+
+    # Whoever needs trainers -------------------------------------------------------------------------------------------
+
+    async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, which calls trainers and may be done again from its beginning. What it raises counts
+        unless ranks were lost meanwhile: then it is done again with new ones."""
+        while True:
+            async with self._replacing:
+                epoch = self._epoch
+            try:
+                return await work()
+            except SlimxError as error:
+                if self._epoch == epoch and not self._replacing.locked() and not await lost(self.trainers, error):
+                    raise
+                await self._replace(error, epoch)
+
+    async def watch(self) -> SlimxError:
+        """Watch the ranks and replace them; returns why that is not possible any more."""
+        while True:
+            async with self._replacing:
+                epoch = self._epoch
+            error = await watch_ranks(self.trainers, self.config.trainer.watch_deadline)
+            try:
+                if self._epoch == epoch and not await lost(self.trainers, error):
+                    return error
+                await self._replace(error, epoch)
+            except SlimxError as final:
+                return final
+
+    # Replacement ------------------------------------------------------------------------------------------------------
+
+    async def _replace(self, reason: SlimxError, epoch: int) -> None:
+        """Bring up new ranks in place of those of `epoch`, unless that has been done. Raises SlimxError if it cannot
+        be."""
+        async with self._replacing:
+            while self._epoch == epoch:
+                if self._final is None and (self._checkpoints is None or self.replaced >= self.limit):
+                    self._final = reason
+                if self._final is not None:
+                    raise self._final
+                reason = await self._attempt(reason) or reason
+
+    async def _attempt(self, reason: SlimxError) -> SlimxError | None:
+        """Start all ranks again because of `reason`; returns why the new ones were lost, too. Raises what another
+        attempt would meet again."""
+        self.replaced += 1
+        note, told = self.records.table.note, first_line(reason)
+        note(f"{told}: trainers are started again, {self.replaced} of {self.limit}")
+        at, began, failed = time.time(), time.perf_counter(), "it was given up"
+        try:
+            await keep_stacks(Path(self.config.run.dir), note, reason)
+            again = await self._start_again()
+            failed = "" if again is None else first_line(again)
+            return again
+        except SlimxError as problem:
+            self._final, failed = problem, first_line(problem)
+            raise
+        finally:
+            seconds = time.perf_counter() - began
+            self._seconds += seconds
+            self.records.trainers_replaced(Restart(part="trainers", reason=told, at=at, seconds=seconds, error=failed))
+
+    async def _start_again(self) -> SlimxError | None:
+        await self._end(self.trainers)
+        await self._checkpoints.interrupt()
+        new = self.trainers.successor()
+        try:
+            await new.identify()
+            await watched(new, self.config.trainer.watch_deadline, self._bring_back(new))
+        except BaseException as problem:
+            again = isinstance(problem, SlimxError) and await lost(new, problem)
+            await self._end(new)
+            if again:
+                return problem
+            raise
+        self.trainers.adopt(new)
+        self._epoch += 1
+        return None
+
+    async def _bring_back(self, new: TrainerGroup) -> None:
+        """Bring new ranks to the state that the lost ones had between two steps."""
+        await new.start()
+        base = self.ledger.base
+        if base.checkpoint is not None:
+            await new.restore(base.checkpoint, same_layout=base.same_layout, load_optimizer=True)
+        await self._checkpoints.write_again(new, base.step)
+        step = base.step
+        while (kept := self.ledger.steps.get(step)) is not None:
+            metrics = await new.train_step(kept.updates, step=step, version=kept.version)
+            step += 1
+            check_same(step, kept.metrics, metrics)
+            await self._checkpoints.write_again(new, step)
+        told = f"trainers are back after step {step}, from {base.checkpoint or 'the initial weights'}"
+        self.records.table.note(f"{told}; trained again: {step - base.step} steps")
+
+    async def _end(self, group: TrainerGroup) -> None:
+        """Have no rank of `group` run, whatever state it is in."""
+        here, pids = local_pids(group), defaultdict(list)
+        for rank, started in enumerate(group.started):
+            pids[None if rank in here else started["node"]].append(started["pid"])
+        group.started = []  # their numbers may be others' next time
+        await fence(pids, "the lost trainers")
+        await kill(group.actors)
+
+
+async def watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
+    """The result of `work`. Raises why a rank of `group` is lost, if that comes first."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(watch_ranks(group, deadline_s))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise watch.result()
+        return task.result()
+    finally:
+        await cancelled(task, watch)
+
+
+async def lost(group: TrainerGroup, error: SlimxError) -> bool:
+    """True if `error` comes of a rank of `group` that has died, stands still or does not answer; not if a rank that is
+    well raised it."""
+    ranks = [group.holder(rank) for rank in range(group.sizes.world)]
+    if isinstance(error, PartLost) and error.about in ranks:
+        return True
+    if isinstance(error, DeadlineError) and any(holder in ranks for holder in error.holder.split(", ")):
+        return True
+    return _stopped(group) or await has_died(*group.actors)
+
+
+def _stopped(group: TrainerGroup) -> bool:
+    for pid in local_pids(group).values():
+        with suppress(psutil.Error):
+            if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                return True
+    return False

@@ -1,0 +1,322 @@
+"""Lost trainers are replaced by others that are where they were; a failure of trainers that are well is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from slimx.cluster import waiting
+from slimx.cluster.restarts import Restart
+from slimx.cluster.waiting import ActorDied
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch, TrainBatch
+from slimx.errors import DeadlineError, SlimxError
+from slimx.observability.tracking.timeline import Timeline
+from slimx.orchestration.ranks import watch
+from slimx.orchestration.recovery import trainers as recovering
+from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_same
+from slimx.orchestration.recovery.trainers import TrainerRecovery
+from slimx.orchestration.state.checkpoints import Checkpointer
+from slimx.orchestration.state.saves import Saves
+from slimx.runtime.machine import machine
+from slimx.trainer.checkpoint import files
+from slimx.trainer.checkpoint.files import Report
+from tests.refusals import invalid, refused
+from tests.unit.orchestration.checkpointing_stand import LAYOUT, config, state
+
+DIED = ActorDied("trainer rank 1 died", code="actor.died", about="trainer rank 1")
+
+
+class World:
+    """All ranks of all groups: `weights` are the steps in the living ones."""
+
+    def __init__(self, tmp_path: Path, replaced: int = 2):
+        self.config = config(tmp_path, every=2, asynchronous=True, verify="size").model_copy(
+            update={"recovery": SimpleNamespace(trainers=replaced)}
+        )
+        self.done: list[str] = []
+        self.dies: dict[str, int] = {}
+        """Deaths that are to come, by the call in which they do."""
+        self.shift = 0.0
+        """What later groups compute differently."""
+        self.writes = True
+        """Whether ranks write their files."""
+
+
+class Group:
+    """Two ranks of `world`."""
+
+    def __init__(self, world: World):
+        self.world, self.config, self.sizes = world, world.config, LAYOUT
+        self.step, self.calling, self.dead = 0, None, False
+        self.logs = [Path("0.log"), Path("1.log")]
+        self.actors: list[Any] = [SimpleNamespace(ping=SimpleNamespace(remote=self._ping)) for _ in range(2)]
+        self.started = [{"pid": os.getpid(), "machine": machine(), "node": "n"} for _ in range(2)]
+
+    async def _ping(self) -> None:
+        if self.dead:
+            raise ray.exceptions.ActorDiedError
+
+    def holder(self, rank: int) -> str:
+        return f"trainer rank {rank}"
+
+    def successor(self) -> Group:
+        return Group(self.world)
+
+    def adopt(self, other: Group) -> None:
+        self.step, self.dead = other.step, False
+
+    async def identify(self) -> None: ...
+
+    async def start(self) -> None:
+        self._does("start")
+
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
+        self._does(f"restore {path.name}")
+        self.step = int(path.name.removeprefix("iter_"))
+
+    async def train_step(self, updates: Any, *, step: int, version: int) -> dict[str, float]:
+        assert step == self.step, "trained out of order"
+        self._does(f"train {step}")
+        self.step += 1
+        return {"loss": step + self.world.shift, "gap": float("nan")}
+
+    async def save(self, path: Path, *, step: int) -> None:
+        assert step == self.step
+        self._does(f"save {step}")
+        for rank in range(2):
+            if self.world.writes:
+                files.write_report(path, rank, Report({}, []))
+
+    def _does(self, what: str) -> None:
+        if self.dead:
+            raise DIED
+        self.world.done.append(what)
+        if self.world.dies.get(what, 0):
+            self.world.dies[what] -= 1
+            self.dead = True
+            raise DIED
+
+
+class Stand:
+    """A run's recovery, with a loop that trains and saves."""
+
+    def __init__(self, tmp_path: Path, world: World):
+        self.world, self.group = world, Group(world)
+        self.told: list[Restart] = []
+        table = SimpleNamespace(note=lambda text: None)
+        self.recovery = TrainerRecovery(self.group, SimpleNamespace(table=table, trainers_replaced=self.told.append))
+        self.saves = Saves(tmp_path / "checkpoints", keep=2)
+        self.checkpoints = Checkpointer(
+            world.config, LAYOUT, self.group, self.saves, Timeline(tmp_path), lambda text: None
+        )
+
+    async def open(self) -> Stand:
+        await self.recovery.open(self.checkpoints, Base())
+        return self
+
+    async def train(self, step: int) -> None:
+        metrics = await self.lasting(lambda: self.group.train_step([], step=step, version=step))
+        self.recovery.trained(step, step, [], metrics)
+
+    async def save(self, step: int) -> None:
+        await self.lasting(lambda: self.checkpoints.save(state(step)))
+
+    async def lasting(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        async with asyncio.timeout(60):
+            return await self.recovery.lasting(work)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Nobody is killed, and Ray knows of a death soon; returns what would have been fenced."""
+    fenced: list[Any] = []
+
+    async def fence(pids: Any, what: str) -> None:
+        fenced.append({node: list(own) for node, own in pids.items()})
+
+    async def kill(actors: Any) -> None: ...
+
+    monkeypatch.setattr(recovering, "fence", fence)
+    monkeypatch.setattr(recovering, "kill", kill)
+    monkeypatch.setattr(waiting, "DEATH_S", 0.1)
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "PING_S", 0.01)
+    return fenced
+
+
+async def test_new_ranks_train_the_steps_since_the_checkpoint_again_and_then_the_one_that_broke(
+    tmp_path: Path, quick: list[Any]
+) -> None:
+    world = World(tmp_path)
+    stand = await Stand(tmp_path, world).open()
+    for step in (0, 1):
+        await stand.train(step)
+    await stand.save(2)
+    await stand.checkpoints.settle()
+    for step in (2, 3):
+        await stand.train(step)
+    world.done.clear()
+    world.dies["train 4"] = 1
+    await stand.train(4)
+    again = ["start", "restore iter_0000002", "train 2", "train 3"]
+    assert world.done == ["train 4", *again, "train 4"]
+    assert quick == [{None: [os.getpid()] * 2}], "every rank, not only the one that died"
+    assert sorted(stand.recovery.ledger.steps) == [2, 3, 4]
+    assert stand.recovery.metrics()["recovery/trainers"] == 1 and [told.error for told in stand.told] == [""]
+
+
+async def test_ranks_that_are_lost_while_they_come_back_are_replaced_too_until_none_is_left(tmp_path: Path) -> None:
+    world = World(tmp_path, replaced=3)
+    stand = await Stand(tmp_path, world).open()
+    await stand.train(0)
+    world.dies |= {"train 1": 1, "start": 1, "train 0": 1}
+    await stand.train(1)
+    assert stand.recovery.replaced == 3
+    assert [bool(told.error) for told in stand.told] == [True, True, False]
+    world.dies["train 2"] = 1
+    with refused("actor.died", about="trainer rank 1"):
+        await stand.train(2)
+
+
+async def test_a_failure_of_ranks_that_are_well_is_no_loss(tmp_path: Path) -> None:
+    stand = await Stand(tmp_path, World(tmp_path)).open()
+
+    async def fails() -> None:
+        raise SlimxError("a parameter is not finite", code="optim.skipped")
+
+    with refused("optim.skipped"):
+        await stand.lasting(fails)
+    assert stand.recovery.replaced == 0
+
+
+async def test_a_failure_that_a_death_caused_elsewhere_is_one(tmp_path: Path) -> None:
+    stand = await Stand(tmp_path, World(tmp_path)).open()
+    errors = [
+        SlimxError("Connection closed by peer", code="actor.failed", about="trainer rank 0"),
+        DeadlineError("step 1 of training", 5, "trainer rank 0, trainer rank 1"),
+    ]
+
+    async def broken() -> int:
+        if not errors:
+            return 7
+        stand.group.dead = len(errors) == 2
+        raise errors.pop(0)
+
+    assert await stand.lasting(broken) == 7
+    assert stand.recovery.replaced == 2
+
+
+async def test_new_ranks_that_compute_something_else_end_the_run_by_name_and_nobody_tries_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    stand = await Stand(tmp_path, world).open()
+    await stand.train(0)
+    world.shift, world.dies["train 1"] = 2**-52, 1
+    with refused("recovery.differs", about="loss"):
+        await stand.train(1)
+    with refused("recovery.differs", about="loss"):
+        await stand.train(1)
+    assert stand.recovery.replaced == 1
+
+
+async def test_a_save_whose_ranks_died_is_written_by_new_ones_when_they_are_at_its_step(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    stand = await Stand(tmp_path, world).open()
+    await stand.train(0)
+    world.writes = False
+    await stand.save(1)
+    await stand.train(1)
+    world.done.clear()
+    world.writes, world.dies["train 2"] = True, 1
+    await stand.train(2)
+    async with asyncio.timeout(60):
+        await stand.checkpoints.settle()
+    assert world.done == ["train 2", "start", "train 0", "save 1", "train 1", "train 2"]
+    assert stand.saves.newest() == tmp_path / "checkpoints/iter_0000001"
+    assert sorted(stand.recovery.ledger.steps) == [1, 2]
+
+
+async def test_the_watch_replaces_ranks_that_die_between_two_calls(tmp_path: Path) -> None:
+    world = World(tmp_path, replaced=1)
+    stand = await Stand(tmp_path, world).open()
+    await stand.train(0)
+    watching = asyncio.create_task(stand.recovery.watch())
+    stand.group.dead = True
+    async with asyncio.timeout(60):
+        while stand.told == []:
+            await asyncio.sleep(0.01)
+        assert world.done == ["train 0", "start", "train 0"] and not watching.done()
+        stand.group.dead = True
+        final = await watching
+    assert final.code == "actor.died"
+
+
+async def test_before_the_run_is_open_a_loss_ends_it(tmp_path: Path) -> None:
+    stand = Stand(tmp_path, World(tmp_path))
+    stand.group.dead = True
+    async with asyncio.timeout(60):
+        assert (await stand.recovery.watch()).code == "actor.died"
+    assert stand.told == []
+
+
+def test_batches_are_kept_until_a_checkpoint_holds_their_step() -> None:
+    ledger = Ledger()
+    arrays = {
+        "tokens": np.zeros(4, np.int64),
+        "labels": np.zeros(4, np.int64),
+        "loss_weight": np.zeros(4, np.float32),
+        "advantages": np.zeros(4, np.float32),
+        "rollout_logprobs": np.zeros(4, np.float32),
+        "versions": np.zeros(4, np.int64),
+        "temperature": np.zeros(4, np.float32),
+        "padding": np.zeros(4, bool),
+    }
+    batch = MicroBatch(**arrays, routed_experts=None, lengths=[4], rows=[0])
+    update = TrainBatch(shards=[[batch], [batch]], tokens=8, trained_tokens=8, imbalance=0.0)
+    for step in range(3):
+        ledger.trained(TrainedStep(step, step, [update], {}))
+    assert ledger.nbytes == 3 * 2 * 4 * (3 * 8 + 4 * 4 + 1)
+    ledger.rebase(Base(2, Path("iter_0000002")))
+    assert sorted(ledger.steps) == [2]
+
+
+def test_a_metric_that_is_missing_or_differs_in_its_last_bit_is_named() -> None:
+    check_same(1, {"a": 0.1, "b": float("nan")}, {"a": 0.1, "b": float("nan")})
+    for again in ({"a": 0.1}, {"a": 0.1, "b": float("nan")}, {"a": 0.1, "b": np.nextafter(1.0, 2)}):
+        with refused("recovery.differs", about="b"):
+            check_same(1, {"a": 0.1, "b": 1.0}, again)
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "about"),
+    [
+        ({"checkpoint": {"every": 0}}, "recovery.unbounded", "checkpoint.every"),
+        ({"checkpoint": {"every": 2, "load_optimizer": False}}, "recovery.proven", "checkpoint.load_optimizer"),
+        ({"trainer": {"freeze": ["*.mlp.*"]}}, "recovery.proven", "trainer.freeze"),
+        ({"trainer": {"lora": {"rank": 2, "alpha": 4}}}, "recovery.proven", "trainer.lora"),
+        ({"schedule": {"colocate": True}}, "recovery.proven", "schedule.colocate"),
+        ({"publish": {"transport": "nixl"}}, "recovery.proven", "publish.transport"),
+        ({"critic": {}}, "recovery.proven", "critic"),
+        ({"algorithm": {"reference": True, "reference_refresh": 2}}, "recovery.proven", "algorithm.reference_refresh"),
+    ],
+)
+def test_what_recovery_was_never_proven_with_is_refused(changed: dict[str, Any], code: str, about: str) -> None:
+    values: dict[str, Any] = {
+        "run": {"dir": "r"},
+        "model": {"path": "m"},
+        "rollout": {"prompts": "p", "engines": [{"name": "actor"}]},
+        "checkpoint": {"every": 2},
+        "recovery": {"trainers": 1},
+    }
+    Config.model_validate(values)
+    with invalid(code, about=about):
+        Config.model_validate(values | changed)
+    Config.model_validate(values | {"recovery": {}} | {"checkpoint": {}})
