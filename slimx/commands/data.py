@@ -72,13 +72,7 @@ def convert(name: str, out: Path, given: str | None, seed: int) -> Iterator[str]
     yield f"{out}: {len(lines)} prompts of {given or known.hub}"
     if repeated:
         yield f"{repeated.total()} rows repeated an earlier one and are written once ({len(repeated)} questions)"
-    if known.reward is None:
-        yield (
-            "no reward of slimx judges this data set: write one that checks metadata.instruction_id_list and "
-            "metadata.kwargs"
-        )
-    else:
-        yield f"reward.function: {known.reward}"
+    yield f"reward.function: {known.reward}"
 
 
 def _fitting(row: Mapping[str, Any], where: str, name: str) -> str:
@@ -94,16 +88,22 @@ def _fitting(row: Mapping[str, Any], where: str, name: str) -> str:
 
 
 def check(
-    file: str, model: str | None, fields: dict[str, Any] | None, system: str | None, template: dict[str, Any]
+    file: str,
+    model: str | None,
+    fields: dict[str, Any] | None,
+    system: str | None,
+    template: dict[str, Any],
+    subset: str | None = None,
+    split: str | None = None,
 ) -> Iterator[str]:
     """Lines on what a run would see of a file. Raises SlimxError where the run would refuse it; `fields`, `system` and
-    `template` are those of section rollout."""
-    rows = read_rows(file)
+    `template` are those of section rollout, `subset` and `split` those of an entry of rollout.sources."""
+    rows = read_rows(file, subset, split)
     first = next(rows, None)
     rows.close()
     guessed = fitting_fields(first[2]) if first and fields is None and not {*first[2]} <= {*KEYS} else None
     mapping = make_mapping(Fields.model_validate(fields or guessed) if fields or guessed else None, None, system)
-    prompts = read_prompts(file, mapping)
+    prompts = read_prompts(file, mapping, subset=subset, split=split)
     yield f"{file}: {len(prompts)} prompts"
     if guessed:
         yield f"needs rollout.fields: {written(guessed)}"
@@ -165,11 +165,14 @@ def command(
     fields: Annotated[str | None, typer.Option(help="With check: rollout.fields, as '{prompt: question}'.")] = None,
     system: Annotated[str | None, typer.Option(help="With check: rollout.system.")] = None,
     template: Annotated[str | None, typer.Option(help="With check: rollout.template.")] = None,
+    subset: Annotated[str | None, typer.Option(help="With check: subset of a directory or of hf://.")] = None,
+    split: Annotated[str | None, typer.Option(help="With check: split of a directory or of hf://.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Write a published data set as a file of prompts; `slimx data check FILE`: say what a run would see of a file."""
     if name == "check":
-        for line in check(file, model, _mapping("--fields", fields), system, _mapping("--template", template) or {}):
+        named, arguments = _mapping("--fields", fields), _mapping("--template", template) or {}
+        for line in check(file, model, named, system, arguments, subset, split):
             print(visible(line))
         return
     for line in convert(name, Path(file), given, seed):

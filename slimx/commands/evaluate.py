@@ -21,6 +21,8 @@ from slimx.orchestration.step.evaluation import answer_all, judge
 
 DIRECTORY = "eval"
 """Folder of a run directory: logs of the engines, and a line in `results.jsonl` for each evaluation."""
+LOGGED, MEAN = "eval_hook/", "/mean"
+"""Around the name of a number that hooks log."""
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> dict[str, Any]:
@@ -79,7 +81,7 @@ async def evaluate_once(service: EngineService) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> Iterator[str]:
-    """A row for each set, and one for all where there are several."""
+    """A row for each set and one for all where there are several, then a line for each number that hooks logged."""
     metrics = found["metrics"]
     overall = [key.removeprefix("eval/") for key in metrics if key.count("/") == 1 and key != "eval/failed"]
     samples = found["samples"]
@@ -95,5 +97,8 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
             f"{metrics[prefix + key]:>10.3f}" if prefix + key in metrics else f"{'-':>10}" for key in overall
         )
         yield f"{name:<20}{count:>8}{cells}"
+    for key, value in metrics.items():
+        if key.startswith(LOGGED) and key.endswith(MEAN):
+            yield f"{key.removeprefix(LOGGED).removesuffix(MEAN)} {value:.3f}, the mean of what hooks logged"
     if failed := metrics["eval/failed"]:
         yield f"{failed:.0f} prompts failed, and count as 0"

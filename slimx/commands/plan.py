@@ -8,7 +8,8 @@ from typing import Any
 
 from slimx.commands.data import rendered_lines
 from slimx.config.schema import Config
-from slimx.data.prompt_files.rows import HUB
+from slimx.data.prompt_files.directories import matching
+from slimx.data.prompt_files.hub import HUB
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
@@ -55,7 +56,7 @@ def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
     neither prompts nor a tokenizer: without a tokenizer, it says why the prompt is not shown."""
     rollout = config.rollout
     path = rollout.prompts or rollout.sources[0].path
-    there = not (rollout.replay or path.startswith(HUB)) and Path(path).exists()
+    there = not (rollout.replay or path.startswith(HUB)) and (Path(path).exists() or bool(matching(Path(path))))
     if not there and not rollout.template:
         return [], []
     try:

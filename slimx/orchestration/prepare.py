@@ -26,7 +26,7 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.flow.replay import NO_HOOKS
-from slimx.rollout.hook_loading import Hooks, check_answers, load_hooks
+from slimx.rollout.hook_loading import Hooks, check_answers, check_prompts, load_hooks
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 from slimx.trainer.model.check import check_transformer
 
@@ -136,4 +136,5 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
             hooks.reward.check(prompts)
         if hooks.reward is not None:
             check_answers(config.reward, hooks.reward, prompts, config.rollout.max_failed_share)
+            check_prompts(hooks.reward, prompts)
     return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, by_source=by_source, eval_prompts=eval_prompts)

@@ -1,8 +1,8 @@
-"""Marks by which a reward hook says its needs: a process of its own, an answer, a check before the run."""
+"""Marks by which a reward hook says its needs: a process of its own, an answer, checks before the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,17 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
     def mark(hook: Hook) -> Hook:
         hook.check = check  # type: ignore[attr-defined]
+        return hook
+
+    return mark
+
+
+def checks_prompts(check: Callable[[Iterable[Any]], None]) -> Callable[[Hook], Hook]:
+    """Have `check` called with the prompts that the hook will judge before a run starts; what it raises (SlimxError)
+    ends the start."""
+
+    def mark(hook: Hook) -> Hook:
+        hook.check_prompts = check  # type: ignore[attr-defined]
         return hook
 
     return mark
@@ -46,6 +57,11 @@ def check(hook: Any) -> None:
     """Call the check that the hook has, if it has one, with the options that a partial fills in."""
     options = hook.keywords if isinstance(hook, partial) else {}
     getattr(_function(hook), "check", lambda **_: None)(**options)
+
+
+def prompt_check(hook: Any) -> Callable[[Iterable[Any]], None] | None:
+    """The check of prompts that `checks_prompts` gave the hook, or the function behind a partial; None without one."""
+    return getattr(_function(hook), "check_prompts", None)
 
 
 def _function(hook: Any) -> Any:

@@ -122,6 +122,14 @@ def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt
             )
 
 
+def check_prompts(reward: Reward, prompts: Sequence[Prompt]) -> None:
+    """Raise SlimxError for the first prompt that the reward which will judge it refuses."""
+    fitting = [(part.hook, part.fits) for part in reward.parts] if isinstance(reward, Mixture) else [(reward, None)]
+    for hook, fits in fitting:
+        if (check := needs.prompt_check(hook)) is not None:
+            check(prompt for prompt in prompts if fits is None or fits(prompt))
+
+
 def name_of(hook: Any) -> str:
     """A hook as an error names it."""
     while isinstance(hook, partial):

@@ -27,8 +27,8 @@ class Known:
     """hf://OWNER/NAME/SUBSET/SPLIT."""
     convert: Callable[[Mapping[str, Any], str, int], dict[str, Any]]
     """(row, where it stands, seed) -> the fields of a prompt."""
-    reward: str | None
-    """Dotted path of the reward that fits its answers; None: slimx has none."""
+    reward: str
+    """Dotted path of the reward that fits its answers."""
 
 
 def _gsm8k(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ KNOWN = {
     "aime24": Known("hf://HuggingFaceH4/aime_2024/default/train", _aime, _MATH),
     "aime25": Known("hf://math-ai/aime25/default/test", _aime, _MATH),
     "gpqa": Known("hf://Idavidrein/gpqa/gpqa_diamond/train", _gpqa, "slimx.rewards.choice.reward"),
-    "ifeval": Known("hf://google/IFEval/default/train", _ifeval, None),
+    "ifeval": Known("hf://google/IFEval/default/train", _ifeval, "slimx.rewards.ifeval.reward"),
 }
 """By the name on the command line."""
 

@@ -1,6 +1,6 @@
 """Rows of JSONL, JSON, CSV, parquet and Arrow files, of directories of them, and of data sets of the Hugging Face Hub.
 
-pyarrow and huggingface_hub are imported where they are needed, and nothing is downloaded but what `hf://` names.
+pyarrow is imported where it is needed, and nothing is downloaded but what `hf://` names.
 """
 
 from __future__ import annotations
@@ -14,88 +14,41 @@ from typing import Any
 
 import msgspec
 
+from slimx.data.prompt_files.directories import SUFFIXES, chosen_files, folder_columns, matching
+from slimx.data.prompt_files.hub import HUB, hub_files
 from slimx.errors import SlimxError, raised
 
-HUB = "hf://"
-CONVERTED = "refs/convert/parquet"
-"""Branch on which the Hub keeps any data set's parquet files, as SUBSET/SPLIT/NNNN.parquet."""
-SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
-NAMED = 6
-"""Subsets and splits that a refusal names, at most."""
 Row = tuple[str, int, dict[str, Any]]
 """The place of a row, for messages; its number, from 1; and its values by column."""
 
 
 def read_rows(path: str | Path, subset: str | None = None, split: str | None = None) -> Iterator[Row]:
-    """Rows of a file, a directory or hf://OWNER/NAME, in order. `subset` and `split` choose files of the last two.
+    """Rows of a file, of the files that a pattern with * names, of a directory or of hf://OWNER/NAME, in order.
+
+    `subset` and `split` choose files of the last two. Folders named COLUMN=VALUE give their files' rows a column.
 
     Raises SlimxError naming the file, and the line or row, and what is wrong with it.
     """
     if str(path).startswith(HUB):
-        name, subset, split = _hub_name(str(path), subset, split)
-        path = _downloaded(name, subset, split)
-    path = Path(path)
-    if not path.is_dir():
-        yield from _file_rows(path)
+        files, folder = hub_files(str(path), subset, split), None
+    elif (folder := Path(path)).is_dir():
+        files = chosen_files(folder, subset, split)
+    elif not (files := matching(folder)):
+        yield from _file_rows(folder)
         return
     number = 0
-    for file in chosen_files(path, subset, split):
+    for file in files:
+        columns = folder_columns(file, folder) if folder is not None else {}
         for where, _, row in _file_rows(file):
             number += 1
-            yield where, number, row
+            yield where, number, columns | row
 
 
 def stem_of(path: str | Path) -> str:
     """The name that rows without an id are numbered under."""
     if str(path).startswith(HUB):
         return "/".join(str(path).removeprefix(HUB).split("/")[1:])
-    return Path(path).stem
-
-
-def chosen_files(directory: Path, subset: str | None, split: str | None) -> list[Path]:
-    """The data files of one subset and split in a directory, in the order of their names. Raises SlimxError where there
-    are none, or several subsets or splits to choose from."""
-    files = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES and not _is_note(file, directory))
-    if not files:
-        raise SlimxError(
-            f"{directory}: holds no file that ends in {', '.join(SUFFIXES)}; name a file or directory of prompts",
-            code="prompts.unreadable",
-            about=str(directory),
-        )
-    parts: dict[tuple[str, ...], list[Path]] = {}
-    for file in files:
-        parts.setdefault(_part_of(file, directory), []).append(file)
-    fitting = {
-        names: found
-        for names, found in parts.items()
-        if (split is None or names[-1] == split) and (subset is None or subset in names[:-1])
-    }
-    if len(fitting) != 1:
-        names = ["/".join(names) for names in (fitting or parts)]
-        there = ", ".join(names[:NAMED]) + f" and {len(names) - NAMED} more" * (len(names) > NAMED)
-        which = "several of" if fitting else "none of"
-        raise SlimxError(
-            f"{directory}: subset {subset or 'any'} and split {split or 'any'} mean {which} {there}; choose one with "
-            "subset and split of an entry of rollout.sources, or name its file",
-            code="prompts.split",
-            about=str(directory),
-        )
-    return next(iter(fitting.values()))
-
-
-def _is_note(file: Path, directory: Path) -> bool:
-    """True for what a data set holds beside its rows, and for what is hidden."""
-    hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
-    return hidden or file.name in ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
-
-
-def _part_of(file: Path, directory: Path) -> tuple[str, ...]:
-    """Folders of a file, and its split: test of test-00000-of-00001.parquet, the folder's name of 0000.parquet."""
-    folders = [name for name in file.relative_to(directory).parts[:-1] if name != "data"]
-    name = re.sub(r"-\d+-of-\d+$", "", file.stem)
-    if re.fullmatch(r"\d+|data", name):
-        return tuple(folders) or (directory.name,)
-    return (*folders, name)
+    return re.sub(r"\W*[*?\[].*", "", Path(path).stem) or Path(path).parent.name
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -236,38 +189,3 @@ def _arrow(path: Path) -> Iterator[Any]:
 
     with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
         yield from reader
-
-
-def _hub_name(path: str, subset: str | None, split: str | None) -> tuple[str, str | None, str]:
-    """Owner and name, subset and split that hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT means; train where no split
-    is given."""
-    parts = path.removeprefix(HUB).split("/")
-    if not all(re.fullmatch(r"[\w.-]+", part) for part in parts) or len(parts) not in (2, 4):
-        raise SlimxError(
-            f"{path}: not of the form {HUB}OWNER/NAME or {HUB}OWNER/NAME/SUBSET/SPLIT", code="prompts.hub", about=path
-        )
-    if len(parts) == 4:
-        subset, split = parts[2:]
-    return "/".join(parts[:2]), subset, split or "train"
-
-
-def _downloaded(name: str, subset: str | None, split: str) -> Path:
-    """The directory of a data set of the Hub that has its parquet files, from the cache where they are there."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise SlimxError(
-            f"{HUB}{name}: downloads go through huggingface_hub, which is not installed; pip install huggingface_hub",
-            code="prompts.package",
-            about="huggingface_hub",
-        ) from error
-    patterns = f"{subset or '*'}/{split}/*.parquet"
-    try:
-        return Path(snapshot_download(name, repo_type="dataset", revision=CONVERTED, allow_patterns=patterns))
-    except Exception as error:  # of many kinds: no network, no such data set, one that asks for a token
-        told = " ".join(raised(error).split())[:200]
-        raise SlimxError(
-            f"{HUB}{name}: cannot be downloaded ({told}); download it where there is a network and give its directory",
-            code="prompts.download",
-            about=f"{HUB}{name}",
-        ) from error

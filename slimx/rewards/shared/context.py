@@ -28,6 +28,10 @@ class Context(Protocol):
         """Frozen models by their group's name (`slimx.rollout.client.frozen.FrozenEngine`)."""
         ...
 
+    def log(self, name: str, value: float) -> None:
+        """Log a number of this call, which becomes a curve."""
+        ...
+
 
 def answer_of(ctx: Context, hook: str) -> str:
     """The prompt's answer. Raises SlimxError for a prompt without one: 0 for each of its rollouts would hide that."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slimx.commands.evaluate import table
 from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group
 from slimx.observability.tracking.names import find
@@ -113,3 +114,15 @@ def test_k_is_doubled_up_to_the_number_of_answers_unless_it_is_given():
 def test_files_have_names():
     assert Eval().files == {} and Eval(prompts="a").files == {"": "a"}
     assert Eval(prompts={"x": "a", "y": "b"}).files == {"x": "a", "y": "b"}
+
+
+def test_the_table_tells_what_hooks_logged():
+    found = {"checkpoint": "m", "samples": 1, "temperature": 0.0, "prompts": {"": 4}}
+    metrics = {
+        "eval/accuracy": 0.5,
+        "eval/failed": 0.0,
+        "eval_hook/ifeval/kept/mean": 1.25,
+        "eval_hook/ifeval/kept/max": 2,
+    }
+    told = [line for line in table(found | {"metrics": metrics}) if "ifeval/kept" in line]
+    assert len(told) == 1 and told[0].split()[1].startswith("1.250")
