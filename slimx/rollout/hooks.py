@@ -201,8 +201,8 @@ class RewardContext(_Logging):
 
 
 Generate = Callable[[RolloutContext, Prompt], Awaitable[Trajectory | list[Trajectory]]]
-Value = float | dict[str, float]
-Reward = Callable[[RewardContext, Any], Awaitable[Value | list[Value]]]
+Value = float | Mapping[str, float]  # as in Sequence below, so that a type checker takes list[float] and dict[str, int]
+Reward = Callable[[RewardContext, Any], Awaitable[Value | Sequence[Value]]]
 Keep = Callable[[Group], bool | str]
 
 
