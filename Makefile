@@ -98,8 +98,14 @@ unit: $(LIBRARY)
 	@mkdir -p build; code=0; $(TESTS) --numprocesses=2 tests/unit > build/unit-tests.txt 2>&1 || code=$$?; \
 	  echo; cat build/unit-tests.txt; exit $$code
 
+# Its Python alone, outside what the environment imports: what it computes needs a GPU.
+ENGINE := $(VENV)/transformer-engine
+$(ENGINE): $(STAMP) requirements/cu130.txt
+	@$(PIP) --no-deps --upgrade --target $@ "$$(grep -om1 '^transformer-engine==[^ ]*' requirements/cu130.txt)"
+	@touch $@
+
 .PHONY: integration
-integration: $(LIBRARY)
+integration: $(LIBRARY) $(ENGINE)
 	$(TESTS) --numprocesses=2 tests/integration
 
 .PHONY: test-unit
@@ -107,7 +113,7 @@ test-unit: $(LIBRARY) ## unit tests for the edit loop: none that is marked costl
 	$(TESTS) --numprocesses=3 -m "not slow and not costly" tests/unit
 
 .PHONY: test-all
-test-all: $(LIBRARY) lint ## the same and the tests marked slow
+test-all: $(LIBRARY) $(ENGINE) lint ## the same and the tests marked slow
 	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/unit tests/integration tests/gpu/test_exact_trainer.py
 
 .PHONY: lint

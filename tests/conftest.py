@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests import stacks
+from tests.needed import missing
 
 pytest.register_assert_rewrite("tests.unit", "tests.integration")  # stands assert as tests do
 
@@ -50,10 +51,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("needs"):
         for program in mark.args:
             if shutil.which(program) is None:
-                reason = f"needs {program}, which is not on PATH: `make ci-deps` installs it"
-                if os.environ.get("CI") == "true":
-                    pytest.fail(reason, pytrace=False)
-                pytest.skip(reason)
+                missing(f"needs {program}, which is not on PATH: `make ci-deps` installs it")
 
 
 @pytest.hookimpl(wrapper=True)

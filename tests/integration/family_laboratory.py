@@ -21,11 +21,15 @@ from slimx.layout.stored import stored
 from slimx.layout.table import Table
 from slimx.models.families import Family, load_family, read_model
 from slimx.runtime.ports import free_port
+from tests.integration import transformer_engine_stand
 from tests.integration.conftest import Weights
 from tests.integration.family_cases import CASES
 from tests.integration.family_oracle import Oracle
 from tests.integration.rank_processes import run_ranks
+from tests.needed import missing
 
+ENGINE = "engine-TP2xEP2"
+"""The layers are Transformer Engine's (transformer_engine_stand.py)."""
 LAYOUTS = {
     "single": {"world_size": 1},
     "TP2xEP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
@@ -34,6 +38,7 @@ LAYOUTS = {
     "TP2xPP2xEP2xETP2": {"world_size": 8, "tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 2},
     "CP2": {"world_size": 2, "context": 2},
     "CP2xTP2xPP2": {"world_size": 8, "context": 2, "tensor": 2, "pipeline": 2},
+    ENGINE: {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
 }
 SIZES = {
     "single": Sizes(),
@@ -43,11 +48,14 @@ SIZES = {
     "TP2xPP2xEP2xETP2": Sizes(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2),
     "CP2": Sizes(context=2),
     "CP2xTP2xPP2": Sizes(context=2, tensor=2, pipeline=2, expert_tensor=2),
+    ENGINE: Sizes(tensor=2, expert=2),
 }
 
 
 def quick(layout: str, model: str) -> bool:
     """Returns True if `make test` has the model in that layout: each has every kind of split in two ranks, or four."""
+    if layout == ENGINE:
+        return model in ("Qwen3-MoE", "V3")
     return layout in (("TP2xPP2",) if CASES[model].dense else ("TP2xEP2", "PP2"))
 
 
@@ -94,6 +102,8 @@ class Laboratory:
         return Ran(self.directory / layout, model, SIZES[layout], self.oracle(model))
 
     def _run(self, layout: str) -> None:
+        if layout == ENGINE and not transformer_engine_stand.PACKAGE.is_dir():
+            missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
         out = self.directory / layout
         out.mkdir()
         cases = []
@@ -114,7 +124,8 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        run_ranks("tests.integration.family_rank", out, SIZES[layout].world)
+        machine = transformer_engine_stand.__name__ if layout == ENGINE else None
+        run_ranks("tests.integration.family_rank", out, SIZES[layout].world, machine=machine)
 
 
 class Ran:
@@ -122,6 +133,7 @@ class Ran:
 
     def __init__(self, directory: Path, model: str, sizes: Sizes, oracle: Oracle):
         self.directory, self.model, self.sizes = directory, model, sizes
+        self.checkpoint = directory / f"{model}.checkpoint"
         self.table: Table = read_model(oracle.path, mtp_layers=CASES[model].mtp, family=family_of(model)).table
 
     def sequences(self, rank: int, key: str) -> dict[tuple[int, ...], np.ndarray]:
@@ -138,6 +150,10 @@ class Ran:
                         tokens, labels = (arrays[f"{name}.{number}"][own] for name in ("tokens", "labels"))
                         out[(*tokens.tolist(), int(labels[-1]))] = arrays[f"{key}.{number}"][own]
         return out
+
+    def modules(self) -> set[str]:
+        """Class names of the modules that the first rank's model is made of."""
+        return set((self.directory / f"{self.model}.modules").read_text().split())
 
     def logits(self) -> dict[tuple[int, ...], np.ndarray]:
         """[L - 1, vocab] of every sequence."""

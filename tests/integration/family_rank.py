@@ -63,6 +63,8 @@ class Rank:
         config = self.config(case)
         trainer = PolicyTrainer(config, configured_model(config), self.parallel)
         self.write("weights", trainer.weights.parameters)
+        kinds = {type(module).__name__ for chunk in trainer.chunks for module in chunk.modules()}
+        (self.out / f"{self.case}.modules").write_text(" ".join(sorted(kinds)))
         if case["dtype"] != "float32":
             return
         (group,) = load_groups(str(Path(self.job["groups"]) / f"{self.case}.groups"))

@@ -24,19 +24,19 @@ ENDED_S = 60.0
 """Seconds in which killed ranks are gone."""
 
 
-def run_ranks(module: str, out: Path, world: int, seconds: float = DEADLINE_S) -> None:
+def run_ranks(module: str, out: Path, world: int, seconds: float = DEADLINE_S, machine: str | None = None) -> None:
     """Run `python -m module OUT/job.json RANK` for every rank, in processes that have imported what trainers import.
 
     Each rank's words are in OUT/RANK.log. When one fails or all are late, the others are ended, and AssertionError has
-    its words or where each of them hangs.
+    its words or where each of them hangs. `machine`: module that shows the ranks another machine than this one.
     """
-    fork_server().run([module, str(out / "job.json")], [out / f"{rank}.log" for rank in range(world)], seconds)
+    fork_server(machine).run([module, str(out / "job.json")], [out / f"{rank}.log" for rank in range(world)], seconds)
 
 
 @functools.cache
-def fork_server() -> ForkServer:
-    """The fork server of this test session."""
-    return ForkServer()
+def fork_server(machine: str | None = None) -> ForkServer:
+    """The fork server of this test session, or the one for ranks on another `machine`."""
+    return ForkServer(machine)
 
 
 class ForkServer:
@@ -45,10 +45,11 @@ class ForkServer:
     It computes nothing itself, so that no thread is lost by the fork. It ends when this process does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, machine: str | None = None) -> None:
         self._connection, theirs = Pipe()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, "-m", "tests.integration.rank_server", str(theirs.fileno())]
+        command += [machine] if machine else []
         self.process = subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()])
         theirs.close()
 

@@ -1,10 +1,11 @@
 """Forks the ranks of one job after the other for `rank_processes.ForkServer`, with torch and the trainer imported.
 
-    python -m tests.integration.rank_server DESCRIPTOR
+    python -m tests.integration.rank_server DESCRIPTOR [MACHINE]
 
-DESCRIPTOR is one end of a connection. In comes a command ([module, argument, ...]) with the ranks' logs; out go the
-ranks' process ids, then (process id, exit status) of each as it ends. In comes END: ranks that still live are killed;
-out goes END when all are gone, and the next command can come. When the connection closes, everything ends.
+MACHINE is a module whose install() comes first, and shows another machine. DESCRIPTOR is one end of a connection. In
+comes a command ([module, argument, ...]) with the ranks' logs; out go the ranks' process ids, then (process id, exit
+status) of each as it ends. In comes END: ranks that still live are killed; out goes END when all are gone, and the next
+command can come. When the connection closes, everything ends.
 
 Ranks share this process's order of sets, which those of a run under Ray do not.
 """
@@ -29,6 +30,8 @@ END = "end"
 
 
 def main() -> None:
+    for machine in sys.argv[2:]:
+        importlib.import_module(machine).install()
     rank_start.prepare()
     importlib.import_module("slimx.trainer.trainer")
     connection = Connection(int(sys.argv[1]))

@@ -1,0 +1,314 @@
+"""Transformer Engine's real Python without a GPU: its compiled half, which needs one, is computed in plain torch.
+
+What megatron-core builds from Transformer Engine is then the real thing: classes, constructors, parameters, their marks
+and checkpoint keys. Every call of a class or function whose kernels are replaced here is bound to its real signature
+first, so that an argument that the installed version does not know fails as it would on a GPU.
+
+`install()` changes the whole process, before the trainer's adapters, which then find what they find on a GPU.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib.machinery
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.nn.functional as F
+
+from slimx.adapters.megatron import cpu as megatron_cpu
+from slimx.numerics.attention import packed_attention
+from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
+
+PACKAGE = Path(sys.prefix) / "transformer-engine"
+"""Where `make venv` puts the package's Python, outside what an interpreter of the environment imports."""
+COMPILED = "transformer_engine_torch"
+UNUSED = ("onnx", "onnx.defs", "onnx_ir", "onnxscript", "onnxscript.rewriter")
+"""Packages that Transformer Engine imports and that nothing here calls."""
+
+
+class CompiledNames(type):
+    """Gives a compiled enumeration whatever member its users name, a number each."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, cls(len(vars(cls))))
+        return getattr(cls, name)
+
+
+class CompiledHalf(types.ModuleType):
+    """The extension module: it has every name, and computes those that `kernels` defines."""
+
+    DType = enum.IntEnum(
+        "DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1", start=0
+    )
+    NVTE_Fused_Attn_Backend = enum.IntEnum(
+        "NVTE_Fused_Attn_Backend", "NVTE_No_Backend NVTE_F16_arbitrary_seqlen NVTE_FP8", start=-1
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, CompiledNames(name, (int,), {"__module__": COMPILED}))
+        return vars(self)[name]
+
+
+def install() -> None:
+    """Import Transformer Engine, give it kernels of plain torch, and have trainers choose its layers as on a GPU."""
+    megatron_cpu.install()
+    _import(CompiledHalf(COMPILED))
+    megatron_cpu.install_megatron()
+    # Asked by the constructors of its modules.
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    _compute_modules()
+    _compute_functions()
+    from slimx.trainer import trainer  # once megatron-core finds the layers
+
+    choose = trainer.choose_backends
+    trainer.choose_backends = lambda section, **given: choose(section, **given | {"device": "cuda"})
+
+
+def _import(compiled: CompiledHalf) -> None:
+    for name in UNUSED:
+        module = MagicMock(name=name)
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        sys.modules[name] = module
+    for kernel in (multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale):
+        setattr(compiled, kernel.__name__, kernel)
+    sys.modules[COMPILED] = compiled
+    sys.path.append(str(PACKAGE))
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own way to be imported before it is compiled
+    import transformer_engine.common
+
+    transformer_engine.common.load_framework_extension = lambda framework: None
+    import transformer_engine.pytorch  # noqa: F401
+
+
+def bound(original: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls that `original` would take, answered by `compute`, which is given every argument by its name there."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return compute(**given.arguments)
+
+    return call
+
+
+def _compute_modules() -> None:
+    import transformer_engine.pytorch as te
+
+    te.Linear.forward = bound(te.Linear.forward, _linear)
+    te.LayerNormLinear.forward = bound(te.LayerNormLinear.forward, _norm_linear)
+    te.GroupedLinear.forward = bound(te.GroupedLinear.forward, _grouped_linear)
+    te.RMSNorm.forward = bound(te.RMSNorm.forward, _norm)
+    te.LayerNorm.forward = bound(te.LayerNorm.forward, _layer_norm)
+    te.DotProductAttention.forward = bound(te.DotProductAttention.forward, _attention)
+
+
+def _compute_functions() -> None:
+    from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.transformer.moe import moe_utils
+
+    extension.general_gemm = bound(extension.general_gemm, _gemm)
+    extension.apply_rotary_pos_emb = bound(extension.apply_rotary_pos_emb, _rotate)
+    for name, compute in (
+        ("fused_permute", _permute),
+        ("fused_permute_with_probs", _permute_with_probs),
+        ("fused_unpermute", _unpermute),
+        ("fused_sort_chunks_by_index", _sort_chunks),
+        ("fused_sort_chunks_by_index_with_probs", _sort_chunks_with_probs),
+    ):
+        setattr(moe_utils, name, bound(getattr(extension, name), compute))
+
+
+def _linear(self: Any, inp: torch.Tensor, **_: Any) -> Any:
+    return _product(self, inp)
+
+
+def _norm_linear(self: Any, inp: torch.Tensor, **_: Any) -> Any:
+    assert self.normalization == "RMSNorm"
+    assert not self.return_layernorm_output
+    return _product(self, _normed(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma))
+
+
+def _product(module: Any, x: torch.Tensor) -> Any:
+    """x W^T + b with what tensor parallelism exchanges before and after."""
+    from megatron.core.tensor_parallel import mappings
+
+    group, cut = module.tp_group, module.sequence_parallel
+    if module.parallel_mode == "column":
+        enter = mappings.gather_from_sequence_parallel_region if cut else mappings.copy_to_tensor_model_parallel_region
+        x = enter(x, group=group)
+    out = F.linear(x, module.weight)
+    if module.parallel_mode == "row":
+        leave = mappings.reduce_scatter_to_sequence_parallel_region
+        out = (leave if cut else mappings.reduce_from_tensor_model_parallel_region)(out, group=group)
+    bias = module.bias if module.use_bias else None
+    if module.return_bias:
+        return out, bias
+    return out if bias is None else out + bias
+
+
+def _norm(self: Any, input: torch.Tensor, **_: Any) -> torch.Tensor:
+    return _normed(input, self.weight, self.eps, self.zero_centered_gamma)
+
+
+def _layer_norm(self: Any, input: torch.Tensor, **_: Any) -> torch.Tensor:
+    assert not self.zero_centered_gamma
+    return F.layer_norm(input, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool) -> torch.Tensor:
+    return (zero_centred_rms_norm if zero_centred else rms_norm)(x, weight, eps)
+
+
+def _grouped_linear(self: Any, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor, **_: Any) -> Any:
+    parts = inp.split([int(rows) for rows in m_splits])
+    outs = [F.linear(x, getattr(self, f"weight{number}")) for number, x in enumerate(parts)]
+    biases = [getattr(self, f"bias{number}") if self.use_bias else None for number in range(len(parts))]
+    if self.return_bias:
+        return torch.cat(outs), biases
+    return torch.cat([out if bias is None else out + bias for out, bias in zip(outs, biases, strict=True)])
+
+
+def _attention(
+    self: Any,
+    query_layer: torch.Tensor,
+    key_layer: torch.Tensor,
+    value_layer: torch.Tensor,
+    qkv_format: str,
+    cu_seqlens_q: torch.Tensor,
+    attn_mask_type: str,
+    window_size: tuple[int, int] | None,
+    **_: Any,
+) -> torch.Tensor:
+    """Causal attention of packed sequences: queries [T, heads, d]; returns [T, heads * d of values]."""
+    assert (qkv_format, attn_mask_type) == ("thd", "padding_causal")
+    assert (window_size or self.window_size)[0] == -1
+    lengths = cu_seqlens_q.diff().tolist()
+    return packed_attention(query_layer, key_layer, value_layer, lengths, self.softmax_scale)
+
+
+def _gemm(
+    A: torch.Tensor,  # noqa: N803 (their names)
+    B: torch.Tensor,  # noqa: N803
+    layout: str,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    grad: bool,
+    **_: Any,
+) -> tuple[torch.Tensor, None, None, None]:
+    """In cuBLAS' order, by columns: TN is B A^T, NN is B A, NT is B^T A."""
+    left, right = B.T if layout[1] == "T" else B, A.T if layout[0] == "T" else A
+    product = left.to(out_dtype) @ right.to(out_dtype)
+    if bias is not None:
+        assert not grad
+        product = product + bias.to(out_dtype)
+    return product, None, None, None
+
+
+def _rotate(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str,
+    cu_seqlens: torch.Tensor,
+    interleaved: bool,
+    fused: bool,
+    cp_size: int,
+    **_: Any,
+) -> torch.Tensor:
+    """Heads [T, heads, d], of which the first of `freqs` [longest, 1, 1, rotated] turn, each sequence from place 0."""
+    assert fused
+    assert (tensor_format, cp_size) == ("thd", 1)
+    places = torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()])
+    angles = freqs[places, 0]
+    turning, rest = t.split([freqs.shape[-1], t.shape[-1] - freqs.shape[-1]], dim=-1)
+    if interleaved:
+        even, odd = turning[..., ::2], turning[..., 1::2]
+        turned = torch.stack([-odd, even], dim=-1).flatten(-2)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    return torch.cat([(turning * angles.cos() + turned * angles.sin()).to(t.dtype), rest], dim=-1)
+
+
+def _permute(inp: torch.Tensor, routing_map: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows by expert, and of which token each is: [rows]."""
+    tokens = routing_map.bool().T.nonzero()[:, 1]
+    return inp[tokens], tokens
+
+
+def _permute_with_probs(inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **_: Any) -> Any:
+    rows, tokens = _permute(inp, routing_map)
+    return rows, probs.T[routing_map.bool().T], tokens
+
+
+def _unpermute(
+    inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: torch.Tensor | None, restore_shape: Any, **_: Any
+) -> torch.Tensor:
+    assert merging_probs is None
+    return inp.new_zeros(restore_shape).index_add(0, row_id_map, inp)
+
+
+def _sort_chunks(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+    chunks = inp.split(split_sizes.tolist())
+    return torch.cat([chunks[number] for number in sorted_index.tolist()])
+
+
+def _sort_chunks_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _sort_chunks(inp, split_sizes, sorted_index), _sort_chunks(probs, split_sizes, sorted_index)
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Sequence[Sequence[torch.Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """AdamW (Loshchilov and Hutter, 1711.05101) on lists of gradients, parameters and both moments."""
+    assert mode == bias_correction == 1
+    for gradient, parameter, mean, square in zip(*tensor_lists, strict=True):
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt() + epsilon
+        parameter.sub_(lr * (mean / (1 - beta1**step) / root + weight_decay * parameter))
+
+
+def multi_tensor_l2norm(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Sequence[Sequence[torch.Tensor]],
+    per_tensor_python: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of all, and of each."""
+    each = torch.stack([tensor.norm() for tensor in tensor_lists[0]])
+    return each.norm().view(1), each
+
+
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[Sequence[torch.Tensor]], scale: float
+) -> None:
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source * scale)
