@@ -1,0 +1,94 @@
+"""Last bits of a gated delta rule by where its sequence is cut and by what stands beside it in the batch.
+
+    python benchmarks/delta_rule.py [--tokens 512] [--heads 8] [--size 128] [--cut 100] [--requests 4] [--rounds 1]
+
+The rule is the one of trainers and of engines on the CPU (slimx/numerics/delta_rule.py), in fp32, on random inputs:
+keys and queries of length 1, decays exp(-softplus(x)) and learning rates sigmoid(x) of a standard normal x. A trainer
+computes a sequence whole; an engine begins anew behind each part of a prompt and goes on token by token, with other
+requests beside it. Each way's outputs are compared with those of the whole sequence; that of a batch, with the same
+sequence token by token alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from machine import surroundings
+
+from slimx.numerics.delta_rule import gated_delta_rule, l2norm
+
+Inputs = tuple[torch.Tensor, ...]
+"""Queries, keys, values [T, heads, d], logarithms of decays and learning rates [T, heads]."""
+
+
+def make_inputs(tokens: int, heads: int, size: int, generator: torch.Generator) -> Inputs:
+    query, key, value = (torch.randn(tokens, heads, size, generator=generator) for _ in range(3))
+    decay, rate = (torch.randn(tokens, heads, generator=generator) for _ in range(2))
+    return l2norm(query), l2norm(key), value, -torch.nn.functional.softplus(decay), rate.sigmoid()
+
+
+def in_parts(inputs: Inputs, parts: list[int]) -> torch.Tensor:
+    """Outputs [T, heads, d] of one sequence that is computed in parts of these lengths, each from the state before."""
+    outputs, state = [], None
+    for part in zip(*(x.split(parts) for x in inputs), strict=True):
+        out, state = gated_delta_rule(*part, [len(part[0])], state)
+        outputs.append(out)
+    return torch.cat(outputs)
+
+
+def in_a_batch(sequences: list[Inputs]) -> torch.Tensor:
+    """Outputs of the first of these sequences of one length, all computed token by token side by side."""
+    outputs, state = [], None
+    for token in range(len(sequences[0][0])):
+        step = [torch.cat([x[token : token + 1] for x in each]) for each in zip(*sequences, strict=True)]
+        out, state = gated_delta_rule(*step, [1] * len(sequences), state)
+        outputs.append(out[:1])
+    return torch.cat(outputs)
+
+
+def timed(compute: Callable[[], torch.Tensor], rounds: int) -> tuple[torch.Tensor, float]:
+    """Return the outputs and the fastest round's CPU seconds, which on one thread other processes change little."""
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.process_time()
+        out = compute()
+        best = min(best, time.process_time() - began)
+    return out, best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a gated delta rule's last bits, by cut and by batch")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of the sequence")
+    parser.add_argument("--heads", type=int, default=8, help="value heads")
+    parser.add_argument("--size", type=int, default=128, help="rows and columns of a head's state")
+    parser.add_argument("--cut", type=int, default=100, help="tokens of the first of two parts")
+    parser.add_argument("--requests", type=int, default=4, help="sequences of a batch")
+    parser.add_argument("--rounds", type=int, default=1, help="of which the fastest counts")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    first, *others = (
+        make_inputs(arguments.tokens, arguments.heads, arguments.size, generator) for _ in range(arguments.requests)
+    )
+    tokens, rounds, requests = arguments.tokens, arguments.rounds, arguments.requests
+    whole, seconds = timed(lambda: in_parts(first, [tokens]), rounds)
+    cut, cut_seconds = timed(lambda: in_parts(first, [arguments.cut, tokens - arguments.cut]), rounds)
+    alone, alone_seconds = timed(lambda: in_parts(first, [1] * tokens), rounds)
+    batch, batch_seconds = timed(lambda: in_a_batch([first, *others]), 1)
+    print(f"largest output {whole.abs().max():.2g}; the whole sequence takes {seconds:.3f} CPU s")
+    print(f"{'way':<30}{'outputs that differ':>20}{'by at most':>12}{'CPU s of a sequence':>21}{'over whole':>12}")
+    for name, out, other, took in (
+        (f"cut once, behind {arguments.cut} tokens", cut, whole, cut_seconds),
+        ("token by token", alone, whole, alone_seconds),
+        (f"token by token, batch of {requests}", batch, alone, batch_seconds / requests),
+    ):
+        differ, most = (out != other).float().mean(), (out - other).abs().max()
+        print(f"{name:<30}{differ:>20.1%}{most:>12.1e}{took:>21.3f}{took / seconds:>12.1f}")
+    print(f"\none thread; {surroundings('slimx', 'torch')}")
+
+
+if __name__ == "__main__":
+    main()
