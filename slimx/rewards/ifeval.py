@@ -139,8 +139,8 @@ def _is_finite(value: Any) -> bool:
 def _checkers() -> Mapping[str, Any]:
     """Checkers by the name of their instruction. Raises SlimxError where the package is not installed."""
     try:
-        import langdetect
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+        from langdetect import DetectorFactory
     except ImportError as error:
         raise SlimxError(
             f"{__name__}.reward judges by {PACKAGE.partition('=')[0]}, which is not installed ({raised(error)}): pip "
@@ -149,7 +149,7 @@ def _checkers() -> Mapping[str, Any]:
             about="if-verifiable",
         ) from error
     # Drawn anew for each text otherwise: the same response would be worth now 1, now 0.
-    langdetect.DetectorFactory.seed = 0
+    DetectorFactory.seed = 0
     return INSTRUCTION_DICT
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from slimx import cli
 from tests.documents import ROOT
 from tools.docs.typed import typed as run
 from tools.quickstart.make_model import make_model
@@ -23,6 +26,15 @@ CHAT = (
 )
 QUESTIONS = {"train": 7473, "test": 1319}
 """Rows of GSM8K's two files."""
+
+
+ELSEWHERE = {
+    "hf": "needs a network",
+    "git": "needs a network",
+    "ln": "of what git has brought",
+    "python3": "starts slime, verl or TRL, which their users have",
+}
+"""Programs of the guides that no test starts."""
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -41,6 +53,29 @@ def typed(command: str) -> tuple[int, str]:
     program, *arguments = shlex.split(command)
     assert program == "slimx" and arguments[0] in ("plan", "data", "doctor", "--version"), command
     return run(arguments)
+
+
+def asked_of(text: str) -> list[list[str]]:
+    """Words of each command of a block that shows no output, without comments."""
+    return [words for line in text.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def could_run(words: list[str]) -> bool:
+    """True if a command that needs minutes, a GPU, a run or a network is written right: a run that can be planned,
+    options that the command takes, a script that is there. AssertionError for a program that nobody knows."""
+    program, *arguments = words
+    if program == "slimx" and arguments[0] in ("train", "eval", "generate"):
+        return run(["plan", *arguments[1:]])[0] == 0
+    if program == "slimx":
+        command = typer.main.get_command(cli.app).commands[arguments[0]]
+        command.make_context(arguments[0], arguments[1:])  # raises for an option that it does not have
+        return True
+    if program == "sbatch":
+        return Path(arguments[0]).is_file() and all(Path(name).exists() for name in arguments[1:])
+    if program.startswith("scripts/"):
+        return os.access(program, os.X_OK) and all(Path(name).exists() for name in arguments)
+    assert program in ELSEWHERE, program
+    return True
 
 
 def missing(shown: list[str], said: str) -> str | None:

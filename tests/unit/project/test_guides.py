@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from slimx.config import load_config
+from slimx.data.prompts import read_prompts
 from slimx.observability.tracking.names import METRICS
 from tests.documents import ROOT, blocks
-from tests.unit.project.guide_stand import commands, lay_out, missing, typed
+from tests.unit.project.guide_stand import asked_of, commands, could_run, lay_out, missing, typed
 from tools.docs import make_foreign
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -47,6 +49,8 @@ def test_what_a_guide_shows_is_what_happens(page, desk):
                 refused = any(line.startswith("slimx: ") for line in shown)
                 assert status == (2 if refused else 0), (command, said)
                 assert (lacking := missing(shown, said)) is None, f"{command}: the page shows {lacking!r} of\n{said}"
+        elif block.language == "bash" and "<<" not in block.text:
+            assert [words for words in asked_of(block.text) if not could_run(words)] == []
         elif block.language == "yaml" and block.file is None:
             (desk / "part.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(BASE, OmegaConf.create(block.text))))
             load_config(desk / "part.yaml", [])
@@ -56,6 +60,23 @@ def test_what_a_guide_shows_is_what_happens(page, desk):
         else:
             status, said = typed(f"slimx plan {name}")
             assert status == 0, (name, said)
+
+
+def test_lines_keys_and_commands_of_the_page_on_data_are_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = blocks("docs/data.md")
+    assert [block.language for block in found].count("json") == 1
+    for block in found:
+        if block.language == "json":
+            Path("lines.jsonl").write_text(block.text)
+            assert len(read_prompts("lines.jsonl")) == len(block.text.splitlines())
+        elif block.language == "yaml":
+            given = yaml.safe_load(block.text)["rollout"]
+            rollout = given if "sources" in given else BASE["rollout"] | given
+            Path("part.yaml").write_text(yaml.safe_dump(BASE | {"rollout": rollout}))
+            load_config(Path("part.yaml"), [])
+        else:
+            assert [words for words in block.commands() if not could_run(words)] == []
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
