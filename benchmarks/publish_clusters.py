@@ -11,7 +11,7 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import deepseek_v3, qwen3_moe
-from slimx.preflight.links.model import Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
+from slimx.preflight.links.model import Traffic, direct_traffic, gb300_nvlink, h100_infiniband, predict
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
 
@@ -83,13 +83,7 @@ class Case:
         )
 
     def traffic(self) -> Traffic:
-        return traffic_of(
-            self.plan(),
-            sources=self.trainer.world,
-            engines=self.engines,
-            engine_ranks=self.engine.world,
-            encoding="local",
-        )
+        return direct_traffic(self.plan(), sources=self.trainer.world, engines=self.engines)
 
 
 TRAINER_32 = Sizes(tensor=4, data=8, expert=32)

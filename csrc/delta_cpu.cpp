@@ -15,6 +15,11 @@ namespace {
 constexpr int64_t kChunk = SLIMX_DELTA_CHUNK;
 constexpr int64_t kMostGroups = kChunk / SLIMX_DELTA_GROUP;  // of elements of one byte
 
+constexpr int64_t kBatch = 4;  // chunks taken at once
+
+// Threads for so many chunks: waking another one takes longer than a few chunks.
+int team(int64_t chunks, int threads) { return int(std::clamp<int64_t>(chunks / kBatch, 1, threads)); }
+
 int64_t chunk_bytes(int64_t bytes, int64_t chunk) { return std::min(kChunk, bytes - chunk * kChunk); }
 int64_t groups_of(int64_t chunk, int item) { return chunk / (SLIMX_DELTA_GROUP * item); }
 int64_t bytes_of_bits(int64_t groups) { return (groups + 7) / 8; }
@@ -105,7 +110,7 @@ template <int kItem>
 int64_t encode(const uint8_t* base, const uint8_t* fresh, int64_t bytes, uint8_t* frame, int threads) {
   const int64_t chunks = slimx_delta_chunks(bytes);
   uint8_t* bodies = frame + 4 * chunks;
-#pragma omp parallel for num_threads(threads) schedule(static, 4)
+#pragma omp parallel for num_threads(team(chunks, threads)) schedule(static, kBatch)
   for (int64_t k = 0; k < chunks; ++k) {
     const int64_t at = k * kChunk, own = chunk_bytes(bytes, k);
     uint32_t size = uint32_t(own);
@@ -130,7 +135,7 @@ bool apply(const uint8_t* frame, const std::vector<int64_t>& starts, uint8_t* ba
   const int64_t chunks = int64_t(starts.size()) - 1;
   std::atomic<bool> good{true};
   const auto all = [&](auto dry) {
-#pragma omp parallel for num_threads(threads) schedule(static, 4)
+#pragma omp parallel for num_threads(team(chunks, threads)) schedule(static, kBatch)
     for (int64_t k = 0; k < chunks; ++k)
       if (!apply_chunk<kItem, decltype(dry)::value>(frame + starts[k], starts[k + 1] - starts[k], base + k * kChunk,
                                                     chunk_bytes(bytes, k)))

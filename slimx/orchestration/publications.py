@@ -61,6 +61,7 @@ class Publications:
             [engine.name for engine in self.engines.engines],
             ranks=self.trainers.sizes.world,
             step_deadline_s=self.config.publish.engine_deadline,
+            every_full=None if (delta := self.config.publish.delta) is None else delta.every_full,
         )
 
     async def stop(self) -> None:
@@ -167,5 +168,7 @@ def publication_metrics(done: Publication) -> dict[str, float]:
     """Seconds by stage, tensors, MiB and engines of a publication, as a step's metrics name them."""
     out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
     out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
+    if done.wire is not None:
+        out["publish/wire_mib"] = done.wire / 2**20
     out["publish/engines_verified"] = float(len(done.engines) - len(done.lost))
     return out

@@ -136,6 +136,10 @@ class PublicationFigures(Record):
     publisher_bytes: int
     """Buckets beside trainer rank 0's own memory: its GPU's with cuda_ipc and nccl, else the host's. With nixl the ring
     of the trainer rank that has the largest, of its host's memory."""
+    kept_bytes: int = 0
+    """With publish.delta, host memory of the trainer rank that keeps most: what it sent last, and part of a bucket."""
+    held_bytes: int = 0
+    """With publish.delta, host memory beside one engine: what came last."""
     landing_bytes: int = 0
     """Host memory beside one engine with nixl: what trainer ranks write into, and buckets made of it until they are
     loaded."""

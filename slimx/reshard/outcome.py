@@ -31,6 +31,8 @@ class Publication:
     nbytes: int = 0
     """Bytes sent to each engine."""
     buckets: int = 0
+    wire: int | None = None
+    """Bytes that travelled to all engines together; None: they were not counted."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By stage: check, begin, gather, stage, pause, load, verify, commit (with resume and admission), total. A stage
     lasts as long as its slowest engine; gather and stage overlap, so that their sum can exceed the total."""

@@ -68,6 +68,11 @@ class Receiver(Protocol):
         """Meet the sender of a channel (`slimx.reshard.transports.collective.Meeting`)."""
         ...
 
+    async def bases(self) -> list[int]:
+        """By bucket the number of the transfer whose bytes are held, to which changes can be applied; 0: none are
+        (`publish.delta`)."""
+        ...
+
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
         """Get ready for one publication; from now on verbs of an older one are refused."""
         ...
@@ -105,7 +110,7 @@ class Receiver(Protocol):
         ...
 
 
-BEFORE_BEGIN = ("inventory", "join", "begin")
+BEFORE_BEGIN = ("inventory", "join", "bases", "begin")
 """Verbs that come before the publication has begun at an engine."""
 
 
@@ -140,6 +145,9 @@ class Delivery:
 
     keeps = False
     """True where a published version can be published again without its source (`kept`)."""
+    wire: int | None = None
+    """Bytes that were put on their way to all engines in the publication under way, or the last one; None: they are not
+    counted."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         """A publication of so many buckets begins."""

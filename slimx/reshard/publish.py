@@ -132,6 +132,7 @@ class _Attempt:
                 if by_bucket:
                     await self._each("pause")
                 await self._stage(count, load=by_bucket)
+                self.out.wire = self.delivery.wire
                 await self._switch(load=not by_bucket)
         except BaseException:
             await self._give_up()

@@ -244,8 +244,9 @@ class TrainerWorker:
         rank run one after another: when all have answered, none still fills a bucket."""
         self._gatherers[name].release(bucket)
 
-    def prepare_direct(self, plan: bytes, ranks: int) -> None:
-        """Get ready to write buckets of a dealt plan, which has `ranks` targets for each engine, to all engines."""
+    def prepare_direct(self, plan: bytes, ranks: int, item: int) -> None:
+        """Get ready to write buckets of a dealt plan, which has `ranks` targets for each engine, to all engines;
+        `item`: as in `slimx.reshard.direct.sender.Sender`."""
         from slimx.config.sections.run import Cluster
         from slimx.reshard.direct.sender import Sender
         from slimx.reshard.pack.packer import Packer
@@ -253,7 +254,7 @@ class TrainerWorker:
 
         packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.published)
         host = own_address(Cluster.model_validate(self._values["cluster"]).network)
-        self._sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", host, ranks=ranks)
+        self._sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", host, ranks=ranks, item=item)
 
     def connect_direct(self, engine: int, offer: bytes) -> None:
         """Get to know the memory that `engine` offers (`slimx.reshard.direct.offer.Offer`)."""
@@ -261,7 +262,7 @@ class TrainerWorker:
 
         self._sender.connect(engine, Offer.from_bytes(offer))
 
-    def send_direct(self, bucket: int, transfer: int, engines: list[int]) -> Any:
+    def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> Any:
         """Pack this rank's part of a bucket and begin to write it to `engines`: see `Sender.send`."""
         with self._memory.phase("publish"):
             self._resident(training=False)

@@ -53,6 +53,15 @@ def on_one_machine_each(rollout: Rollout, publish: Publish) -> Iterator[str]:
             )
 
 
+@rule("publish.delta_transport", about="publish.delta")
+def changes_travel(publish: Publish) -> Iterator[str]:
+    if publish.delta is not None and publish.transport != "nixl":
+        yield (
+            f"publish.delta with publish.transport {publish.transport}: changes alone travel with nixl, and all other "
+            "transports bring whole weights; set publish.transport=nixl, or leave publish.delta out"
+        )
+
+
 @rule("engines.disaggregated_colocate", about="schedule.colocate")
 def kept_awake(rollout: Rollout, schedule: Schedule) -> Iterator[str]:
     if rollout.disaggregated and schedule.colocate:

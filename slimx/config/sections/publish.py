@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from slimx.config.section import Positive, Seconds, Section
+from pydantic import Field
+
+from slimx.config.section import LARGEST, Positive, Seconds, Section
 
 Transport = Literal["auto", "memory", "cuda_ipc", "gloo", "nccl", "nixl", "disk"]
+
+
+class Delta(Section):
+    """publish.delta: what has changed travels, in place of all weights."""
+
+    every_full: Annotated[int, Field(ge=2, le=LARGEST)]
+    """Each so many publications bring all weights to every engine."""
 
 
 class Publish(Section):
@@ -30,6 +39,9 @@ class Publish(Section):
     """model: engines serve while everything is staged, in memory for a whole model (host memory; with cuda_ipc and nccl
     the engine's GPUs hold it twice); bucket: they are paused and copy each bucket as it comes, in memory for two
     buckets."""
+    delta: Delta | None = None
+    """Send only elements that have changed since the last publication, with masks that say which; both sides keep the
+    bytes published last, in host memory; null: send all weights. Worth it over slow links (docs/publication.md)."""
     deadline: Seconds = 300
     """Seconds for one publication."""
     engine_deadline: Seconds = 120

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slimx.errors import PartLost, SlimxError
-from slimx.reshard.direct.copies import describe_copies
-from slimx.reshard.direct.offer import Offer
+from slimx.reshard.direct.copies import SentBucket, describe_copies
+from slimx.reshard.direct.offer import NO_BASE, Offer
 from slimx.reshard.direct.receiver import Invitation
 from slimx.reshard.manifest import Manifest
-from slimx.reshard.pack.packer import Share
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, Recipient
@@ -31,13 +30,11 @@ PATIENCE = 0.8
 class Senders(Protocol):
     """The trainer ranks."""
 
-    async def prepare_direct(self, dealt: Plan, ranks: int) -> None: ...
+    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None: ...
 
     async def connect_direct(self, engine: int, offer: Offer) -> None: ...
 
-    async def send_direct(
-        self, bucket: int, transfer: int, engines: list[int]
-    ) -> list[tuple[Share, dict[int, str]]]: ...
+    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]: ...
 
 
 class DirectDelivery(Delivery):
@@ -52,16 +49,19 @@ class DirectDelivery(Delivery):
         ranks: int,
         step_deadline_s: float,
         links: Sequence[int] = (),
+        every_full: int | None = None,
     ):
         """`plan`: for one engine. `engines`: names of all. `ranks`: of the trainer, which send through `links`
-        (`slimx.reshard.plan.dealing.deal`). `step_deadline_s`: seconds for one call to one engine."""
-        self.senders, self.plan, self.step_deadline_s = senders, plan, step_deadline_s
+        (`slimx.reshard.plan.dealing.deal`). `step_deadline_s`: seconds for one call to one engine. `every_full`: None
+        for whole weights each time, else changes travel, and each so many publications whole weights."""
+        self.senders, self.plan, self.step_deadline_s, self.every_full = senders, plan, step_deadline_s, every_full
+        self.item = item_of(plan) if every_full is not None else 0
         self.dealt = deal(plan, ranks=ranks, engines=len(engines), links=links)
         self.engines = {name: number for number, name in enumerate(engines)}
         self.transfer = 0
         """Number of the publication under way, or of the last one."""
-        self.taking: set[int] = set()
-        """Engines that take part in it."""
+        self.taking: dict[int, list[int]] = {}
+        """By engine that takes part in it, for each bucket the transfer whose bytes it attests to hold (0: none)."""
         self.failed: dict[int, str] = {}
         """By engine why a trainer rank could not write to it."""
         self.broken: SlimxError | None = None
@@ -72,19 +72,23 @@ class DirectDelivery(Delivery):
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         if not self._prepared:
-            await self.senders.prepare_direct(self.dealt, self.plan.targets)
+            await self.senders.prepare_direct(self.dealt, self.plan.targets, self.item)
             self._prepared = True
         self.transfer += 1
-        self.taking, self.failed = set(), {}
+        self.taking, self.failed, self.wire = {}, {}, 0
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
         number = self.engines[recipient.name]
-        if self._connected.get(recipient.name) != recipient.incarnation:
+        bases = [NO_BASE] * self.plan.count
+        if self._connected.get(recipient.name) == recipient.incarnation:
+            if self.every_full is not None and (self.transfer - 1) % self.every_full:
+                bases = _bases(recipient.name, await recipient.perform("bases", epoch), self.plan.count)
+        else:
             self._connected.pop(recipient.name, None)
             first = number * self.plan.targets
             parts = tuple(only(self.dealt, first + rank).to_bytes() for rank in range(self.plan.targets))
             name = f"engine {recipient.name} (start {recipient.incarnation}, transfer {self.transfer})"
-            invitation = Invitation(name, parts, PATIENCE * self.step_deadline_s)
+            invitation = Invitation(name, parts, PATIENCE * self.step_deadline_s, self.item)
             offer: Offer = await recipient.perform("join", epoch, invitation)
             try:
                 await self.senders.connect_direct(number, offer)
@@ -92,7 +96,7 @@ class DirectDelivery(Delivery):
                 self.broken = error
                 raise
             self._connected[recipient.name] = recipient.incarnation
-        self.taking.add(number)
+        self.taking[number] = bases
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
         number = self.engines[recipient.name]
@@ -106,7 +110,7 @@ class DirectDelivery(Delivery):
             await recipient.perform("receive", epoch, packed, bucket)
         except BaseException:
             # Its memory may be gone, or still be written to: it has to offer another.
-            self.taking.discard(number)
+            self.taking.pop(number, None)
             self._connected.pop(recipient.name, None)
             raise
 
@@ -131,13 +135,15 @@ class DirectSource:
         delivery = self.delivery
         if delivery.broken is not None:
             raise delivery.broken
-        sent = await delivery.senders.send_direct(bucket, delivery.transfer, sorted(delivery.taking))
-        for rank, (_, failed) in enumerate(sent):
-            for number, why in failed.items():
+        taking = {number: bases[bucket] for number, bases in sorted(delivery.taking.items())}
+        sent = await delivery.senders.send_direct(bucket, delivery.transfer, taking)
+        for rank, own in enumerate(sent):
+            delivery.wire += own.nbytes
+            for number, why in own.failed.items():
                 delivery.failed.setdefault(number, f"trainer rank {rank}: {why}")
         return describe_copies(
             self._buckets.form(bucket),
-            [share for share, _ in sent],
+            [own.share for own in sent],
             engines=len(delivery.engines),
             transfer=delivery.transfer,
             bucket=bucket,
@@ -145,3 +151,20 @@ class DirectSource:
 
     async def release(self, bucket: int | None = None) -> None:
         """Nothing: a slot of the ring is taken back when another bucket needs it."""
+
+
+def item_of(plan: Plan) -> int:
+    """Bytes of the elements among which changes are looked for: most of what `plan` brings is fp8 codes, or bf16."""
+    return 2 if plan.precision.quantisation is None else 1
+
+
+def _bases(engine: str, attested: object, buckets: int) -> list[int]:
+    """Check an answer to `bases`: a transfer for each bucket. Raises SlimxError for anything else."""
+    if isinstance(attested, list) and len(attested) == buckets and all(type(base) is int for base in attested):
+        return attested
+    raise SlimxError(
+        f"engine {engine} does not say of which transfer it holds each of {buckets} buckets; run the same slimx on "
+        "every machine",
+        code="direct.bases",
+        about=engine,
+    )

@@ -29,7 +29,7 @@ PORTS = 3
 STOP_S = 30.0
 """Seconds in which a server's tree must be gone."""
 
-OVER_CHANNEL = ("join", "receive")
+OVER_CHANNEL = ("join", "bases", "receive")
 """Verbs of a publication that the actor does itself: the server knows of no channel."""
 
 
@@ -145,6 +145,10 @@ class EngineActor:
         if self.others is not None:
             calls.append(self.others.join(meeting, self.call_deadline_s))
         await asyncio.gather(*calls)
+
+    async def bases(self) -> list[int]:
+        """By bucket the transfer whose bytes are held beside the server (`slimx.reshard.direct.receiver`)."""
+        return self.end.bases()
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
         """Take a bucket from the channel into memory that the server opens, and have it staged."""

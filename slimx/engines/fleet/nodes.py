@@ -90,6 +90,10 @@ class DirectEnd:
         self._receiver = await asyncio.to_thread(Receiver.invited, invitation, host)
         return self._receiver.offer()
 
+    def bases(self) -> list[int]:
+        """By bucket the transfer whose bytes are held, to which changes can be applied."""
+        return self._receiver.bases()
+
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
         """A bucket once it has come, in memory that the server opens, for the time of the block."""

@@ -18,10 +18,11 @@ from slimx.layout.table import Table
 from slimx.models.files.megatron_directory import is_megatron
 from slimx.models.files.writer import finish_directory, shard_name
 from slimx.orchestration.ranks.group import RankGroup
+from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.gather import PUBLISHER
-from slimx.reshard.pack.packer import Share, describe
+from slimx.reshard.pack.packer import describe
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
@@ -164,19 +165,20 @@ class TrainerGroup(RankGroup):
 
     # Weights that every rank writes to the engines itself (slimx.engines.delivery.direct) ----------------------------
 
-    async def prepare_direct(self, dealt: Plan, ranks: int) -> None:
-        """Bring a dealt plan with `ranks` targets for each engine to all ranks."""
+    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
+        """Bring a dealt plan with `ranks` targets for each engine to all ranks; `item`: bytes of an element where
+        changes travel, 0 where whole weights do."""
         (stored,) = await self.stored([dealt.to_bytes()])
-        await self.call("prepare_direct", self.same(stored, ranks), "the plan of direct transfers")
+        await self.call("prepare_direct", self.same(stored, ranks, item), "the plan of direct transfers")
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         """Have every rank get to know the memory of `engine`."""
         given = [(engine, offer.of(rank).to_bytes()) for rank in range(self.sizes.world)]
         await self.call("connect_direct", given, f"the meeting with engine {offer.engine}")
 
-    async def send_direct(self, bucket: int, transfer: int, engines: list[int]) -> list[tuple[Share, dict[int, str]]]:
-        """Have every rank pack its part of a bucket and begin to write it to `engines`; by rank its share, and why it
-        could not write to an engine."""
+    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
+        """Have every rank pack its part of a bucket and begin to write it to `engines`, each with the transfer whose
+        bytes of it the engine holds (`slimx.reshard.direct.sender.Sender.send`)."""
         return await self.call(
             "send_direct", self.same(bucket, transfer, engines), f"the packing of bucket {bucket} (publish)"
         )

@@ -6,8 +6,12 @@ overlap (`slimx.reshard.publish`): bucket i + 1 is packed while bucket i travels
     pack 0 | pack 1        | pack 2        |               | load all | verify all
            | move, check 0 | move, check 1 | move, check 2 |
 
+Over links (`publish.transport: nixl`) bucket i + 1 also travels while bucket i is checked, and each link goes on by
+itself: the bytes are dealt out as a run deals them out (`direct_traffic`).
+
 What it leaves out: contention between links, and anything else that runs there. So its figures for machines that were
-not measured are told only while it is right about one that was: see `LinkTrial`.
+not measured are told only while it is right about one that was: see `LinkTrial`. `benchmarks/publish_direct.py` holds
+it against links of a known rate.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import numpy as np
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.dealing import deal
 from slimx.reshard.plan.precision import ITEMSIZE
 from slimx.reshard.plan.wire import move_bytes, summed
 
@@ -55,6 +60,8 @@ class Links:
     """Processor cores that all ranks share; None: each rank has a device of its own."""
     domain: int | None = None
     """Ranks that such links join; None: any number."""
+    ranks_per_link: int = 1
+    """Ranks that share a link, one after another."""
 
 
 def h100_infiniband() -> Links:
@@ -155,6 +162,13 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
     )
 
 
+def direct_traffic(plan: Plan, *, sources: int, engines: int, ranks_per_link: int = 1) -> Traffic:
+    """Traffic of `plan`, one engine's own bytes, to `engines` engines that are copies of one another, if `sources`
+    trainer ranks share the work as in a run (`slimx.reshard.plan.dealing`)."""
+    dealt = deal(plan, ranks=sources, engines=engines, links=[rank // ranks_per_link for rank in range(sources)])
+    return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
+
+
 def _itemsize_read(plan: Plan) -> np.ndarray:
     return np.array([ITEMSIZE[p.dtype] for p in plan.parameters], dtype=np.int64)[plan.moved["parameter"]]
 
@@ -190,22 +204,30 @@ def predict(traffic: Traffic, links: Links) -> Stages:
     checks = traffic.received / links.check + (traffic.received > 0) * links.call
     pack, check, transfer = packs.max(axis=1), checks.max(axis=1), np.zeros(traffic.buckets)
     if links.link is not None:
-        out = (traffic.sent / links.link + traffic.sends * links.message).max(axis=1)
-        into = (traffic.received / links.link + traffic.receives * links.message).max(axis=1)
-        transfer = np.maximum(out, into)
+        each = np.concatenate(
+            [
+                _by_link(nbytes / links.link + messages * links.message, links.ranks_per_link)
+                for nbytes, messages in ((traffic.sent, traffic.sends), (traffic.received, traffic.receives))
+            ],
+            axis=1,
+        )
+        transfer = each.max(axis=1)
     held = traffic.received.sum(axis=0).max()
     load = held / links.copy + traffic.tensors * links.call
     verify = held / links.verify + links.call
 
-    # Slot i: bucket i is packed while bucket i - 1 travels and is checked.
-    alone = np.maximum(np.append(pack + links.control, 0), np.insert(transfer + check + links.control, 0, 0))
-    # Where ranks share cores, work that overlaps does not take less of them.
     copies = traffic.engine_ranks // traffic.received.shape[1]
+    # Where ranks share cores, work that overlaps does not take less of them.
     all_packs, all_checks = (_shared(work.sum(axis=1), links.cores) for work in (packs, checks * copies))
-    slots = np.maximum(alone, np.append(all_packs, 0) + np.insert(all_checks, 0, 0))
+    if links.link is None:
+        # Slot i: bucket i is packed while bucket i - 1 is checked.
+        alone = np.maximum(np.append(pack + links.control, 0), np.insert(check + links.control, 0, 0))
+        staged = np.maximum(alone, np.append(all_packs, 0) + np.insert(all_checks, 0, 0)).sum()
+    else:
+        staged = _staged(pack + links.control, each, check + links.control)
     share = max(1.0, traffic.engine_ranks / links.cores) if links.cores else 1.0
     load, verify = load * share, verify * share
-    total = float(slots.sum() + load + verify + STEPS * links.control)
+    total = float(staged + load + verify + STEPS * links.control)
     return Stages(
         pack=float(np.maximum(pack, all_packs).sum()),
         transfer=float(transfer.sum()),
@@ -215,6 +237,26 @@ def predict(traffic: Traffic, links: Links) -> Stages:
         control=(2 * traffic.buckets + STEPS) * links.control,
         total=total,
     )
+
+
+def _staged(pack: np.ndarray, transfer: np.ndarray, check: np.ndarray) -> float:
+    """Seconds until the last bucket is checked, from `pack` [buckets], `transfer` [buckets, links], `check` [buckets].
+
+    A link takes a bucket when it is packed and the one before it has left the link. The packing of a bucket begins when
+    the one before it is packed and the one before that is checked.
+    """
+    packed, checked, before = 0.0, 0.0, 0.0
+    free = np.zeros(transfer.shape[1])
+    for number in range(len(pack)):
+        packed = max(packed, before) + pack[number]
+        free = np.maximum(free, packed) + transfer[number]
+        before, checked = checked, max(float(free.max()), checked) + check[number]
+    return checked
+
+
+def _by_link(seconds: np.ndarray, ranks: int) -> np.ndarray:
+    """[buckets, links] sums of [buckets, ranks], of which so many ranks share a link."""
+    return np.add.reduceat(seconds, np.arange(0, seconds.shape[1], ranks), axis=1)
 
 
 def _shared(work: np.ndarray, cores: int | None) -> np.ndarray:

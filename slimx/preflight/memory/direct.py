@@ -19,13 +19,22 @@ class DirectMemory(NamedTuple):
     """Registered by the trainer rank that sends most of a bucket to all engines."""
     landing: int
     """Registered by the process beside one engine, for buckets under way to all of its ranks."""
+    kept: int = 0
+    """With `publish.delta` kept by the fullest trainer rank: what it sent last, and its part of a bucket."""
+    held: int = 0
+    """With `publish.delta` held beside one engine: what came last."""
 
 
-def direct_memory(plan: Plan, *, ranks: int, engines: int) -> DirectMemory:
-    """Memory that `ranks` trainer ranks and each of `engines` engines register for the publications of `plan`."""
+def direct_memory(plan: Plan, *, ranks: int, engines: int, delta: bool = False) -> DirectMemory:
+    """Memory that `ranks` trainer ranks and each of `engines` engines take for the publications of `plan`; `delta`:
+    for those that bring what has changed."""
     dealt = deal(plan, ranks=ranks, engines=engines)
     moved, nbytes = dealt.moved, move_bytes(dealt)
     sent = summed((plan.count, ranks), (moved["bucket"], moved["source"]), nbytes)
     received = summed((plan.count, engines), (moved["bucket"], moved["target"] // plan.targets), nbytes)
     slots = min(SLOTS, plan.count)  # each has room for the largest bucket
-    return DirectMemory(ring=slots * int(np.max(sent)), landing=slots * int(np.max(received)))
+    ring, landing = slots * int(np.max(sent)), slots * int(np.max(received))
+    if not delta:
+        return DirectMemory(ring, landing)
+    kept = sent.sum(axis=0) + sent.max(axis=0)
+    return DirectMemory(ring, landing, int(kept.max()), int(received.sum(axis=0).max()))

@@ -38,10 +38,12 @@ def host_memory(
     one = [rank] + [record for record in trainers if shared and record.model == "critic" and record.stage == rank.stage]
     ranks = min(machine.per_node, config.trainer.world_size)
     engines = ranks if config.schedule.colocate else 0
+    last = 0
     buckets = figures.publisher_bytes if figures is not None and not config.publish.on_device else 0
     if figures is not None and config.publish.transport == "nixl":  # every rank has a ring, every engine here its own
         here = max(1, ranks // config.rollout.policy_engines[0].ranks) if config.schedule.colocate else 0
         buckets = ranks * figures.publisher_bytes + here * figures.landing_bytes
+        last = ranks * figures.kept_bytes + here * figures.held_bytes
     held = {
         "moments": ranks * sum(record.host_optimizer for record in one),
         "weights of reference and teacher": ranks * sum(record.host_copies for record in one),
@@ -49,6 +51,7 @@ def host_memory(
         "tokens that indexers chose": ranks * sum(record.host_chosen for record in one),
         "copies that checkpoints are written from": ranks * sum(record.host_checkpoint for record in one),
         "buckets of a publication": buckets,
+        "weights published last": last,
         "processes": (ranks + engines) * PROCESS,
     }
     ordered = sorted(held.items(), key=lambda item: -item[1])

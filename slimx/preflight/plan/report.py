@@ -25,7 +25,15 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
 from slimx.preflight.checks.machine import idle_warnings, machine_warnings
 from slimx.preflight.hardware import Machine, machine_of
-from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
+from slimx.preflight.links.model import (
+    Links,
+    Traffic,
+    direct_traffic,
+    gb300_nvlink,
+    h100_infiniband,
+    predict,
+    traffic_of,
+)
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
 from slimx.preflight.memory.direct import direct_memory
@@ -189,6 +197,8 @@ def _group(group: Engines, sizes: EngineSizes) -> PlannedGroup:
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
     """Groups may differ in size where they take Hugging Face names: every rank of every engine is counted."""
+    if published.encoding == "local":
+        return direct_traffic(published.plan, sources=sizes.world, engines=sum(group.count for group in groups))
     traffic = traffic_of(
         published.plan,
         sources=sizes.world,
@@ -214,10 +224,12 @@ def _figures(
     received = wire.received(plan.targets)
     copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
     publisher_bytes, staged_bytes = _memory(publish, plan, int(received.max()))
-    landing = 0
+    landing = kept = held = 0
     if publish.transport == "nixl":  # the same buckets, at each engine instead of beside trainer rank 0
-        direct = direct_memory(plan, ranks=sizes.world, engines=sum(group.count for group in groups))
+        engines = sum(group.count for group in groups)
+        direct = direct_memory(plan, ranks=sizes.world, engines=engines, delta=publish.delta is not None)
         publisher_bytes, landing = direct.ring, direct.landing + publisher_bytes
+        kept, held = direct.kept, direct.held
     return PublicationFigures(
         encoding=published.encoding,
         note=published.note,
@@ -235,6 +247,8 @@ def _figures(
         transport_note=transport.why,
         publisher_bytes=publisher_bytes,
         landing_bytes=landing,
+        kept_bytes=kept,
+        held_bytes=held,
         staged_bytes=staged_bytes,
         plan_bytes=len(plan.to_bytes()),
         compile_seconds=seconds,

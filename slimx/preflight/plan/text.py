@@ -186,6 +186,11 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
             f"  memory    {_size(figures.publisher_bytes)} of the host for buckets of a trainer rank at most, "
             f"{_size(figures.landing_bytes)} beside each engine (publish.transport nixl)"
         )
+        if figures.kept_bytes:
+            yield (
+                f"  changes   {_size(figures.kept_bytes)} of the host more for what a trainer rank sent last at most, "
+                f"{_size(figures.held_bytes)} more beside each engine (publish.delta)"
+            )
     else:
         yield (
             f"  memory    {_size(figures.publisher_bytes)} for buckets beside trainer rank 0, "
@@ -206,7 +211,10 @@ def describe_predictions(predicted: Predicted) -> list[str]:
     lines = [f"predicted   by the link model, not measured; {off}"]
     for one in predicted.publications or ():
         lines.append(f"  {one.links}: {_stages(one.stages) if one.stages else one.refusal}")
-    return [*lines, "  if each trainer rank sends each engine rank its own bytes, from device to device"]
+    return [
+        *lines,
+        "  if every trainer rank writes to every engine rank, from device to device, as the run deals the bytes out",
+    ]
 
 
 def describe_suggestions(report: PlanReport) -> list[str]:

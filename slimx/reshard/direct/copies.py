@@ -1,8 +1,9 @@
-"""One description of a bucket that several engines get, each from other ranks."""
+"""Descriptions of a bucket that several engines get, each from other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,16 @@ from slimx.reshard.packed import PackedBucket
 
 IN_FLIGHT = "nixl:"
 """Prefix of the path of a bucket on its way to engines; the numbers of its publication and the bucket follow."""
+
+
+class SentBucket(NamedTuple):
+    """One trainer rank's part of a bucket, packed and on its way."""
+
+    share: Share
+    failed: dict[int, str]
+    """By engine why it could not be written to."""
+    nbytes: int
+    """Bytes on their way, to all engines together."""
 
 
 def describe_copies(

@@ -1,8 +1,9 @@
 """An engine's offer to the trainer ranks: memory to write into, and the place of each run of bytes in it.
 
 A *run* is what one trainer rank packs of one bucket for one engine rank: its pieces, one after another
-(`slimx.reshard.pack.pieces.compact`). The offer travels over the run's own control channel, in this schema; only the
-metadata of the agent is NIXL's own, opaque format.
+(`slimx.reshard.pack.pieces.compact`). It travels as it is, or with `publish.delta` as a header and the frame of what
+has changed in it (`slimx.reshard.direct.deltas`). The offer travels over the run's own control channel, in this schema;
+only the metadata of the agent is NIXL's own, opaque format.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ import msgspec
 import numpy as np
 
 from slimx.errors import SlimxError
+from slimx.reshard.kernels import delta
 from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, run_bytes
 from slimx.reshard.plan.copy_plan import Plan
+
+HEADER = np.dtype([("base", "<i8"), ("length", "<i8")])
+"""Before a frame: the transfer whose bytes it changes, NO_BASE for a frame that needs none, and bytes of the frame."""
+NO_BASE = 0
+"""The number of no transfer: they count from 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +54,9 @@ class Offer(msgspec.Struct, frozen=True):
     slots: tuple[Region, ...]
     """Bucket b arrives in slot b mod their number."""
     runs: tuple[Run, ...]
+    item: int = 0
+    """Bytes of an element where runs travel as frames (`slimx.reshard.direct.deltas`), 0 where they travel as they
+    are."""
 
     def of(self, source: int) -> Offer:
         """The same offer with the runs of trainer rank `source` alone."""
@@ -66,9 +76,16 @@ class Offer(msgspec.Struct, frozen=True):
                 code="direct.offer",
                 about="offer",
             ) from None
+        if offer.item not in (0, *delta.ITEMS):
+            raise SlimxError(
+                f"engine {offer.engine} wants changes in elements of {offer.item} bytes; run the same slimx on every "
+                "machine",
+                code="direct.item",
+                about=offer.engine,
+            )
         room = min((slot.nbytes for slot in offer.slots), default=0)
         for run in offer.runs:
-            if min(msgspec.structs.astuple(run)) < 0 or run.offset + run.nbytes > room:
+            if min(msgspec.structs.astuple(run)) < 0 or run.offset + room_of(run.nbytes, offer.item) > room:
                 raise SlimxError(
                     f"engine {offer.engine} offers {room} bytes, and wants trainer rank {run.source} to write "
                     f"{run.nbytes} at {run.offset}; run the same slimx on every machine",
@@ -108,8 +125,17 @@ def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: s
     yield from zip(numbers.tolist(), np.add.reduceat(taken, first).tolist(), strict=True)
 
 
-def arrivals(parts: list[Plan]) -> tuple[list[Run], int]:
-    """Places of all runs of an engine whose ranks take `parts`, each a plan of one target, and the bytes of a slot."""
+def room_of(nbytes: int, item: int) -> int:
+    """Bytes in a ring or a slot for a run of `nbytes`, as it is, or with `item` as header and frame."""
+    if not item:
+        return nbytes
+    return -(-(HEADER.itemsize + delta.room(nbytes)) // delta.STEP) * delta.STEP
+
+
+def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[Run], int]:
+    """Places of all runs of an engine whose ranks take `parts`, each a plan of one target, and the bytes of a slot.
+
+    `item`: as in `Offer`."""
     runs, room = [], 0
     held = [PlannedBuckets(part) for part in parts]
     for bucket in range(parts[0].count):
@@ -118,6 +144,6 @@ def arrivals(parts: list[Plan]) -> tuple[list[Run], int]:
             moved = buckets.plan.moved
             for source, nbytes in sizes_of_runs(buckets, bucket, moved[moved["bucket"] == bucket], "source"):
                 runs.append(Run(bucket, source, rank, offset, nbytes))
-                offset += nbytes
+                offset += room_of(nbytes, item)
         room = max(room, offset)
     return runs, room

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from slimx.reshard.direct import SLOTS
 from slimx.reshard.direct.agent import Agent, LinkError
 from slimx.reshard.direct.copies import in_flight
+from slimx.reshard.direct.deltas import Held
 from slimx.reshard.direct.offer import Notice, Offer, Region, arrivals
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, spread
@@ -34,17 +36,20 @@ class Invitation:
     """By rank the plan of what it takes."""
     deadline_s: float
     """Seconds in which a bucket must have come."""
+    item: int = 0
+    """Bytes of an element where changes travel (`publish.delta`), 0 where whole runs do."""
 
 
 class Receiver:
     """The memory of one engine, for all of its ranks. `landed` is called for one bucket after the other."""
 
-    def __init__(self, parts: Sequence[Plan], name: str, host: str, *, deadline_s: float):
+    def __init__(self, parts: Sequence[Plan], name: str, host: str, *, deadline_s: float, item: int = 0):
         """`parts`: by rank the plan of what it takes (`slimx.reshard.plan.dealing.only`). `name`: of the engine's
-        agent. `deadline_s`: seconds in which a bucket must have come."""
-        self.name, self.deadline_s = name, deadline_s
+        agent. `deadline_s` and `item`: as in `Invitation`."""
+        self.name, self.deadline_s, self.item = name, deadline_s, item
         self._parts = [PlannedBuckets(part) for part in parts]
-        self._runs, room = arrivals(list(parts))
+        self._runs, room = arrivals(list(parts), item)
+        self._held = Held(item, parts[0].count) if item else None
         self.agent = Agent(name, host)
         self._slots = [self.agent.register(room) for _ in range(min(SLOTS, parts[0].count))]
         self._come: dict[tuple[int, int], set[int]] = {}
@@ -59,11 +64,15 @@ class Receiver:
     def invited(cls, invitation: Invitation, host: str) -> Receiver:
         """The receiver that `invitation` asks for, on this machine, whose address is `host`."""
         parts = [Plan.from_bytes(part) for part in invitation.parts]
-        return cls(parts, invitation.name, host, deadline_s=invitation.deadline_s)
+        return cls(parts, invitation.name, host, deadline_s=invitation.deadline_s, item=invitation.item)
 
     def offer(self) -> Offer:
         slots = tuple(Region(slot.data_ptr(), len(slot)) for slot in self._slots)
-        return Offer(self.name, self.agent.metadata, slots, tuple(self._runs))
+        return Offer(self.name, self.agent.metadata, slots, tuple(self._runs), self.item)
+
+    def bases(self) -> list[int]:
+        """By bucket the number of the transfer whose bytes are held, to which changes can be applied; 0: none are."""
+        return [] if self._held is None else list(self._held.bases)
 
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
@@ -74,6 +83,9 @@ class Receiver:
         """
         transfer, bucket = in_flight(packed)
         self._wait(transfer, bucket)
+        if self._held is not None:
+            runs = [run for run in self._runs if run.bucket == bucket]
+            self._held.take(self.name, bucket, transfer, runs, self._slot(bucket))
         forms = [part.form(bucket) for part in self._parts]
         size = max(form.size for form in forms)
         files = [MemoryFile(size) for _ in forms]
@@ -125,14 +137,17 @@ class Receiver:
         with self._lock:
             return [] if self._closed.is_set() else list(self.agent.notices())
 
+    def _slot(self, bucket: int) -> torch.Tensor:
+        return self._slots[bucket % len(self._slots)]
+
     def _put(self, rank: int, bucket: int, file: MemoryFile) -> None:
         """Put the runs of `bucket` for `rank` where its tensors are."""
         if (rank, bucket) not in self._copies:
-            part, slot = self._parts[rank], self._slots[bucket % len(self._slots)]
+            part, slot = self._parts[rank], self._slot(bucket)
             copies = [
                 spread(
                     pieces_of(part.plan, part.plan.moves_of(run.source, bucket), part.form(bucket), None),
-                    slot[run.offset : run.offset + run.nbytes],
+                    slot[run.offset : run.offset + run.nbytes] if self._held is None else self._held.run(run),
                 )
                 for run in self._runs
                 if (run.bucket, run.rank) == (bucket, rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,10 @@ import torch
 from slimx.errors import SlimxError
 from slimx.reshard.direct import SLOTS
 from slimx.reshard.direct.agent import Agent, LinkError, Transfer
-from slimx.reshard.direct.offer import Notice, Offer, Region, Run, sizes_of_runs
-from slimx.reshard.pack.packer import Packer, Share
+from slimx.reshard.direct.copies import SentBucket
+from slimx.reshard.direct.deltas import Sent
+from slimx.reshard.direct.offer import Notice, Offer, Region, Run, room_of, sizes_of_runs
+from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
 
 LOOK_S = 0.0005
@@ -53,13 +55,18 @@ class Engine:
 class Sender:
     """Packs this rank's part of each bucket for all engines in one go, and writes to each engine what is its own."""
 
-    def __init__(self, packer: Packer, name: str, host: str, *, ranks: int):
-        """`packer`: of a plan whose targets are `ranks` ranks of each engine, engine by engine."""
-        self.packer, self.ranks, self.agent = packer, ranks, Agent(name, host)
+    def __init__(self, packer: Packer, name: str, host: str, *, ranks: int, item: int = 0):
+        """`packer`: of a plan whose targets are `ranks` ranks of each engine, engine by engine. `item`: bytes of an
+        element where changes travel (`publish.delta`), 0 where whole runs do."""
+        self.packer, self.ranks, self.item, self.agent = packer, ranks, item, Agent(name, host)
         self._buckets = PlannedBuckets(packer.plan)
         self._known: dict[int, dict[int, int]] = {}
-        sizes = [sum(self._sizes(bucket).values()) for bucket in range(packer.plan.count)]
-        self._ring = [self.agent.register(max(sizes)) for _ in range(min(SLOTS, packer.plan.count))]
+        sizes = [self._sizes(bucket).values() for bucket in range(packer.plan.count)]
+        room = max(sum(room_of(nbytes, item) for nbytes in own) for own in sizes)
+        self._ring = [self.agent.register(room) for _ in range(min(SLOTS, packer.plan.count))]
+        self._sent = Sent(item) if item else None
+        self._packed = torch.empty(max(map(sum, sizes)), dtype=torch.uint8) if item else None
+        """A part of a bucket, packed, before it is compared."""
         self.engines: dict[int, Engine] = {}
         self._lock = threading.Lock()
         """Guards the agent and the writes."""
@@ -71,6 +78,11 @@ class Sender:
     def nbytes(self) -> int:
         """Bytes of the ring."""
         return sum(len(slot) for slot in self._ring)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of what engines were sent last, and of the part of a bucket that is compared with it."""
+        return 0 if self._sent is None else self._sent.nbytes + len(self._packed)
 
     def connect(self, number: int, offer: Offer) -> None:
         """Get to know the memory of engine `number`, in place of what it had before.
@@ -85,7 +97,9 @@ class Sender:
         for bucket, own in runs.items():
             packed = self._sizes(bucket) if bucket < self.packer.plan.count else {}
             wanted = {first + run.rank: run.nbytes for run in own}
-            if wanted != {t: nbytes for t, nbytes in packed.items() if first <= t < first + self.ranks}:
+            if offer.item != self.item or wanted != {
+                t: nbytes for t, nbytes in packed.items() if first <= t < first + self.ranks
+            }:
                 raise SlimxError(
                     f"engine {offer.engine} expects other bytes of bucket {bucket} than trainer rank "
                     f"{self.packer.rank} packs for it; run the same slimx on every machine",
@@ -104,22 +118,27 @@ class Sender:
                         write.transfer.drop()
                 self.agent.part(engine.peer)
 
-    def send(self, bucket: int, transfer: int, engines: Iterable[int]) -> tuple[Share, dict[int, str]]:
-        """Pack `bucket` and have it written to `engines`; does not wait for the writes.
+    def send(self, bucket: int, transfer: int, engines: Mapping[int, int]) -> SentBucket:
+        """Pack `bucket` and have it written to `engines`, each with the number of the transfer whose bytes of this
+        bucket it holds (0: none, it gets whole runs); does not wait for the writes.
 
-        Returns this rank's share of the bucket, and by engine why it could not be written to. The bucket that was in
-        the same slot has reached every engine that still counts: an engine to which it is still under way is lost.
+        The bucket that was in the same slot has reached every engine that still counts: an engine to which it is still
+        under way is lost.
         """
         slot = bucket % len(self._ring)
         failed = self._vacate(slot)
-        run, share = self.packer.pack_run(bucket, self._ring[slot])
+        taking = {number: base for number, base in engines.items() if number not in failed}
+        if self._sent is None:
+            run, share = self.packer.pack_run(bucket, self._ring[slot])
+            placed = self._places(bucket)
+        else:
+            run, share = self.packer.pack_run(bucket, self._packed)
+            placed = self._compare(bucket, transfer, taking, run, self._ring[slot])
         with self._lock:
-            for number in engines:
-                if number not in failed:
-                    self._queue(number, bucket, transfer, slot, run)
+            written = sum(self._queue(number, bucket, transfer, slot, placed) for number in taking)
         self._look()
         self._wake.set()
-        return share, failed
+        return SentBucket(share, failed, written)
 
     def close(self) -> None:
         """Forget all engines and give the ring back."""
@@ -174,19 +193,40 @@ class Sender:
                 engine.failed = str(error)
         return False
 
-    def _queue(self, number: int, bucket: int, transfer: int, slot: int, packed: torch.Tensor) -> None:
+    def _compare(
+        self, bucket: int, transfer: int, taking: Mapping[int, int], packed: torch.Tensor, slot: torch.Tensor
+    ) -> dict[int, Region]:
+        """Write what has changed for the engines `taking` in `packed` into `slot`; by target where it is."""
+        placed, start, offset = {}, 0, 0
+        for target, nbytes in self._sizes(bucket).items():
+            if (base := taking.get(target // self.ranks)) is not None:
+                fresh, place = packed[start : start + nbytes], slot[offset : offset + room_of(nbytes, self.item)]
+                length = self._sent.write(bucket, target, fresh, place, transfer=transfer, base=base)
+                placed[target] = Region(place.data_ptr(), length)
+            start, offset = start + nbytes, offset + room_of(nbytes, self.item)
+        return placed
+
+    def _places(self, bucket: int) -> dict[int, Region]:
+        """By target where its run of `bucket` is, in the bucket's slot, if runs travel as they are."""
+        placed, address = {}, self._ring[bucket % len(self._ring)].data_ptr()
+        for target, nbytes in self._sizes(bucket).items():
+            placed[target] = Region(address, nbytes)
+            address += nbytes
+        return placed
+
+    def _queue(self, number: int, bucket: int, transfer: int, slot: int, placed: Mapping[int, Region]) -> int:
+        """Have what is `placed` by target written to engine `number`; its bytes."""
         engine = self.engines[number]
         if not (runs := engine.runs[bucket]):
-            return
-        offset, starts = 0, {}
-        for target, nbytes in self._sizes(bucket).items():
-            starts[target], offset = offset, offset + nbytes
+            return 0
         place = engine.offer.slots[bucket % len(engine.offer.slots)]
-        first = number * self.ranks
-        here = [Region(packed.data_ptr() + starts[first + run.rank], run.nbytes) for run in runs]
-        there = [Region(place.address + run.offset, run.nbytes, place.device) for run in runs]
+        here = [placed[number * self.ranks + run.rank] for run in runs]
+        there = [
+            Region(place.address + run.offset, own.nbytes, place.device) for run, own in zip(runs, here, strict=True)
+        ]
         notice = Notice(transfer, bucket, self.packer.rank)
         engine.writes[slot] = Write(here, there, notice.to_bytes())
+        return sum(own.nbytes for own in here)
 
     def _sizes(self, bucket: int) -> dict[int, int]:
         """By target the bytes of the run of `bucket`, in the order in which they are packed."""

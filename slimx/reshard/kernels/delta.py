@@ -1,7 +1,7 @@
 """Frames of what has changed between two versions of the same bytes (`csrc/delta.h`), made by the CPU or a GPU.
 
-Both make the same frames, byte for byte; the CPU applies them.
-A frame comes from another process: `apply` checks every size and mask in it before it writes the first byte.
+Both make the same frames, byte for byte; the CPU applies them. A frame comes from another process: `apply` checks every
+size and mask in it before it writes the first byte.
 """
 
 from __future__ import annotations

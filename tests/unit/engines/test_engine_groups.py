@@ -84,6 +84,8 @@ def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> Non
         ),
         ({"rollout.engines": [{"tensor": 16, "nodes": 2}], "publish.transport": "nixl"}, "engines.nodes_nixl"),
         ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nixl"}, "engines.urls_transport"),
+        ({"publish.delta": {"every_full": 10}}, "publish.delta_transport"),
+        ({"publish.delta": {"every_full": 10}, "publish.transport": "disk"}, "publish.delta_transport"),
         (SPLIT | {"rollout.engines": PAIR[:1]}, "engines.role_missing"),
         (SPLIT | {"rollout.engines": PAIR[1:]}, "engines.role_missing"),
         (SPLIT | {"rollout.engines": [*PAIR, {"name": "c"}]}, "engines.roles_mixed"),
@@ -122,6 +124,8 @@ def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytes
 
 def test_direct_transfers_are_refused_where_they_were_never_proven() -> None:
     direct = config_of(**{"publish.transport": "nixl"})
+    changes = config_of(**{"publish.transport": "nixl", "publish.delta": {"every_full": 10}})
+    assert asked(changes, "cpu") == [] and asked(changes, "cuda") == ["publish.nixl_device"]
     assert asked(direct, "cpu") == [] and asked(direct, "cuda") == ["publish.nixl_device"]
 
 

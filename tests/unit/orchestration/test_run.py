@@ -103,7 +103,8 @@ class Parts:
         if self.vacate is not None:
             await self.vacate()
         seconds = {"commit": 0.5}
-        return SimpleNamespace(manifest=manifest, seconds=seconds, tensors=3, nbytes=2**20, engines={"e": 1}, lost=())
+        counts = {"tensors": 3, "nbytes": 2**20, "wire": None}
+        return SimpleNamespace(manifest=manifest, seconds=seconds, engines={"e": 1}, lost=(), **counts)
 
 
 class Members:

@@ -16,6 +16,7 @@ from slimx.preflight.links.model import (
     Links,
     LinkTrial,
     Traffic,
+    direct_traffic,
     gb300_nvlink,
     h100_infiniband,
     predict,
@@ -23,6 +24,7 @@ from slimx.preflight.links.model import (
 )
 from slimx.preflight.links.rehearsal import Rehearsal, rehearse
 from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.dealing import deal, link_load
 from slimx.reshard.plan.precision import Precision, Quantisation
 from slimx.reshard.transports.memory import open_memory
 from tests.refusals import refused
@@ -94,6 +96,26 @@ def test_stages_after_the_last_bucket_and_latencies_add_up():
     assert stages.total == sum((stages.pack, stages.transfer, stages.check, stages.load, stages.verify, stages.control))
 
 
+def test_a_bucket_travels_while_the_one_before_is_checked():
+    links = replace(IDEAL, pack=float("inf"), check=2.0)
+    assert predict(traffic([[4], [4], [4]], [[4], [4], [4]]), links).total == 4 + 4 + 4 + 2
+    slow = replace(IDEAL, pack=float("inf"), check=0.5)  # the third is packed when the first is checked
+    assert predict(traffic([[4], [4], [4]], [[4], [4], [4]]), slow).total == 4 + 8 + 8 + 8
+
+
+def test_a_link_goes_on_with_the_next_bucket_while_another_is_busy():
+    # The first sender has all of the first bucket, the second one all of the second.
+    stages = predict(traffic([[6, 0], [0, 6]], [[1], [1]]), replace(IDEAL, pack=float("inf")))
+    assert stages.total == 6 and stages.transfer == 6 + 6
+
+
+def test_ranks_of_a_machine_share_its_link():
+    two = traffic([[4, 4, 1, 0]], [[1, 2, 3, 3]])
+    free = replace(IDEAL, pack=float("inf"))
+    assert predict(two, free).transfer == 4
+    assert predict(two, replace(free, ranks_per_link=2)).transfer == 4 + 4
+
+
 def test_memory_that_both_sides_map_takes_no_transfer():
     stages = predict(traffic([[4]], [[4]]), replace(IDEAL, link=None))
     assert (stages.transfer, stages.total) == (0, 4)
@@ -117,6 +139,25 @@ def test_links_do_not_join_more_ranks_than_their_domain():
 
 SOURCES = Sizes(tensor=2, data=2, expert=2, expert_tensor=2)
 ENGINE = EngineSizes(tensor=2, expert=2)
+
+
+def test_the_direct_path_has_the_bytes_that_a_run_deals_out():
+    plan = compile_plan(
+        MegatronLayout(weight_table(HF), SOURCES).parts(),
+        EngineLayout(engine_table(HF), ENGINE).parts(),
+        precision=Precision("bfloat16", "bfloat16"),
+        bucket_bytes=2**19,
+        ranks=ENGINE.world,
+    )
+    links = [0, 0, 1, 1]
+    found = direct_traffic(plan, sources=4, engines=3, ranks_per_link=2)
+    load = link_load(deal(plan, ranks=4, engines=3, links=links), ranks=4, links=links)
+    sent = found.sent.sum(axis=0)
+    assert [sent[:2].sum(), sent[2:].sum()] == load.sent.tolist()
+    assert found.received.sum(axis=0).tolist() == load.received.tolist() and found.engine_ranks == 6
+    assert found.buckets > 1
+    of_one = traffic_of(plan, sources=4, engines=3, engine_ranks=2, encoding="local")
+    assert sent.tolist() != of_one.sent.sum(axis=0).tolist(), "engines take from other ranks than a single one would"
 
 
 @pytest.mark.parametrize("quantisation", [None, Quantisation("ieee")], ids=["bf16", "fp8"])

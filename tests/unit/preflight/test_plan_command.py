@@ -318,6 +318,9 @@ def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
     assert text.split()[-1] == "critic.layout.expert=2", "the nearest that can be"
 
 
+CHANGES = ("publish.transport=nixl", "publish.bucket_mib=64", "publish.delta={every_full: 10}")
+
+
 @pytest.mark.costly
 def test_direct_transfers_take_memory_at_every_rank_and_engine_not_at_trainer_rank_0(plan):
     def figures(*overrides: str) -> tuple[dict, int]:
@@ -334,6 +337,12 @@ def test_direct_transfers_take_memory_at_every_rank_and_engine_not_at_trainer_ra
     assert direct["landing_bytes"] > memory["publisher_bytes"] > direct["publisher_bytes"]
     shared, beside = figures("publish.transport=nixl", "schedule.colocate=true")
     assert beside == held + 2 * shared["landing_bytes"], "two engines of four ranks are on the machine of eight"
+    report = json.loads(plan(SHALLOW, *RUN_30B, "cluster.device=cpu", *CHANGES, "--json")[1])
+    changes, last = report["publication"], [h for h in report["host"]["held"] if h["what"] == "weights published last"]
+    assert last[0]["nbytes"] == 8 * changes["kept_bytes"] and direct["kept_bytes"] == direct["held_bytes"] == 0
+    # Two engines hold a copy each; of what a rank sends them it keeps one, and room for a part to compare.
+    assert changes["held_bytes"] == changes["nbytes"] // 2
+    assert changes["sent_mean"] < changes["kept_bytes"] < 1.5 * changes["sent_max"]
     in_buckets, _ = figures("publish.transport=nixl", "publish.staging=bucket")
     assert in_buckets["landing_bytes"] < direct["landing_bytes"]
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import count
 
 import msgspec
 import numpy as np
@@ -15,70 +14,16 @@ import torch
 
 from slimx.preflight.memory.direct import direct_memory
 from slimx.reshard.direct.agent import Agent, LinkError, devices_at
-from slimx.reshard.direct.copies import describe_copies
 from slimx.reshard.direct.offer import Notice, Offer, Region, Run
-from slimx.reshard.direct.receiver import Receiver
 from slimx.reshard.direct.sender import Sender
-from slimx.reshard.pack.packer import Packer
-from slimx.reshard.pack.pieces import PlannedBuckets
-from slimx.reshard.packed import PackedBucket
-from slimx.reshard.plan.dealing import deal, only
-from slimx.reshard.transports.memory import open_memory
 from tests.refusals import numbers, refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
-from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
-from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, WORLD, dressed, plan
-from tests.unit.reshard.transport_peer import check
+from tests.unit.layout.layout_stand import Tensors, checkpoint
+from tests.unit.reshard.direct_stand import DEADLINE_S, ENGINES, HOST, RANKS, Stand, take
+from tests.unit.reshard.gather_stand import ENGINE, MODEL, WORLD, dressed
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
 pytestmark = pytest.mark.costly
-HOST = "127.0.0.1"
-ENGINES, RANKS = 2, ENGINE.world
-DEADLINE_S = 120
-
-
-class Stand:
-    """Three trainer ranks and two engines of two ranks, each with an agent of its own."""
-
-    def __init__(self, stack: ExitStack):
-        self.plan, self._transfers = plan(), count()
-        self.dealt = deal(self.plan, ranks=WORLD, engines=ENGINES, grain=1)
-        self.form = PlannedBuckets(self.plan).form
-        trainers = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
-        mark = time.monotonic_ns()
-        self.senders = [
-            Sender(Packer(self.dealt, rank, held), f"trainer-{rank}-{mark}", HOST, ranks=RANKS)
-            for rank, held in enumerate(trainers)
-        ]
-        self.receivers = [self.receiver(number, f"engine-{number}-{mark}") for number in range(ENGINES)]
-        stack.callback(self.close)
-        for number in range(ENGINES):
-            self.connect(number)
-
-    def close(self) -> None:
-        for each in (*self.senders, *self.receivers):
-            each.close()
-
-    def next(self) -> int:
-        """The number of another publication."""
-        return next(self._transfers)
-
-    def receiver(self, number: int, name: str) -> Receiver:
-        parts = [only(self.dealt, number * RANKS + rank) for rank in range(RANKS)]
-        return Receiver(parts, name, HOST, deadline_s=DEADLINE_S)
-
-    def connect(self, number: int) -> None:
-        offer = Offer.from_bytes(self.receivers[number].offer().to_bytes())
-        for rank, sender in enumerate(self.senders):
-            sender.connect(number, offer.of(rank))
-
-    def send(self, bucket: int, transfer: int, *, ranks: range = range(WORLD)) -> PackedBucket:
-        sent = [
-            self.senders[rank].send(bucket, transfer, range(ENGINES) if rank in ranks else ()) for rank in range(WORLD)
-        ]
-        assert not any(failed for _, failed in sent)
-        shares = [share for share, _ in sent]
-        return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +31,6 @@ def stand() -> Iterator[Stand]:
     """One for all tests, each of which leaves both engines connected."""
     with ExitStack() as stack:
         yield Stand(stack)
-
-
-def take(packed: PackedBucket, number: int) -> Tensors:
-    """What rank `number` finds of a landed bucket, by name, each tensor proven by its checksum."""
-    part = packed.parts("local", RANKS)[str(number)]
-    memory = open_memory(part["fd_path"], part["size"], private=True)
-    check(replace(packed, path=part["fd_path"]), number, memory)
-    return {
-        t.name: memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape).clone()
-        for t in packed.targets[number]
-    }
 
 
 def test_every_engine_rank_gets_its_own_bytes_from_ranks_that_share_the_work(stand: Stand) -> None:

@@ -1,0 +1,176 @@
+"""Changes against whole weights: bytes of a publication that are left by learning rate, and the cost of finding them.
+
+    python benchmarks/publish_delta.py [--steps 12] [--warm 4] [--rates 1e-6 1e-5 1e-4] [--layers 15]
+
+A transformer of 106 million parameters learns the text of docs/, byte by byte, by Adam: fp32 main weights, bf16 weights
+that compute and are published, gradients clipped at 1. After each step the published bytes are compared with those of
+the step before by slimx's kernel, bucket by bucket; the changes are applied to what a receiver holds, which must then
+be the published bytes, every time. Whole weights and changes alternate in one process.
+
+    changed     elements of bf16 that differ from the step before
+    left        bytes that travel, of those of all weights
+    find, take  seconds to find the changes of all weights and to apply them, on this machine's cores
+    copy        seconds to copy all weights once, which a publication of whole weights costs each side
+    faster on   the rate of a link below which changes arrive earlier, if finding, sending and applying follow one
+                another (they overlap by bucket in a run, which raises it)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
+
+from slimx.reshard.kernels import delta  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+WIDTH, HEADS, VOCABULARY, ITEM = 768, 12, 256, 2
+BUCKET = 64 << 20
+"""Bytes."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(mixed)
+        return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+class Training:
+    """bf16 weights that are views of one memory, as a trainer publishes them, and fp32 main weights that Adam moves."""
+
+    def __init__(self, layers: int, rate: float):
+        torch.manual_seed(0)
+        self.model = Model(layers)
+        parameters = list(self.model.parameters())
+        self.main = [parameter.detach().clone() for parameter in parameters]
+        count = sum(-(-parameter.numel() // 8) * 8 for parameter in parameters)
+        self.published = torch.zeros(count, dtype=torch.bfloat16)
+        start = 0
+        for parameter in parameters:
+            view = self.published[start : start + parameter.numel()].view(parameter.shape)
+            parameter.data = view.copy_(parameter.data)
+            start += -(-parameter.numel() // 8) * 8
+        self.optimizer = torch.optim.AdamW(self.main, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.text = torch.frombuffer(
+            bytearray(b"".join(path.read_bytes() for path in sorted((ROOT / "docs").rglob("*.md")))), dtype=torch.uint8
+        )
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The published weights, uint8 [bytes]."""
+        return self.published.view(torch.uint8)
+
+    def step(self, number: int, *, rows: int, length: int) -> float:
+        """One step on text of its own; the loss."""
+        draw = torch.Generator().manual_seed(number)
+        starts = torch.randint(len(self.text) - length - 1, (rows,), generator=draw)
+        tokens = torch.stack([self.text[start : start + length + 1] for start in starts.tolist()]).long()
+        logits = self.model(tokens[:, :-1]).float()
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        for main, parameter in zip(self.main, self.model.parameters(), strict=True):
+            main.grad, parameter.grad = parameter.grad.float(), None
+        nn.utils.clip_grad_norm_(self.main, 1.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            for main, parameter in zip(self.main, self.model.parameters(), strict=True):
+                parameter.copy_(main)
+        return loss.item()
+
+
+@dataclass
+class Round:
+    changed: float
+    left: float
+    find: float
+    take: float
+    copy: float
+
+
+def publish(kept: torch.Tensor, held: torch.Tensor, fresh: torch.Tensor, frame: torch.Tensor) -> Round:
+    """Bring `fresh` to a receiver that holds `held` by what differs from `kept`; all uint8 [bytes]."""
+    changed = (kept.view(torch.int16) != fresh.view(torch.int16)).float().mean().item()
+    sent, find, take = 0, 0.0, 0.0
+    for start in range(0, len(fresh), BUCKET):
+        part = slice(start, min(start + BUCKET, len(fresh)))
+        began = time.perf_counter()
+        length = delta.encode(kept[part], fresh[part], frame, item=ITEM)
+        found = time.perf_counter()
+        delta.apply(frame[:length], held[part], item=ITEM)
+        find, take, sent = find + found - began, take + time.perf_counter() - found, sent + length
+    assert torch.equal(held, fresh), "changes made other bytes than were published"
+    began = time.perf_counter()
+    kept.copy_(fresh)
+    return Round(changed, sent / len(fresh), find, take, time.perf_counter() - began)
+
+
+def measure(rate: float, arguments: argparse.Namespace) -> None:
+    training = Training(arguments.layers, rate)
+    frame = torch.zeros(delta.room(BUCKET), dtype=torch.uint8)
+    shape = {"rows": arguments.rows, "length": arguments.length}
+    losses = [training.step(number, **shape) for number in range(arguments.warm)]
+    kept, held = training.bytes.clone(), training.bytes.clone()
+    rounds = []
+    for number in range(arguments.warm, arguments.warm + arguments.steps):
+        losses.append(training.step(number, **shape))
+        rounds.append(publish(kept, held, training.bytes, frame))
+    one = Round(*(median(getattr(each, name) for each in rounds) for name in Round.__dataclass_fields__))
+    spent = one.find + one.take - one.copy
+    rate_text = f"{len(kept) * (1 - one.left) * 8 / spent / 1e9:.1f} Gb/s" if spent > 0 else "any"
+    least, most = min(each.left for each in rounds), max(each.left for each in rounds)
+    print(
+        f"{rate:<9.0e}{one.changed:>8.2%}{one.left:>8.2%} ({least:.2%} to {most:.2%}){one.find:>8.3f}{one.take:>8.3f}"
+        f"{one.copy:>8.3f}{rate_text:>12}   loss {losses[0]:.3f} to {losses[-1]:.3f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12, help="publications")
+    parser.add_argument("--warm", type=int, default=4, help="steps of Adam before the first of them")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
+    parser.add_argument("--layers", type=int, default=15)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=256, help="bytes of text in a row")
+    arguments = parser.parse_args()
+    count = sum(parameter.numel() for parameter in Model(arguments.layers).parameters())
+    print(f"{count / 1e6:.1f} million parameters, {2 * count / 1e6:.1f} MB of bf16; {torch.get_num_threads()} threads")
+    print("rate      changed    left                        find    take    copy   faster on")
+    for rate in arguments.rates:
+        measure(rate, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Trainer ranks and engines that write to one another by NIXL's own agents, on loopback."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count
+from typing import ClassVar
+
+import torch
+
+from slimx.reshard.direct.copies import describe_copies
+from slimx.reshard.direct.offer import Offer, Region
+from slimx.reshard.direct.receiver import Receiver
+from slimx.reshard.direct.sender import Sender
+from slimx.reshard.pack.packer import Packer
+from slimx.reshard.pack.pieces import PlannedBuckets
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.plan.dealing import deal, only
+from slimx.reshard.transports.memory import open_memory
+from tests.unit.layout.layout_stand import Tensors, held_by_trainers
+from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, WORLD, dressed, plan
+from tests.unit.reshard.transport_peer import check
+
+HOST = "127.0.0.1"
+ENGINES, RANKS = 2, ENGINE.world
+DEADLINE_S = 120
+
+
+class MemoryAgent:
+    """`slimx.reshard.direct.agent.Agent` within one process, which copies at once: for many publications."""
+
+    agents: ClassVar[dict[str, MemoryAgent]] = {}
+    state, ended, done = "DONE", True, True
+
+    def __init__(self, name: str, host: str):
+        self.name, self.inbox = name, []
+        self.agents[name] = self
+
+    @property
+    def metadata(self) -> bytes:
+        return self.name.encode()
+
+    def register(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+
+    def meet(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def part(self, peer: str) -> None: ...
+
+    def write(self, peer: str, here: Sequence[Region], there: Sequence[Region], notice: bytes) -> MemoryAgent:
+        """Copy, and leave the notice; what is returned is as a transfer that is done."""
+        for source, target in zip(here, there, strict=True):
+            assert source.nbytes == target.nbytes
+            ctypes.memmove(target.address, source.address, source.nbytes)
+        self.agents[peer].inbox.append(notice)
+        return self
+
+    def drop(self) -> None: ...
+
+    def notices(self) -> Iterator[bytes]:
+        while self.inbox:
+            yield self.inbox.pop(0)
+
+    def close(self) -> None: ...
+
+
+class Stand:
+    """Three trainer ranks and two engines of two ranks, each with an agent of its own."""
+
+    def __init__(self, stack: ExitStack, *, item: int = 0, trainers: list[Tensors] | None = None):
+        """`item`: of the elements whose changes travel, 0 for whole runs; `trainers`: by rank what it holds."""
+        self.item = item
+        self.wire = 0
+        """Bytes sent to all engines."""
+        self.plan, self._transfers = plan(), count(1)
+        self.dealt = deal(self.plan, ranks=WORLD, engines=ENGINES, grain=1)
+        self.form = PlannedBuckets(self.plan).form
+        held = trainers or [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
+        mark = time.monotonic_ns()
+        self.senders = [
+            Sender(Packer(self.dealt, rank, own), f"trainer-{rank}-{mark}", HOST, ranks=RANKS, item=item)
+            for rank, own in enumerate(held)
+        ]
+        self.receivers = [self.receiver(number, f"engine-{number}-{mark}") for number in range(ENGINES)]
+        stack.callback(self.close)
+        for number in range(ENGINES):
+            self.connect(number)
+
+    def close(self) -> None:
+        for each in (*self.senders, *self.receivers):
+            each.close()
+
+    def next(self) -> int:
+        """The number of another publication."""
+        return next(self._transfers)
+
+    def receiver(self, number: int, name: str) -> Receiver:
+        parts = [only(self.dealt, number * RANKS + rank) for rank in range(RANKS)]
+        return Receiver(parts, name, HOST, deadline_s=DEADLINE_S, item=self.item)
+
+    def connect(self, number: int) -> None:
+        offer = Offer.from_bytes(self.receivers[number].offer().to_bytes())
+        for rank, sender in enumerate(self.senders):
+            sender.connect(number, offer.of(rank))
+
+    def send(
+        self,
+        bucket: int,
+        transfer: int,
+        *,
+        ranks: Collection[int] = range(WORLD),
+        bases: Mapping[int, int] = dict.fromkeys(range(ENGINES), 0),
+    ) -> PackedBucket:
+        """Have trainer `ranks` send a bucket to the engines of `bases`, each with the transfer that it holds."""
+        sent = [self.senders[rank].send(bucket, transfer, bases if rank in ranks else {}) for rank in range(WORLD)]
+        assert not any(own.failed for own in sent)
+        self.wire += sum(own.nbytes for own in sent)
+        shares = [own.share for own in sent]
+        return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
+
+
+def take(packed: PackedBucket, number: int) -> Tensors:
+    """What rank `number` finds of a landed bucket, by name, each tensor proven by its checksum."""
+    part = packed.parts("local", RANKS)[str(number)]
+    memory = open_memory(part["fd_path"], part["size"], private=True)
+    check(replace(packed, path=part["fd_path"]), number, memory)
+    return {
+        t.name: memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape).clone()
+        for t in packed.targets[number]
+    }
