@@ -40,21 +40,22 @@ class TrainerRank:
         self.batches = batches
         self.bare.hold(batches)
 
-    def slimx_step(self) -> tuple[float, float]:
-        """Seconds of a step of slimx from the moment when all ranks are ready for it, and its gradient norm."""
-        began = self._together()
+    def slimx_step(self) -> tuple[float, float, float]:
+        """Seconds of a step of slimx from the moment when all ranks are ready for it, CPU seconds of this rank, and the
+        gradient norm."""
+        began, cpu = self._together()
         metrics = self.trainer.train_step(self.batches, step=0, version=VERSION)
-        return time.perf_counter() - began, metrics["optim/grad_norm"]
+        return time.perf_counter() - began, time.process_time() - cpu, metrics["optim/grad_norm"]
 
-    def bare_step(self) -> tuple[float, float]:
+    def bare_step(self) -> tuple[float, float, float]:
         """The same of the bare loop."""
-        began = self._together()
+        began, cpu = self._together()
         norm = self.bare.step()
-        return time.perf_counter() - began, norm
+        return time.perf_counter() - began, time.process_time() - cpu, norm
 
-    def _together(self) -> float:
+    def _together(self) -> tuple[float, float]:
         self.parallel.host_group.barrier().wait()
-        return time.perf_counter()
+        return time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
         self.parallel.destroy()
