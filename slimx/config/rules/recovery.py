@@ -8,8 +8,8 @@ from slimx.config.rule import Told, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.publish import Publish
 from slimx.config.sections.recovery import Recovery
+from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 
@@ -23,6 +23,15 @@ def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Iterator[st
         )
 
 
+@rule("recovery.engines", about="recovery.trainers")
+def beside_engines(recovery: Recovery, rollout: Rollout) -> Iterator[str]:
+    if recovery.trainers and not rollout.policy_engines:
+        yield (
+            "recovery.trainers was never proven in a run without engines of its own (rollout.engines is empty, or "
+            "rollout.replay is set), which has nothing to keep running meanwhile; set recovery.trainers=0"
+        )
+
+
 @rule("recovery.proven", about="recovery.trainers")
 def proven(
     recovery: Recovery,
@@ -31,18 +40,17 @@ def proven(
     algorithm: Algorithm,
     critic: Critic | None,
     checkpoint: Checkpoint,
-    publish: Publish,
 ) -> Iterator[Told]:
     if not recovery.trainers:
         return
     for key, given in (
         ("schedule.colocate", schedule.colocate),
+        ("schedule.max_staleness", schedule.max_staleness > 0),
         ("trainer.lora", trainer.lora is not None),
         ("trainer.freeze", bool(trainer.freeze)),
         ("algorithm.reference_refresh", bool(algorithm.reference_refresh)),
         ("critic", critic is not None),
         ("checkpoint.load_optimizer", not checkpoint.load_optimizer),
-        ("publish.transport", publish.transport == "nixl"),
     ):
         if given:
             yield (

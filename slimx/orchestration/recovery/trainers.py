@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -160,10 +161,13 @@ class TrainerRecovery:
 
     async def _bring_back(self, new: TrainerGroup) -> None:
         """Bring new ranks to the state that the lost ones had between two steps."""
+        clock = [time.perf_counter()]
         await new.start()
+        clock.append(time.perf_counter())
         base = self.ledger.base
         if base.checkpoint is not None:
             await new.restore(base.checkpoint, same_layout=base.same_layout, load_optimizer=True)
+        clock.append(time.perf_counter())
         await self._checkpoints.write_again(new, base.step)
         step = base.step
         while (kept := self.ledger.steps.get(step)) is not None:
@@ -171,8 +175,12 @@ class TrainerRecovery:
             step += 1
             check_same(step, kept.metrics, metrics)
             await self._checkpoints.write_again(new, step)
-        told = f"trainers are back after step {step}, from {base.checkpoint or 'the initial weights'}"
-        self.records.table.note(f"{told}; trained again: {step - base.step} steps")
+        started, loaded, trained = (late - early for early, late in pairwise([*clock, time.perf_counter()]))
+        self.records.table.note(
+            f"trainers are back after step {step}: started in {started:.1f} s, loaded "
+            f"{base.checkpoint or 'the initial weights'} in {loaded:.1f} s, trained {step - base.step} steps again in "
+            f"{trained:.1f} s"
+        )
 
     async def _end(self, group: TrainerGroup) -> None:
         """Have no rank of `group` run, whatever state it is in."""

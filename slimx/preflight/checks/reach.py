@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slimx.config.rule import rule
 from slimx.config.sections.publish import Publish
+from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
@@ -61,6 +62,16 @@ def leaves_no_node_idle(
             f"schedule.colocate the {trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size "
             f"{trainer.world_size}, {per_node} a node) would idle while engines generate; set it to auto, gloo or "
             "disk, with servers on every node"
+        )
+
+
+@rule("recovery.transport", about="publish.transport")
+def recovers_beside(recovery: Recovery, publish: Publish, device: str) -> Iterator[str]:
+    """Asked of the transport that is chosen, where the configuration leaves it open."""
+    if recovery.trainers and publish.transport not in ("auto", "memory"):
+        yield (
+            f"publish.transport {publish.transport} was never proven with recovery.trainers, which replaces the rank "
+            "that packs buckets; set publish.transport=memory on one machine, or recovery.trainers=0"
         )
 
 

@@ -18,6 +18,9 @@ PROCESS = 4 * GIB
 """Host memory of a trainer's or an engine's process beside what is counted: libraries, CUDA. Assumed."""
 _TOKEN = 4 + 4 + 1
 """Bytes of a token in a group on disk: id, log-prob, mask."""
+_TRAINED_TOKEN = 3 * 8 + 4 * 4 + 1
+"""Bytes of a token in a batch (slimx.data.batch): what is read, its label and version; weight, advantage, log-prob and
+temperature; whether it is padding."""
 _STATE = 12
 """Bytes per trained parameter in a checkpoint: main weight and two moments, fp32."""
 
@@ -29,9 +32,10 @@ def host_memory(
     figures: PublicationFigures | None,
     *,
     critic_own: bool,
+    batches: int = 0,
 ) -> HostMemory:
     """Host memory of the fullest node with trainer ranks, when everything there has been allocated: pinned memory is
-    kept for the next time."""
+    kept for the next time. `batches`: bytes that the driver, which may be there, keeps of them (`kept_batches`)."""
     shared = not critic_own and any(record.model == "critic" for record in trainers)
     policy = [record for record in trainers if record.model == "trainer"]
     rank = max(policy, key=lambda record: record.host)
@@ -52,6 +56,7 @@ def host_memory(
         "copies that checkpoints are written from": ranks * sum(record.host_checkpoint for record in one),
         "buckets of a publication": buckets,
         "weights published last": last,
+        "batches that are kept for new trainers": batches,
         "processes": (ranks + engines) * PROCESS,
     }
     ordered = sorted(held.items(), key=lambda item: -item[1])
@@ -60,6 +65,21 @@ def host_memory(
         ranks=ranks,
         held=tuple(Held(what=what, nbytes=nbytes) for what, nbytes in ordered if nbytes),
     )
+
+
+def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
+    """Bytes of batches that the driver keeps for trainers that have to be replaced, at most: those of the steps between
+    two checkpoints, and of as many while the second is being written."""
+    if not config.recovery.trainers:
+        return 0
+    return 2 * config.checkpoint.every * batch.tokens_per_step * (_TRAINED_TOKEN + _routes(spec, config))
+
+
+def _routes(spec: ModelSpec, config: Config) -> int:
+    """Bytes of a token's experts, where they come along."""
+    if not (spec.experts and config.rollout.routed_experts):
+        return 0
+    return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * (1 if spec.experts <= 256 else 2)
 
 
 def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch: BatchPlan) -> DiskBytes:

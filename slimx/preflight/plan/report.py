@@ -38,7 +38,7 @@ from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
 from slimx.preflight.memory.direct import direct_memory
 from slimx.preflight.memory.engine import engine_memory
-from slimx.preflight.memory.node import disk_bytes, host_memory
+from slimx.preflight.memory.node import disk_bytes, host_memory, kept_batches
 from slimx.preflight.memory.phases import phase_memory
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.memory_record import TrainerMemory
@@ -178,7 +178,14 @@ def _of_layout(
         "engine_memory": engines,
         "colocated": colocated_memory(machine, phases, engines),
         "phases": phases,
-        "host": host_memory(config, machine, trainers + critics, figures, critic_own=critic_own),
+        "host": host_memory(
+            config,
+            machine,
+            trainers + critics,
+            figures,
+            critic_own=critic_own,
+            batches=kept_batches(config, spec, batch),
+        ),
         "disk": disk_bytes(config, spec, critic[0] if critic else None, batch),
         "batch": batch,
     }

@@ -16,7 +16,10 @@ import ray
 from slimx.cluster import waiting
 from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import ActorDied
+from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.recovery import Recovery
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import DeadlineError, SlimxError
 from slimx.observability.tracking.timeline import Timeline
@@ -26,6 +29,7 @@ from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.saves import Saves
+from slimx.preflight.checks.reach import recovers_beside
 from slimx.runtime.machine import machine
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import Report
@@ -33,6 +37,9 @@ from tests.refusals import invalid, refused
 from tests.unit.orchestration.checkpointing_stand import LAYOUT, config, state
 
 DIED = ActorDied("trainer rank 1 died", code="actor.died", about="trainer rank 1")
+
+
+SFT = {"name": "sft"}
 
 
 class World:
@@ -299,11 +306,12 @@ def test_a_metric_that_is_missing_or_differs_in_its_last_bit_is_named() -> None:
     ("changed", "code", "about"),
     [
         ({"checkpoint": {"every": 0}}, "recovery.unbounded", "checkpoint.every"),
+        ({"rollout": {"prompts": "p", "engines": []}, "algorithm": SFT}, "recovery.engines", "recovery.trainers"),
         ({"checkpoint": {"every": 2, "load_optimizer": False}}, "recovery.proven", "checkpoint.load_optimizer"),
         ({"trainer": {"freeze": ["*.mlp.*"]}}, "recovery.proven", "trainer.freeze"),
         ({"trainer": {"lora": {"rank": 2, "alpha": 4}}}, "recovery.proven", "trainer.lora"),
+        ({"schedule": {"max_staleness": 1}}, "recovery.proven", "schedule.max_staleness"),
         ({"schedule": {"colocate": True}}, "recovery.proven", "schedule.colocate"),
-        ({"publish": {"transport": "nixl"}}, "recovery.proven", "publish.transport"),
         ({"critic": {}}, "recovery.proven", "critic"),
         ({"algorithm": {"reference": True, "reference_refresh": 2}}, "recovery.proven", "algorithm.reference_refresh"),
     ],
@@ -320,3 +328,13 @@ def test_what_recovery_was_never_proven_with_is_refused(changed: dict[str, Any],
     with invalid(code, about=about):
         Config.model_validate(values | changed)
     Config.model_validate(values | {"recovery": {}} | {"checkpoint": {}})
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl", "disk", "nixl", "cuda_ipc"])
+def test_a_transport_that_new_trainers_were_never_proven_with_is_refused_when_it_is_chosen(transport: str) -> None:
+    def found(transport: str, replaced: int) -> list[str]:
+        facts = {"recovery": Recovery(trainers=replaced), "publish": Publish(transport=transport), "device": "cpu"}
+        return [problem.code for problem in broken([recovers_beside], facts)]
+
+    assert found(transport, 1) == ["recovery.transport"]
+    assert found(transport, 0) == found("memory", 1) == []

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
 from slimx.config.sections.run import Cluster
+from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.models.families import read_model
+from slimx.orchestration.recovery.ledger import TrainedStep
 from slimx.preflight.checks import memory
 from slimx.preflight.hardware import GIB, OVERHEAD, Machine, machine_of
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
 from slimx.preflight.memory.engine import WORK, beside_trainer, graph_bytes, static_fraction
-from slimx.preflight.memory.node import PROCESS, disk_bytes, host_memory
+from slimx.preflight.memory.node import PROCESS, disk_bytes, host_memory, kept_batches
 from slimx.preflight.memory.phases import PHASES, phase_memory
 from slimx.preflight.memory_record import EngineMemory, TrainerMemory
 from tests.unit.preflight.published_models import QWEN3_30B
@@ -226,6 +230,28 @@ def test_a_node_holds_what_all_its_ranks_keep_and_their_processes():
     found = host_memory(config, H100, [rank], None, critic_own=False)
     assert found.ranks == 8 and found.nbytes == 8 * rank.host + 16 * PROCESS and rank.host == 24 * GIB
     assert found.held[0].nbytes == 80 * GIB
+
+
+def test_batches_that_recovery_keeps_are_counted_by_their_own_bytes(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | {"num_hidden_layers": 2}))
+    spec = read_model(tmp_path)
+    kinds = {
+        np.int64: ("tokens", "labels", "versions"),
+        np.float32: ("loss_weight", "advantages", "rollout_logprobs", "temperature"),
+        bool: ("padding",),
+    }
+    arrays = {name: np.zeros(3, kind) for kind, names in kinds.items() for name in names}
+    routes = np.zeros((3, len(spec.moe_layers), spec.transformer["moe_router_topk"]), np.uint8)
+    micro = MicroBatch(**arrays, routed_experts=routes, lengths=[3], rows=[0])
+    step = TrainedStep(0, 0, [TrainBatch(shards=[[micro]], tokens=3, trained_tokens=3, imbalance=0.0)], {})
+    sections = {"recovery": {"trainers": 1}, "checkpoint": {"every": 5}}
+    config = config_of(**sections)
+    batch = SimpleNamespace(tokens_per_step=3)
+    kept = kept_batches(config, spec, batch)
+    assert kept == 2 * 5 * step.nbytes
+    host = host_memory(config, H100, [trainer()], None, critic_own=False, batches=kept)
+    assert kept in [held.nbytes for held in host.held]
+    assert kept_batches(config_of(), spec, batch) == 0
 
 
 def test_disk_counts_checkpoints_that_are_there_at_once_exports_and_rollouts(tmp_path):
