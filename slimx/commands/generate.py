@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -29,12 +30,11 @@ from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving, without_trainers
-from slimx.orchestration.state.recording import drop_record, open_tracker
+from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupOutcome
-from slimx.rollout.flow.tickets import Batch
+from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.threads import in_thread
 
 
@@ -106,6 +106,7 @@ async def generate(
 ) -> None:
     """Generate the steps that are left after `state`, each written down before the next."""
     config, sources, step = service.config, service.sources, state.step if state else 0
+    current = step
     directory = Path(config.run.dir)
     async with AsyncExitStack() as stack:
         resume_step = step + 1 if step else 0
@@ -116,8 +117,8 @@ async def generate(
         origin = origin_of(config, sources.tokenizer)
         files = StepFiles(directory / DIRECTORY, origin, every=1, keep=0, resume_step=resume_step)
 
-        def drop(outcome: GroupOutcome) -> None:
-            drops.write(drop_record(outcome, step + 1))
+        def drop(dropped: Dropped) -> None:
+            drops.write({"step": manager.counting(current, step), **asdict(dropped)})
 
         source = make_source(config, sources.by_source)
         manager = RolloutManager(config, source, service.make_maker(), drop, service.engines.interrupt)
@@ -127,7 +128,7 @@ async def generate(
         while step < config.schedule.steps:
             if leaving.is_set():
                 raise Preempted(step, config.schedule.steps)
-            began = time.perf_counter()
+            began, current = time.perf_counter(), step + 1
             table.phase("generate")
             batch = await service.watched(manager.next_batch())
             seconds = time.perf_counter() - began

@@ -30,7 +30,8 @@ from slimx.orchestration.waits import unless
 from slimx.preflight.checks.routing import route_shape
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.replay import Replay
-from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
+from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.flow.tickets import Dropped
 
 
 class Run:
@@ -218,5 +219,5 @@ class Run:
         """Log a finished step, show it, and keep a few of its samples."""
         self.records.step(self.step, self.version if self.engines else None, metrics, groups, seconds)
 
-    def _drop(self, outcome: GroupOutcome) -> None:
-        self.records.drop(outcome, self.step + 1)
+    def _drop(self, dropped: Dropped) -> None:
+        self.records.drop(dropped, self.rollouts.counting(self.current, self.step))

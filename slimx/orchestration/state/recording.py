@@ -27,8 +27,7 @@ from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import Tracker, make_tracker
-from slimx.rollout.flow.rollouts import GroupOutcome
-from slimx.rollout.flow.tickets import Batch
+from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.threads import in_thread
 
 
@@ -128,9 +127,9 @@ class Records:
         self.table.note(f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, step=step, version=version, evaluation=True)
 
-    def drop(self, outcome: GroupOutcome, step: int) -> None:
-        """Write down a group that is not trained, with its reason."""
-        self.drops.write(drop_record(outcome, step))
+    def drop(self, dropped: Dropped, step: int) -> None:
+        """Write down a group that is not trained, with its reason. `step`: the one whose metrics count it."""
+        self.drops.write({"step": step, **asdict(dropped)})
 
     def keep(self, step: int, version: int, batch: Batch) -> None:
         """Begin to write the groups of `step` down, before they are trained: they are what can be looked at, and
@@ -181,11 +180,6 @@ def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) 
         prometheus=None if track.prometheus.port is None else (track.prometheus.host, track.prometheus.port),
         warn=warn,
     )
-
-
-def drop_record(outcome: GroupOutcome, step: int) -> dict[str, Any]:
-    """A line of dropped.jsonl."""
-    return {"step": step, "prompt": outcome.group.prompt.id, "reason": outcome.reason, "detail": outcome.detail}
 
 
 def _text(prompt: Prompt) -> str:

@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from slimx.config.schema import Config
@@ -25,9 +26,11 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.rollouts import STRAGGLER, GroupMaker, GroupOutcome
-from slimx.rollout.flow.tickets import Batch, Rules, SavedTicket, Ticket
+from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket
 from slimx.runtime.standing_clock import Clock
 
+TOO_OLD = "too old"
+"""Reason of a group beyond the bound of staleness; its ticket stays, and its prompt is generated anew."""
 STOP_S = 10.0
 """Seconds that cancelled rollouts get to end."""
 
@@ -43,11 +46,11 @@ class RolloutManager:
         config: Config,
         source: DataSource,
         maker: GroupMaker,
-        on_drop: Callable[[GroupOutcome], None] = lambda outcome: None,
+        on_drop: Callable[[Dropped], None] = lambda dropped: None,
         abort: Callable[[], Awaitable[None]] = _nothing,
     ):
-        """`on_drop` is told of every group that is not trained, with its reason. `abort` has all engines end their
-        requests, which then bring what they have."""
+        """`on_drop` is told of every group that is not trained, with its reason, and after `restore` once more of those
+        that no batch has counted yet. `abort` has all engines end their requests, which then bring what they have."""
         self.config, self.source, self.maker, self.on_drop, self.abort = config, source, maker, on_drop, abort
         self.rules = Rules.of(config)
         self.rests = config.schedule.max_staleness == 0 or config.rollout.partial
@@ -56,8 +59,9 @@ class RolloutManager:
         """Unix seconds since which a batch is waited for."""
         self._tickets: list[Ticket] = []
         self._next = 0
-        self._dropped: Counter[str] = Counter()
-        self._failures: list[GroupOutcome] = []
+        self._dropped: list[Dropped] = []
+        """Groups that the next batch counts."""
+        self._failures: list[Dropped] = []
         self._regenerated = 0
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
@@ -119,8 +123,18 @@ class RolloutManager:
         self.maker.close()
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs: the source's cursor and every ticket that is not trained yet."""
-        return {"source": self.source.state(), "next": self._next, "tickets": [_saved(t) for t in self._tickets]}
+        """All that a resumed run needs: the source's cursor, every ticket that is not trained yet, and the dropped
+        groups that no batch has counted yet: the step whose records name them is still to come."""
+        return {
+            "source": self.source.state(),
+            "next": self._next,
+            "tickets": [_saved(t) for t in self._tickets],
+            "dropped": [asdict(dropped) for dropped in self._dropped],
+        }
+
+    def counting(self, current: int, done: int) -> int:
+        """The step whose batch counts a group that is dropped now. `current`: step in progress, `done`: steps done."""
+        return current if self.waiting_since is not None else max(current, done) + 1
 
     def status(self) -> dict[str, Any]:
         """Summary of what is in flight, for `slimx status`.
@@ -161,6 +175,8 @@ class RolloutManager:
             if saved.group is not None:
                 ticket.outcome = GroupOutcome(saved.group)
             self._tickets.append(ticket)
+        for dropped in state.get("dropped", []):  # checkpoints before 2026-11-23 have none
+            self._drop(Dropped(**dropped))
 
     def restart(self, state: dict[str, Any]) -> int:
         """Begin with this manager's own prompts after `state`, with seeds of its own; returns how many groups of
@@ -251,10 +267,14 @@ class RolloutManager:
             raise self._error
         for ticket in [t for t in self._tickets if t.outcome is not None and t.outcome.reason is not None]:
             self._tickets.remove(ticket)
-            self._dropped[ticket.outcome.reason] += 1
-            self.on_drop(ticket.outcome)
-            if ticket.outcome.failed:
-                self._failures.append(ticket.outcome)
+            dropped = Dropped.of(ticket.outcome)
+            self._drop(dropped)
+            if dropped.failed:
+                self._failures.append(dropped)
+
+    def _drop(self, dropped: Dropped) -> None:
+        self._dropped.append(dropped)
+        self.on_drop(dropped)
 
     def _check_failures(self) -> None:
         limit = self.config.rollout.max_failed_share * self.config.rollout.prompts_per_step
@@ -290,8 +310,7 @@ class RolloutManager:
                 f"trajectory {trajectory.id} was begun by version {trajectory.oldest_version} and would be trained by "
                 f"version {version}, beyond schedule.max_staleness={bound}"
             )
-            self._dropped["too old"] += 1
-            self.on_drop(GroupOutcome(ticket.outcome.group, "too old", detail))
+            self._drop(Dropped.of(GroupOutcome(ticket.outcome.group, TOO_OLD, detail)))
             self._regenerate(ticket)
         return bool(old)
 
@@ -302,8 +321,9 @@ class RolloutManager:
             if self.rules.late(ticket, self.maker.version + 1):
                 self._regenerate(ticket)
                 self._regenerated += 1
-        batch = Batch([ticket.outcome.group for ticket in taken], self._dropped, self._regenerated)
-        self._dropped, self._failures, self._regenerated = Counter(), [], 0
+        dropped = Counter(each.reason for each in self._dropped)
+        batch = Batch([ticket.outcome.group for ticket in taken], dropped, self._regenerated)
+        self._dropped, self._failures, self._regenerated = [], [], 0
         return batch
 
     def _regenerate(self, ticket: Ticket) -> None:

@@ -55,8 +55,14 @@ class GroupOutcome:
 
     @property
     def failed(self) -> bool:
-        """True if something broke, as opposed to a filter that said no or a group that was only slow."""
-        return self.reason is not None and self.reason != STRAGGLER and not self.reason.startswith("filter")
+        """True if something broke; see `broke`."""
+        return self.reason is not None and broke(self.reason)
+
+
+def broke(reason: str) -> bool:
+    """True for the reason of something that broke, as opposed to a filter that said no or a group that was only
+    slow."""
+    return reason != STRAGGLER and not reason.startswith("filter")
 
 
 class GroupMaker:

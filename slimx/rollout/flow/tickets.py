@@ -25,7 +25,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.schedule import batches_in_flight
 from slimx.data.records import Group, Prompt
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
-from slimx.rollout.flow.rollouts import GroupOutcome
+from slimx.rollout.flow.rollouts import GroupOutcome, broke
 
 
 @dataclass(slots=True)
@@ -64,6 +64,28 @@ class Batch:
     """Groups by reason."""
     regenerated: int = 0
     """Groups that were begun, or even done, and are generated anew, because no step could train them in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dropped:
+    """A group that is not trained."""
+
+    group: str
+    prompt: str
+    """Id of its prompt."""
+    reason: str
+    detail: str | None = None
+    """The first exception's text."""
+
+    @property
+    def failed(self) -> bool:
+        """True if something broke; see `broke`."""
+        return broke(self.reason)
+
+    @classmethod
+    def of(cls, outcome: GroupOutcome) -> Dropped:
+        assert outcome.group is not None and outcome.reason is not None
+        return cls(group=outcome.group.id, prompt=outcome.group.prompt.id, reason=outcome.reason, detail=outcome.detail)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
-from slimx.rollout.flow.tickets import Batch
+from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
 
@@ -81,7 +81,16 @@ class Stand:
     ) -> None:
         self.engine = engine or FakeEngine()
         self.maker = GroupMaker(config, Hooks(generate, reward, keep), tokenizer or the_tokenizer(), self.engine)
-        self.dropped: list[GroupOutcome] = []
+        self.dropped: list[Dropped] = []
+        self.outcomes: dict[str, GroupOutcome] = {}
+        """What the maker gave back, by group."""
+        make = self.maker.make
+
+        async def kept(prompt: Prompt, **given: Any) -> GroupOutcome:
+            outcome = self.outcomes[given["group_id"]] = await make(prompt, **given)
+            return outcome
+
+        self.maker.make = kept
         self.manager = RolloutManager(config, PromptSource(prompts(), 1), self.maker, self.dropped.append)
 
     def publish(self, version: int) -> None:

@@ -21,6 +21,7 @@ from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest, Pending
 from slimx.rollout.flow.progress import key_of
+from slimx.rollout.flow.tickets import Dropped
 from slimx.rollout.hooks import seed_of
 from tests.refusals import numbers, refused
 from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, expected_tokens, kept, run_virtually
@@ -61,21 +62,34 @@ class Driver:
         self.config, self.kills, self.random = config, kills, np.random.default_rng(seed)
         self.flow = Flow(config, self.random, PROMPTS)
         self.batches: list[list[Group]] = []
-        self.earlier: dict[int, str] = {}
-        """Tickets that were dropped before the process that runs now was started, and why."""
+        self.current = 0
+        """Step in progress."""
+        self.lines: list[tuple[int, Dropped]] = []
+        """dropped.jsonl: the step that counts each group, and the group."""
         self.regenerated = 0
-        self.checkpoint = self.flow.saved(), 0, dict[int, str]()
+        self.follow()
+        self.checkpoint = self.flow.saved(), 0
 
     @property
     def dropped(self) -> dict[int, str]:
-        now = [int(outcome.group.id[1:]) for outcome in self.flow.dropped]
-        assert len(set(now)) == len(now) and not self.earlier.keys() & set(now), "a group is dropped once"
-        return self.earlier | dict(zip(now, [outcome.reason for outcome in self.flow.dropped], strict=True))
+        found = {int(dropped.group[1:]): dropped.reason for _, dropped in self.lines}
+        assert len(found) == len(self.lines), "a group is dropped once"
+        return found
 
     @property
     def given_up(self) -> set[int]:
         """Stragglers."""
         return {number for number, reason in self.dropped.items() if reason == "straggler"}
+
+    def follow(self) -> None:
+        """Write down what the present process drops, as a run does."""
+        manager = self.flow.manager
+
+        def drop(dropped: Dropped) -> None:
+            self.flow.dropped.append(dropped)
+            self.lines.append((manager.counting(self.current, len(self.batches)), dropped))
+
+        manager.on_drop = drop
 
     async def run(self) -> None:
         while len(self.batches) < STEPS:
@@ -83,6 +97,7 @@ class Driver:
             if self.kills and self.random.random() < 0.3:
                 await self.be_killed()
                 continue
+            self.current = len(self.batches) + 1
             watch = asyncio.create_task(self.watch())
             batch = await self.flow.manager.next_batch()
             watch.cancel()
@@ -90,6 +105,8 @@ class Driver:
                 await watch
             self.regenerated += batch.regenerated
             self.check(batch.groups)
+            counted = Counter(dropped.reason for step, dropped in self.lines if step == self.current)
+            assert counted == batch.dropped, "a step's metrics count the lines that bear its number"
             self.batches.append(batch.groups)
             await asyncio.sleep(self.random.uniform(0, 12))  # training
             self.check_nothing_lost()
@@ -108,10 +125,11 @@ class Driver:
             assert since is None or self.flow.manager.waiting_since is None or loop.time() <= since + limit + 0.5
 
     def save(self) -> None:
-        self.checkpoint = self.flow.saved(), len(self.batches), self.dropped
+        self.checkpoint = self.flow.saved(), len(self.batches)
 
     async def be_killed(self) -> None:
         """While a batch is waited for; half of the time after a last checkpoint."""
+        self.current = len(self.batches) + 1
         waiting = asyncio.ensure_future(self.flow.manager.next_batch())
         await asyncio.wait({waiting}, timeout=self.random.uniform(0, 20))
         waiting.cancel()
@@ -121,9 +139,11 @@ class Driver:
             assert self.flow.engine.out == 0
             self.save()
         await self.flow.manager.stop()
-        state, steps, self.earlier = self.checkpoint
-        self.batches = self.batches[:steps]
+        state, steps = self.checkpoint
+        self.batches, self.current = self.batches[:steps], 0
+        self.lines = [line for line in self.lines if line[0] <= steps]  # as a resumed run opens the file
         self.flow = Flow(self.config, self.random, PROMPTS)
+        self.follow()
         self.flow.publish(steps)
         self.flow.manager.restore(state)
 
@@ -290,7 +310,7 @@ def test_a_group_that_holds_a_batch_up_is_given_up_after_its_time_and_the_next_o
         order = [f"g{number}" for number in range(3 * SIZE) if number != 1 and kept(config, number)]
         assert [group.id for group in batch.groups] == order[:SIZE]
         (given_up,) = [outcome for outcome in flow.dropped if outcome.reason == "straggler"]
-        assert given_up.group.id == "g1" and not given_up.failed and batch.dropped["straggler"] == 1
+        assert given_up.group == "g1" and batch.dropped["straggler"] == 1
         assert numbers(given_up.detail)[:2] == [1, 2] and "schedule.straggler_deadline=100 " in given_up.detail
         assert flow.engine.out == 0, "its request is ended"
         await flow.manager.stop()

@@ -89,9 +89,9 @@ async def test_a_broken_reward_fails_its_trajectory_and_drops_its_group_only(rel
         assert batch.dropped == Counter({reason: 1})
         for group in batch.groups:
             assert [(t.status, t.reward) for t in group.trajectories] == [("completed", 0.5)] * 2
-        (outcome,) = stand.dropped
-        assert outcome.failed and outcome.reason == reason and text in outcome.detail
-        good, bad = outcome.group.trajectories
+        (dropped,) = stand.dropped
+        assert dropped.failed and dropped.reason == reason and text in dropped.detail
+        good, bad = stand.outcomes[dropped.group].group.trajectories
         assert (good.status, good.reward) == ("completed", 0.5)
         assert bad.status == "failed" and bad.reward is None and text in bad.finish_reason
         released.set()
@@ -297,7 +297,7 @@ async def test_a_broken_rollout_drops_its_group_only(case):
         assert batch.dropped == Counter({reason: 1})
         (outcome,) = stand.dropped
         assert outcome.failed and outcome.reason == reason and text in outcome.detail
-        assert outcome.group.prompt.id == second_prompt()
+        assert outcome.prompt == second_prompt()
 
 
 async def test_a_hook_may_give_up_a_rollout_by_its_status():
