@@ -1,0 +1,91 @@
+"""How fast a measure grows with the steps of a run, over processes that come and go, with a confidence interval.
+
+Each process has a level of its own; the growth is common to all of a kind (least squares with fixed effects):
+
+    y[p, i] = level[p] + slope * step[p, i] + error
+
+Errors of neighbouring samples depend on each other (an allocator's arenas fill slowly), so the interval comes from a
+bootstrap of whole blocks of residuals (moving blocks, Künsch 1989), not from their variance.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.soak.census import Sample
+
+PER = 1000
+"""Steps that a slope is given for."""
+FEWEST = 8
+"""Samples of a process from which on it counts."""
+BLOCKS = 6
+"""Blocks that the residuals of a process are cut into."""
+DRAWS = 1000
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps and values of one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """Growth for each `PER` steps."""
+
+    value: float
+    low: float
+    high: float
+    """Ends of the interval that covers it in 95 of 100 cases."""
+    processes: int
+    samples: int
+    steps: int
+    """Steps that the processes were seen for, together."""
+
+    def verdict(self, bound: float) -> str:
+        """`grows` where the growth is beyond `bound` for sure, `flat` where it is within it for sure, else `open`."""
+        if self.low > bound:
+            return "grows"
+        return "flat" if self.high <= bound else "open"
+
+
+def series_of(samples: Sequence[Sample], measure: Callable[[Sample], float], *, warm: int) -> list[Series]:
+    """The values of each process of one kind, without those of its first `warm` steps; short lives are left out."""
+    lives: dict[tuple[int, float], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        lives[sample.pid, sample.born].append(sample)
+    out = []
+    for life in lives.values():
+        kept = [sample for sample in life if sample.step >= life[0].step + warm]
+        steps = np.array([sample.step for sample in kept], float)
+        if len(kept) >= FEWEST and np.ptp(steps) > 0:
+            out.append((steps, np.array([measure(sample) for sample in kept], float)))
+    return out
+
+
+def slope_of(series: Sequence[Series], seed: int = 1) -> Slope | None:
+    """The slope that all processes share; None where there is none to look at."""
+    if not series:
+        return None
+    centred = [(steps - steps.mean(), values - values.mean()) for steps, values in series]
+    scale = sum(float(steps @ steps) for steps, _ in centred)
+    slope = sum(float(steps @ values) for steps, values in centred) / scale
+    residuals = [values - slope * steps for steps, values in centred]
+    random = np.random.default_rng(seed)
+    moved = np.zeros(DRAWS)
+    for (steps, _), residual in zip(centred, residuals, strict=True):
+        length = max(1, len(residual) // BLOCKS)
+        count = -(-len(residual) // length)
+        starts = random.integers(0, len(residual) - length + 1, (DRAWS, count))
+        drawn = residual[(starts[..., None] + np.arange(length)).reshape(DRAWS, -1)[:, : len(residual)]]
+        moved += drawn @ steps / scale
+    # Few blocks vary less than what they were cut from.
+    widths = np.quantile(np.abs(moved), 0.95) * np.sqrt(BLOCKS / (BLOCKS - 2))
+    return Slope(
+        value=PER * slope,
+        low=PER * (slope - widths),
+        high=PER * (slope + widths),
+        processes=len(series),
+        samples=sum(len(steps) for steps, _ in series),
+        steps=int(sum(np.ptp(steps) for steps, _ in series)),
+    )
