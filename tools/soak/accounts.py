@@ -18,7 +18,7 @@ from slimx.rollout.flow.manager import TOO_OLD
 
 @dataclass
 class Account:
-    """Where every admitted prompt of a run is, as of a checkpoint."""
+    """The whereabouts of every admitted prompt of a run, as of a checkpoint."""
 
     step: int
     """Steps of the checkpoint."""

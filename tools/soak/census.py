@@ -92,7 +92,7 @@ def living(but: int | None = None) -> list[tuple[str, psutil.Process]]:
 
 
 def samples(step: int) -> Iterator[Sample]:
-    """What every process of the run holds now."""
+    """The present holdings of every process of the run."""
     for kind, process in living():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError):
             memory = process.memory_full_info()

@@ -1,4 +1,4 @@
-"""How fast a measure grows with the steps of a run, over processes that come and go, with a confidence interval.
+"""Growth of a measure with the steps of a run, over processes that come and go, with a confidence interval.
 
 Each process has a level of its own; the growth is common to all of a kind (least squares with fixed effects):
 

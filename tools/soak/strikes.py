@@ -1,4 +1,4 @@
-"""Which process of a run is killed next, when, and how long the run takes to go on."""
+"""Strikes against a run: random processes are killed at random moments, and the time until it goes on is measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS = {
     "Ray: raylet": 1,
     "Ray: GCS": 1,
 }
-"""How often each kind is struck, relative to the others. Those that end the run cost most time."""
+"""Frequency of strikes by kind, relative to each other. Those that end the run cost most time."""
 DRIVER_SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
 
 

@@ -77,10 +77,11 @@ class Soak:
             )
         status = self._watch(process)
         self.ends[status] += 1
-        if self.strikes.pending is not None:
-            self.strikes.pending.ended = True
-        elif status and time.monotonic() < self.until:
-            self.unasked += 1
+        if time.monotonic() < self.until:  # else it was asked to leave
+            if self.strikes.pending is not None:
+                self.strikes.pending.ended = True
+            elif status:
+                self.unasked += 1
         self._all_gone()
         self.left += left_in_shared_memory(before)
         if status not in ENDS:
