@@ -179,8 +179,17 @@ async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(a
         trajectory.token_ids = trajectory.token_ids + 10 * number
     (rows,) = make_update_rows(config, groups, lambda groups: all_advantages(config.algorithm, groups))
     trainers = FakeTrainers()
+
+    async def lasting(work):
+        return await work()
+
     run = SimpleNamespace(
-        config=config, step=3, critic=None, trainers=trainers, packer=lambda r: pack(r, data_size=2, max_tokens=4)
+        config=config,
+        step=3,
+        critic=None,
+        trainers=trainers,
+        packer=lambda r: pack(r, data_size=2, max_tokens=4),
+        lasting=lasting,
     )
     assert config.algorithm.needs_whole_step
     metrics = await estimate_advantages(run, groups, [rows])
