@@ -17,6 +17,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch, TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
+from slimx.data.pairs import pair_rows
 from slimx.data.records import Group
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
@@ -45,7 +46,8 @@ def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
     n - 1 positions."""
     limit = config.trainer.max_tokens_per_microbatch
     positions = min(limit // sizes.sequence_multiple * sizes.sequence_multiple for sizes in layouts)
-    return min(positions + 1, spec.gpt["max_sequence_length"])
+    # A reward model reads the last token, too.
+    return min(positions + (not config.algorithm.scores), spec.gpt["max_sequence_length"])
 
 
 def make_update_rows(
@@ -53,6 +55,8 @@ def make_update_rows(
 ) -> list[list[TrainingRow]]:
     """The rows of one step's updates, in order; each group is in one of them, whole. `advantages`: of every trajectory
     of the step, group after group."""
+    if config.algorithm.scores:
+        return [pair_rows(part) for part in split_groups(groups, config.schedule.updates_per_step)]
     if config.algorithm.mask_stale_tokens:
         groups = [group.newest_only() for group in groups]
     out, values = [], iter(advantages(groups))

@@ -37,6 +37,7 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.step.advantages import estimate_advantages
 from slimx.orchestration.step.evaluation import evaluate
 from slimx.orchestration.step.measure import check_gap, group_metrics, probe_gap, staleness_metrics
+from slimx.orchestration.step.pairs import train_pairs
 from slimx.orchestration.step.reference import refresh_reference
 from slimx.orchestration.step.train import train_step
 
@@ -68,7 +69,10 @@ async def train(run: Run) -> None:
             updates = [run.packer(part) for part in rows]
             metrics |= batch_metrics(updates)
         with run.phase("train"):
-            metrics |= await run.watched(train_step(run, rows, updates), training=True)
+            if config.algorithm.scores:
+                metrics |= await run.watched(train_pairs(run, batch.groups, rows), training=True)
+            else:
+                metrics |= await run.watched(train_step(run, rows, updates), training=True)
         run.step += 1
         if schedule.colocate:
             with run.phase("wake"):

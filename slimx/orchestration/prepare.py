@@ -27,8 +27,12 @@ from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.flow.replay import NO_HOOKS
 from slimx.rollout.hook_loading import Hooks, check_answers, check_prompts, load_hooks
+from slimx.rollout.preferences import check_pair
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 from slimx.trainer.model.check import check_transformer
+
+PAIRS = "slimx.rollout.preferences.generate"
+"""The hook whose prompts are checked to be pairs before anything starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,9 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         }
     for several in (by_source, eval_prompts):
         prompts = list(chain.from_iterable(several.values()))
+        if config.rollout.generate == PAIRS:
+            for prompt in prompts:
+                check_pair(prompt)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
         if hooks.reward is not None:

@@ -20,7 +20,7 @@ from slimx.observability.alerts.alerts import Alerts, alerting
 from slimx.observability.live.activity import FILE, Activity
 from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
-from slimx.observability.live.table import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
+from slimx.observability.live.table import PAIR_COLUMNS, PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, Column, LiveTable
 from slimx.observability.report.report import write_report
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
@@ -185,7 +185,7 @@ async def _session(
                 config.schedule.steps,
                 done,
                 console,
-                PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS,
+                _columns(config),
             )
         )
         records = _open_records(config, table, alerts, done + 1 if done else 0, prepared.tokenizer)
@@ -243,6 +243,12 @@ async def _session(
         stack.enter_context(settled_heap())
         await work(run)
         alerts.tell("finished", f"finished after {run.step} steps")
+
+
+def _columns(config: Config) -> tuple[Column, ...]:
+    if config.algorithm.scores:
+        return PAIR_COLUMNS
+    return PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS
 
 
 async def start_parts(

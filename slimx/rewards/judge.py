@@ -75,12 +75,27 @@ async def reward(
     return float(found[-1]) / scale
 
 
-async def score(ctx: Context, trajectory: Trajectory, *, url: str, timeout: float = 60.0, retries: int = 3) -> float:
+async def score(
+    ctx: Context,
+    trajectory: Trajectory,
+    *,
+    url: str | None = None,
+    engine: str | None = None,
+    ids: bool = False,
+    timeout: float = 60.0,
+    retries: int = 3,
+) -> float:
     """The number that a reward model gives to the conversation: SGLang's /classify of a model with one output.
 
-    The whole trajectory is sent as text, decoded by the policy's tokenizer. Raises SlimxError for another answer."""
-    text = ctx.tokenizer.decode(trajectory.token_ids.tolist(), skip_special_tokens=False)
-    said = await post(f"{url.rstrip('/')}/classify", {"text": [text]}, timeout_s=timeout, retries=retries)
+    `url`: of the server, without a path; or `engine`: the name of a frozen group of rollout.engines. The whole
+    trajectory is sent as text, decoded by the policy's tokenizer; with `ids` as its token ids, for a reward model with
+    the policy's vocabulary. Raises SlimxError for another answer."""
+    headers = None
+    if url is None:
+        url, headers = _server(ctx, engine)
+    tokens = trajectory.token_ids.tolist()
+    body = {"input_ids": [tokens]} if ids else {"text": [ctx.tokenizer.decode(tokens, skip_special_tokens=False)]}
+    said = await post(f"{url.rstrip('/')}/classify", body, timeout_s=timeout, retries=retries, headers=headers)
     try:
         (value,) = said[0]["embedding"]
         return float(value)
@@ -96,7 +111,7 @@ def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
     """Address and headers of a frozen group."""
     if engine not in ctx.engines:
         raise SlimxError(
-            f"judge.reward asks {engine!r}, and the frozen groups of rollout.engines are "
+            f"slimx.rewards.judge asks {engine!r}, and the frozen groups of rollout.engines are "
             f"{', '.join(ctx.engines) or 'none'}; name one of them in reward.options engine, or give a url",
             code="reward.engine",
             about=engine,

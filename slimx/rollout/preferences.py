@@ -1,5 +1,9 @@
-"""The generate hook of preference learning from a file (`algorithm.name: dpo` without engines): of each prompt `answer`
-is the chosen answer and `metadata.rejected` the rejected one; rollout 0 is the first, rollout 1 the second."""
+"""The generate hook of preference learning from a file (`algorithm.name: bradley_terry`, or `dpo` without engines).
+
+Of each prompt `answer` is the chosen answer and `metadata.rejected` the rejected one; rollout 0 is the first, rollout 1
+the second. `metadata.margin` is how much higher a reward model is to score the first."""
+
+import math
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
@@ -8,6 +12,18 @@ from slimx.rollout.hooks import RolloutContext
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     """The prompt followed by one of its two answers and the end token, all of the answer trained; reward 1 or 0."""
+    check_pair(prompt)
+    draft = ctx.draft(prompt)
+    text = prompt.answer if ctx.index == 0 else prompt.metadata["rejected"]
+    answer = ctx.tokenizer(text, add_special_tokens=False).input_ids
+    draft.add_inserted([*answer, ctx.tokenizer.eos_token_id], train=True)
+    trajectory = draft.finish()
+    trajectory.reward = float(ctx.index == 0)
+    return trajectory
+
+
+def check_pair(prompt: Prompt) -> None:
+    """Raise SlimxError unless `prompt` holds two answers that differ, and a margin that is a number if it has one."""
     rejected = prompt.metadata.get("rejected")
     if prompt.answer is None or not isinstance(rejected, str):
         raise SlimxError(
@@ -15,10 +31,16 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
             code="hooks.pair",
             about=prompt.id,
         )
-    draft = ctx.draft(prompt)
-    text = prompt.answer if ctx.index == 0 else rejected
-    answer = ctx.tokenizer(text, add_special_tokens=False).input_ids
-    draft.add_inserted([*answer, ctx.tokenizer.eos_token_id], train=True)
-    trajectory = draft.finish()
-    trajectory.reward = float(ctx.index == 0)
-    return trajectory
+    if prompt.answer == rejected:
+        raise SlimxError(
+            f"prompt {prompt.id} has the same text as its chosen and its rejected answer; remove it",
+            code="hooks.pair",
+            about=prompt.id,
+        )
+    margin = prompt.metadata.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise SlimxError(
+            f"prompt {prompt.id} has the metadata.margin {margin!r}; give a number, or leave it out",
+            code="hooks.margin",
+            about=prompt.id,
+        )

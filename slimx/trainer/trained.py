@@ -11,6 +11,7 @@ from slimx.trainer.checkpoint.load import restore
 from slimx.trainer.checkpoint.save import Saver
 from slimx.trainer.checkpoint.state import full_state
 from slimx.trainer.context import ContextShard
+from slimx.trainer.device.gpu import largest
 from slimx.trainer.device.offload import Offload
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.parallel import ParallelState
@@ -59,6 +60,25 @@ class TrainedModel:
             frozen=bool(self.config.trainer.frozen),
         )
         self.weights.changed()
+
+    def offload(self, *, weights: bool = True) -> None:
+        """Give the device's memory back while engines generate: gradients and optimizer state, and the weights unless
+        they are still to be published. They come back by `reload`."""
+        if self.config.trainer.offload:
+            given = self.offloading.offload(weights=weights)
+            print(
+                f"slimx: offloaded {given / 2**20:.1f} MiB, on the host: {' and '.join(self.offloading.away)}",
+                flush=True,
+            )
+
+    def reload(self, *, training: bool = True) -> None:
+        """Take back what `offload` gave away: the weights, and with `training` all the rest."""
+        self.offloading.reload(training=training)
+
+    def holds(self) -> dict[str, int]:
+        """Bytes on the device by kind, and the largest parameters by name."""
+        named = {name: parameter.nbytes for name, parameter in self.weights.parameters.items()}
+        return self.offloading.sizes() | largest(named)
 
     def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """This context-parallel rank's tokens of each micro-batch."""

@@ -21,7 +21,6 @@ from slimx.models.files.megatron_directory import check_fit, is_megatron
 from slimx.reshard.plan.precision import Quantisation
 from slimx.trainer.checkpoint.load import load_weights
 from slimx.trainer.device.backends import choose_backends, installed
-from slimx.trainer.device.gpu import largest
 from slimx.trainer.model.build import build_model, compute_as_served, unwrap
 from slimx.trainer.model.lora import adapters_of
 from slimx.trainer.model.weights import Weights
@@ -164,25 +163,6 @@ class PolicyTrainer(TrainedModel):
         with traced([unwrap(chunk) for chunk in self.chunks]) as rows:
             self.pipeline.scores(self._local(batches))
         return dict(rows)
-
-    def offload(self, *, weights: bool = True) -> None:
-        """Give the device's memory back while engines generate: gradients and optimizer state, and the weights unless
-        they are still to be published. They come back by `reload`."""
-        if self.config.trainer.offload:
-            given = self.offloading.offload(weights=weights)
-            print(
-                f"slimx: offloaded {given / 2**20:.1f} MiB, on the host: {' and '.join(self.offloading.away)}",
-                flush=True,
-            )
-
-    def reload(self, *, training: bool = True) -> None:
-        """Take back what `offload` gave away: the weights, and with `training` all the rest."""
-        self.offloading.reload(training=training)
-
-    def holds(self) -> dict[str, int]:
-        """Bytes on the device by kind, and the largest parameters by name."""
-        named = {name: parameter.nbytes for name, parameter in self.weights.parameters.items()}
-        return self.offloading.sizes() | largest(named)
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """Mark this rank's tokens that differ, or follow one of their sequence that does."""

@@ -103,11 +103,17 @@ class TrainerWorker:
         return {"gpu": gpu.uuid, "cpus": len(cpus)}
 
     def _build(self, config: Any) -> None:
-        """The policy, and the critic if it shares these ranks."""
+        """The policy, and the critic if it shares these ranks; or a reward model."""
         from slimx.models.families import configured_model
-        from slimx.trainer.trainer import PolicyTrainer
 
         spec = configured_model(config)
+        if config.algorithm.scores:
+            from slimx.trainer.reward_model import RewardModelTrainer
+
+            self._trainer = RewardModelTrainer(config, spec, self._parallel)
+            return
+        from slimx.trainer.trainer import PolicyTrainer
+
         self._trainer = PolicyTrainer(config, spec, self._parallel)
         if config.critic is not None and config.critic.placement == "shared":
             from slimx.trainer.critic import CriticTrainer
@@ -162,6 +168,17 @@ class TrainerWorker:
         from slimx.trainer.checkpoint.files import check_digests, decode_records
 
         check_digests(Path(path), decode_records(records))
+
+    def scores(self, batches: Any) -> Any:
+        """Of a reward model: the score at every position."""
+        with self._memory.phase("values"):
+            self._resident(training=False)
+            return self._trainer.values(batches)
+
+    def score_head(self) -> Any:
+        """Of a reward model: its head, on the last pipeline stage."""
+        self._resident(training=False)
+        return self._trainer.head()
 
     # The critic, where these ranks hold one ------------------------------------------------------------------------
 

@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from slimx.algorithms.advantages.bradley_terry import assign_slopes
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
+from slimx.data.pairs import pair_rows
+from slimx.data.records import Group, Prompt
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import MAX_TOKENS, Rank, demonstrations
 
@@ -39,6 +42,20 @@ def critic_rows() -> list[TrainingRow]:
         row.values = random.normal(0, 0.6, len(row)).astype(np.float32)
         row.returns = random.normal(1.0, 1.0, len(row)).astype(np.float32)
     return rows
+
+
+MARGINS = [0.0, 0.5, 1.0, -0.3, 0.0, 2.0, 0.1, 0.0]
+"""Of the pairs."""
+
+
+def preferences() -> list[Group]:
+    """The demonstrations in pairs, the first of which is chosen."""
+    trajectories = demonstrations(0)
+    for number, trajectory in enumerate(trajectories):
+        trajectory.reward = float(number % 2 == 0)
+    pairs = zip(trajectories[::2], trajectories[1::2], strict=True)
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "?"}])
+    return [Group(id=f"g{number}", prompt=prompt, trajectories=list(pair)) for number, pair in enumerate(pairs)]
 
 
 class CriticRank(Rank):
@@ -103,6 +120,34 @@ class CriticRank(Rank):
         self.said[f"{self.family}.step"] = critic.train_step(batches, step=0)
         return critic
 
+    def reward_model(self) -> None:
+        """One step of a reward model on pairs, whose head is the checkpoint's."""
+        import torch.distributed as dist
+
+        from slimx.trainer.reward_model import RewardModelTrainer
+
+        config = self.config(distributed_optimizer=False).model_dump()
+        del config["critic"]
+        config |= {"algorithm": {"name": "bradley_terry"}, "reward": {"function": None}}
+        config["rollout"] = {"prompts": "p", "group_size": 2, "engines": []}
+        config["trainer"]["optimizer"] |= {"clip_grad": 0.0}
+        config["model"]["path"] = self.job["models"]["scored"]
+        model = RewardModelTrainer(Config.model_validate(config), self.spec, self.parallel)
+        rows = pair_rows(preferences())
+        batches = self.packed(rows)
+        own = {}
+        for batch, values in zip(batches, model.values(batches), strict=False):
+            starts = np.cumsum([0, *batch.lengths])
+            own |= {row: values[start : start + len(rows[row])] for row, start in zip(batch.rows, starts, strict=False)}
+        found: list[Any] = [None] * self.sizes.world
+        dist.all_gather_object(found, own)
+        scores = {row: values for each in found for row, values in each.items()}
+        metrics = assign_slopes(rows, [scores[row] for row in range(len(rows))], MARGINS)
+        self.said["pairs.scores"] = [float(scores[row][-1]) for row in range(len(rows))]
+        self.said["pairs.step"] = metrics | model.train_step(self.packed(rows), step=0)
+        self.write_tensors("pair_gradients", self.gradients(model))
+        self.said["pairs.head"] = [each.weight.main_grad.flatten().tolist() for each in model.heads]
+
     def write_gradients(self, critic: Any) -> None:
         """Without the distributed optimizer every rank has whole gradients."""
         self.write_tensors("gradients", self.gradients(critic))
@@ -147,6 +192,7 @@ def main() -> None:
         return
     rank.write_gradients(rank.first_step())
     rank.on_one_batch()
+    rank.reward_model()
     rank.use(DEEPSEEK)
     rank.first_step()
     rank.finish()

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.layout.ranks import Sizes, coordinates
+from slimx.models.headless import SCORE
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
-from tests.integration.critic_rank import CLIP, DEEPSEEK, QWEN, RATE, STEPS, critic_rows
+from tests.integration.critic_rank import CLIP, DEEPSEEK, MARGINS, QWEN, RATE, STEPS, critic_rows, preferences
 from tests.integration.deepseek_v3_oracle import MODELS
 from tests.integration.deepseek_v3_oracle import Oracle as DeepseekOracle
 from tests.integration.rank_processes import run_ranks
@@ -135,15 +136,38 @@ class ValueOracle:
         return float(sum(p.grad.double().square().sum() for p in parameters if p.grad is not None)) ** 0.5
 
 
+class PairOracle:
+    """A trunk in transformers with a score head in plain torch, and the Bradley-Terry loss of the pairs."""
+
+    def __init__(self, model: torch.nn.Module, head: torch.Tensor):
+        self.trunk, self.head = model.model, head.clone().requires_grad_()
+        model.zero_grad()
+        scores = []
+        for group in preferences():
+            for trajectory in group.trajectories:
+                ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
+                scores.append(self.trunk(ids).last_hidden_state[0, -1] @ self.head[0])
+        self.scores = torch.stack(scores)
+        difference = self.scores[::2] - self.scores[1::2]
+        self.loss = -torch.nn.functional.logsigmoid(difference - torch.tensor(MARGINS)).mean()
+        self.accuracy = (difference > 0).float().mean().item()
+        self.loss.backward()
+
+
 class Models:
     """The checkpoints, whose attention and routing are far from uniform, and what they say."""
 
     def __init__(self, directory: Path, tiny_model: Path, tiny_weights: Weights):
-        path = write_model(directory / "qwen", tiny_model, perturbed(tiny_weights, 1, 0.05))
+        weights = perturbed(tiny_weights, 1, 0.05)
+        path = write_model(directory / "qwen", tiny_model, weights)
         self.qwen = Oracle(path)
         # With a layer of multi-token prediction, which a critic leaves in the checkpoint.
         deepseek = DeepseekOracle(directory / "deepseek", 0, MODELS["V3"])
         self.paths = {QWEN: path, DEEPSEEK: deepseek.path}
+        self.head = torch.randn(1, self.qwen.model.config.hidden_size, generator=torch.Generator().manual_seed(3)) / 4
+        # The head of an exported reward model beside a trunk.
+        scored = write_model(directory / "scored", tiny_model, {**weights, SCORE: self.head})
+        self.paths["scored"] = scored
         self.oracles = {QWEN: ValueOracle(self.qwen.model), DEEPSEEK: ValueOracle(deepseek.model)}
 
 
@@ -180,6 +204,20 @@ def test_gradients_of_one_rank_are_those_of_transformers_and_torch(laboratory, m
     found = single.last["head"]
     assert found["value_head.weight"] == pytest.approx(head.weight.grad[0].tolist(), rel=1e-4, abs=1e-6)
     assert found["value_head.bias"] == pytest.approx(head.bias.grad.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_reward_model_has_the_scores_and_gradients_of_the_bradley_terry_loss_in_torch(laboratory, models, name):
+    ran, oracle = laboratory[name], PairOracle(models.qwen.model, models.head)
+    step = ran.last["pairs.step"]
+    assert ran.last["pairs.scores"] == pytest.approx(oracle.scores.tolist(), abs=1e-5)
+    assert step["preference/loss"] == pytest.approx(oracle.loss.item(), rel=1e-5)
+    assert step["preference/accuracy"] == oracle.accuracy and 0 < oracle.accuracy < 1
+    trunk = {name: value for name, value in models.qwen.named(lambda p: p.grad).items() if name != "lm_head.weight"}
+    worst, tensor = difference(load_file(ran.directory / "pair_gradients.safetensors"), trunk)
+    assert worst <= 1e-5, tensor
+    (head,) = ran.last["pairs.head"]
+    assert head == pytest.approx(oracle.head.grad[0].tolist(), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", SEVERAL)

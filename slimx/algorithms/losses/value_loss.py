@@ -1,4 +1,5 @@
-"""The critic's loss: a pure function of tensors; the caller's weights hold the global denominator."""
+"""Losses of values, a critic's and a reward model's: pure functions of tensors; the caller's weights hold the global
+denominator."""
 
 from __future__ import annotations
 
@@ -16,10 +17,13 @@ class ValueInputs:
     """The critic's, with gradient."""
     weight: torch.Tensor
     """Loss weight; sums to 1 over all micro-batches and data-parallel ranks; 0 where not trained."""
-    old_values: torch.Tensor
-    """The critic's before the step's first update."""
-    returns: torch.Tensor
-    """Targets of the values."""
+    old_values: torch.Tensor | None = None
+    """A critic's before the step's first update."""
+    returns: torch.Tensor | None = None
+    """Targets of a critic's values."""
+    slopes: torch.Tensor | None = None
+    """Derivative of the unweighted loss by each score of a reward model, with the sign turned: how much it is to
+    rise."""
 
 
 ValueLoss = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -50,3 +54,10 @@ def value_loss(*, clip: float) -> ValueLoss:
         return total, metrics
 
     return loss
+
+
+def score_loss(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The function with the gradient of the Bradley-Terry loss, whose derivatives by the scores are known
+    (`slimx.algorithms.advantages.bradley_terry`); its value means nothing, so there are no metrics."""
+    scores = torch.where(inputs.weight > 0, inputs.values, 0.0)
+    return -(inputs.weight * inputs.slopes * scores).sum(), {}

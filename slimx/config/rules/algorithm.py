@@ -14,7 +14,7 @@ from slimx.config.sections.trainer import Trainer
 
 
 def _demonstrated(algorithm: Algorithm) -> bool:
-    return algorithm.loss == "sft" or algorithm.advantages == "dpo"
+    return algorithm.loss == "sft" or algorithm.scores or algorithm.advantages == "dpo"
 
 
 @rule("algorithm.engines", about="rollout.engines")

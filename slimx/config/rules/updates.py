@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimx.config.rule import rule
+from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Eval, Rollout
 from slimx.config.sections.run import Numerics, RunSection
@@ -25,8 +26,8 @@ def routes_of_engines(trainer: Trainer, rollout: Rollout) -> Iterator[str]:
 
 
 @rule("eval.engines", about="eval.prompts")
-def evaluated(eval: Eval, rollout: Rollout) -> Iterator[str]:
-    if eval.prompts and not rollout.sampled:
+def evaluated(eval: Eval, rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
+    if eval.prompts and not rollout.sampled and not algorithm.scores:
         yield "eval.prompts is set but rollout.engines is empty; evaluation needs an engine"
 
 

@@ -26,7 +26,7 @@ ADVANTAGES = (
     "dpo",
     "none",
 )
-LOSSES = ("clip", "gspo", "cispo", "topr", "sapo", "clip_cov", "kl_cov", "plain", "sft")
+LOSSES = ("clip", "gspo", "cispo", "topr", "sapo", "clip_cov", "kl_cov", "plain", "bradley_terry", "sft")
 WHITENED = ("reinforce", "reinforce_baseline", "gdpo", "gae")
 TOKEN_REWARDS = ("reinforce", "reinforce_baseline", "gae")
 """Estimators with a reward for every token."""
@@ -178,13 +178,13 @@ class Algorithm(Section):
                 code="algorithm.dpo_loss",
                 about="algorithm.loss",
             )
-        if self.loss == "sft" and self.advantages != "none":
+        if self.loss in ("sft", "bradley_terry") and self.advantages != "none":
             raise Refusal(
-                "algorithm.loss=sft looks at no advantages; set algorithm.name=sft",
+                f"algorithm.loss={self.loss} looks at no advantages; set algorithm.name={self.loss}",
                 code="algorithm.sft_advantages",
                 about="algorithm.advantages",
             )
-        if self.advantages == "none" and self.loss != "sft" and not self.teacher_coef:
+        if self.advantages == "none" and _policy_gradient(self) and not self.teacher_coef:
             raise Refusal(
                 "algorithm.advantages is none and algorithm.teacher_coef 0: every advantage would be 0; choose an "
                 "estimator, or algorithm.name=distillation",
@@ -236,6 +236,11 @@ class Algorithm(Section):
         return self.advantages in ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo", "dpo")
 
     @property
+    def scores(self) -> bool:
+        """True if what is trained is a reward model: a trunk with a score in the place of logits."""
+        return self.loss == "bradley_terry"
+
+    @property
     def taught(self) -> bool:
         """True if a teacher scores the rollouts, in the trainers or in an engine."""
         return self.teacher is not None or self.teacher_engine is not None
@@ -265,8 +270,12 @@ def _advantages(*names: str) -> tuple[Callable[[Algorithm], bool], str]:
     return lambda a: a.advantages in names, f"belongs to algorithm.advantages={' or '.join(names)}"
 
 
+def _rolled_out(a: Algorithm) -> bool:
+    return a.loss not in ("sft", "bradley_terry")
+
+
 def _policy_gradient(a: Algorithm) -> bool:
-    return a.loss != "sft" and a.advantages != "dpo" and not a.own_loss
+    return _rolled_out(a) and a.advantages != "dpo" and not a.own_loss
 
 
 NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
@@ -290,22 +299,23 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "gae_lambda": _advantages("gae"),
     "whiten": _advantages(*WHITENED),
     "dpo_beta": _advantages("dpo"),
+    "aggregation": (lambda a: not a.scores, "weighs tokens, and a reward model has one score for each answer"),
     "kl_reward_coef": _advantages(*TOKEN_REWARDS),
     "kl_reward_estimator": (lambda a: a.kl_reward_coef > 0, "needs a positive algorithm.kl_reward_coef"),
     "kl_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
     "kl_estimator": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
     "kl_unbiased": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
     "entropy_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
-    "reference": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
+    "reference": (_rolled_out, "is compared with a policy's rollouts"),
     "reference_refresh": (lambda a: a.reference, "needs algorithm.reference=true"),
-    "teacher": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
-    "teacher_engine": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
+    "teacher": (_rolled_out, "is compared with a policy's rollouts"),
+    "teacher_engine": (_rolled_out, "is compared with a policy's rollouts"),
     "teacher_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
     "old_logprobs": (
-        lambda a: a.loss != "sft" and a.advantages != "dpo",
+        lambda a: _rolled_out(a) and a.advantages != "dpo",
         "is what the ratio compares with, and there is none",
     ),
-    "mask_stale_tokens": (lambda a: a.loss != "sft" and a.advantages != "dpo", "leaves tokens of a policy out"),
+    "mask_stale_tokens": (lambda a: _rolled_out(a) and a.advantages != "dpo", "leaves tokens of a policy out"),
     "correction": (_policy_gradient, "weighs the policy-gradient losses"),
     "rejection": (_policy_gradient, "leaves tokens of a policy out"),
     "opsm_delta": (_policy_gradient, "leaves sequences of a policy out"),

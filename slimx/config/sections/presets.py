@@ -29,6 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantages": "gae", "whiten": True},
     "distillation": {"advantages": "none", "teacher_coef": 1.0},
     "dpo": {"advantages": "dpo", "loss": "plain", "aggregation": "sum", "reference": True},
+    "bradley_terry": {"advantages": "none", "loss": "bradley_terry"},
     "sft": {"advantages": "none", "loss": "sft"},
 }
 """Values of `algorithm` keys by name; what is not here keeps the section's default."""

@@ -34,6 +34,7 @@ from slimx.models.families import (
 )
 from slimx.models.fields import Fields
 from slimx.models.files.index import check_downloaded, read_object
+from slimx.models.headless import without_output_layer
 
 
 class Family(Protocol):
@@ -194,10 +195,13 @@ def load_family(path: str, key: str = "model.family") -> Family:
 
 
 def configured_model(config: Config) -> ModelSpec:
-    """The policy's model as the configuration wants it built. Raises SlimxError as `read_model` does."""
+    """The trained model as the configuration wants it built: a policy, or the trunk of a reward model.
+
+    Raises SlimxError as `read_model` does."""
     family = load_family(config.model.family) if config.model.family else None
     mtp = config.trainer.megatron.get("mtp_num_layers") or 0
-    return read_model(config.model.path, mtp_layers=mtp, family=family)
+    spec = read_model(config.model.path, mtp_layers=mtp, family=family)
+    return without_output_layer(spec) if config.algorithm.scores else spec
 
 
 def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None = None) -> ModelSpec:

@@ -81,6 +81,15 @@ SFT_COLUMNS = (
 )
 
 
+PAIR_COLUMNS = (
+    Column("step", "step", ".0f"),
+    Column("loss", "preference/loss", ".4f"),
+    Column("accuracy", "preference/accuracy", ".3f"),
+    Column("margin", "preference/margin", ".2f"),
+    *SFT_COLUMNS[2:],
+)
+
+
 class LiveTable:
     """Shows a run as it goes; use as a context manager.
 

@@ -10,13 +10,15 @@ import numpy as np
 
 from slimx.cluster.place import Placement, place_of
 from slimx.config.schema import Config
-from slimx.data.batch import TrainBatch
+from slimx.data.batch import TrainBatch, TrainingRow
 from slimx.data.routes import for_stage
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
 from slimx.models.files.megatron_directory import is_megatron
+from slimx.models.files.score_head import declare_score, write_score
 from slimx.models.files.writer import finish_directory, shard_name
+from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer
@@ -112,14 +114,25 @@ class TrainerGroup(RankGroup):
         """Have every rank compare its share of the files in `path` with their records."""
         await self.call("check_files", [(str(path), share) for share in shares], f"reading the files of {path}")
 
+    async def scores(self, rows: Sequence[TrainingRow], packer: Packer) -> list[np.ndarray]:
+        """Of a reward model: the score at every position under the present weights, one [n] per row."""
+        batch = packer(rows)
+        results = await self.call("scores", await self.sharded(batch.shards), "the scores of the reward model")
+        return batch.unpack(self.by_shard(results), rows)
+
     async def export(self, directory: Path) -> None:
         """Write the present weights into `directory`, an empty one, as Hugging Face files."""
         buckets, shards = self.plans["export"], []
+        scores = self.config.algorithm.scores
+        count = buckets.plan.count + scores
         for bucket in range(buckets.plan.count):
-            path = str(directory / shard_name(bucket, buckets.plan.count))
+            path = str(directory / shard_name(bucket, count))
             packed = await self._pack("export", bucket)
             shards.append(await self._publisher("write_bucket", packed, path))
             await self._publisher("release_buckets", "export", bucket)
+        if scores:
+            head = self.metrics_of(await self.call("score_head", self.same(), "the head of the reward model"))
+            shards.append(await in_thread(write_score, directory / shard_name(count - 1, count), head))
         # Frozen tensors may be gigabytes: the loop's other work goes on meanwhile.
         await in_thread(
             finish_directory,
@@ -127,8 +140,11 @@ class TrainerGroup(RankGroup):
             Path(self.config.model.path),
             self.table,
             shards,
-            weights=self._carried_from(),
+            # A reward model has nothing of a policy's but its trunk.
+            weights=None if scores else self._carried_from(),
         )
+        if scores:
+            await in_thread(declare_score, directory)
 
     async def offload(self, *, weights: bool = True) -> None:
         """Give the devices' memory back to the engines; without `weights` those stay, to be published from."""

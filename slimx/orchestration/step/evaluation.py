@@ -13,6 +13,7 @@ from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
 from slimx.orchestration.step.measured import hook_metrics, part_metrics
+from slimx.orchestration.step.pairs import judge_pairs
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30
@@ -27,7 +28,10 @@ async def evaluate(run: Run) -> dict[str, float]:
         return {}
     with run.phase("eval"):
         outcomes = await run.watched(answer_all(run.maker, run.eval_prompts))
-    metrics = judge(run.config.eval, run.eval_prompts, outcomes)
+        if run.config.algorithm.scores:
+            metrics = await run.watched(judge_pairs(run, outcomes))
+        else:
+            metrics = judge(run.config.eval, run.eval_prompts, outcomes)
     groups = [outcome.group for outcome in outcomes if not outcome.failed]
     run.records.evaluation(run.step, run.version, metrics, groups)
     return metrics

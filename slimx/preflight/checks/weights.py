@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimx.config.rule import rule
+from slimx.config.sections.algorithm import Algorithm
 from slimx.models.families import ModelSpec
 
 
@@ -21,6 +22,17 @@ def has_tensors(spec: ModelSpec, weights: Path) -> Iterator[str]:
         reader.check(spec.table)
         reader.check_copies(spec.table)
     yield from ()
+
+
+@rule("weights.reward_model", about="trainer.load")
+def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Iterator[str]:
+    from slimx.models.files.megatron_directory import is_megatron
+
+    if algorithm.scores and is_megatron(weights):
+        yield (
+            f"a reward model cannot start from {weights}, which is Megatron-LM's; convert it with `slimx convert` and "
+            "give the Hugging Face directory in trainer.load"
+        )
 
 
 @rule("weights.critic_tensors", about="critic.load")

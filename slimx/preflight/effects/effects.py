@@ -126,6 +126,8 @@ def effects(config: Config) -> list[Effect]:
 
 def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     algorithm = config.algorithm
+    if algorithm.scores:
+        return  # of a pair; the probe batch is a policy's
     whole = policy_gradient(config, probe)
     if algorithm.loss == "sft" or algorithm.own_loss:
         share = _share(whole, np.zeros_like(whole))

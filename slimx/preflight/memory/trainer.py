@@ -59,7 +59,7 @@ def trainer_memory(
         activations = activation_bytes(
             spec, config.trainer, sizes, setting, place=found.stage, microbatches=microbatches
         )
-        if model == "critic":  # one value per token in the place of logits
+        if model == "critic" or config.algorithm.scores:  # one value per token in the place of logits
             activations = replace(activations, head=0)
         buckets = publication if found.rank == 0 and model == "trainer" else 0
         out.append(_record(config, spec, setting, found, activations, model, device, buckets))

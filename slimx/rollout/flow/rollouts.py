@@ -108,7 +108,8 @@ class GroupMaker:
         """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
         run. `progress`: what is done of them already; it is kept up to date."""
         progress = GroupProgress() if progress is None else progress
-        size = self.config.eval.samples if evaluation else self.config.rollout.group_size
+        judged = evaluation and not self.config.algorithm.scores  # held-out pairs are pairs, too
+        size = self.config.eval.samples if judged else self.config.rollout.group_size
         ids = PromptIds(with_template(self.tokenizer, prompt.template))
         rollouts = [self._rollout(prompt, ids, group_id, number, i, evaluation, progress) for i in range(size)]
         if self.config.algorithm.advantages == "remax" and not evaluation:

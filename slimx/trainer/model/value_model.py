@@ -1,4 +1,4 @@
-"""The GPT model whose output is one value per token: a policy's trunk with a value head."""
+"""The GPT model whose output is one value per token: a policy's trunk with the head of a critic or a reward model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.core.transformer.module import MegatronModule
 
 class ValueHead(torch.nn.Module):
     """A linear map from a hidden state to a number, in fp32 whatever the trunk is, whole on every tensor-parallel
-    rank: `weight` [1, hidden], `bias` [1]."""
+    rank: `weight` [1, hidden], `bias` [1] or None."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, *, bias: bool = True):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32))
-        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32)) if bias else None
         for parameter in self.parameters():
             # Each rank sees its own slice of the tokens, so that megatron has to sum the gradients over them.
             parameter.sequence_parallel = config.sequence_parallel
@@ -31,22 +31,32 @@ class ValueHead(torch.nn.Module):
         if start == "normal":
             drawn.normal_(0.0, (hidden + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
         self.weight.copy_(drawn)
-        self.bias.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
+    @torch.no_grad()
+    def load(self, weight: torch.Tensor) -> None:
+        """Begin with the head `weight` [1, hidden] of a reward model."""
+        self.weight.copy_(weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Values, fp32 [...], of hidden states [..., hidden]."""
-        return (hidden.float() @ self.weight[0]) + self.bias
+        values = hidden.float() @ self.weight[0]
+        return values if self.bias is None else values + self.bias
 
 
 class ValueModel(GPTModel):
     """megatron-core's GPTModel with a `value_head` instead of its output layer. Written for megatron-core 0.19.2."""
+
+    BIAS = True
+    """Whether the head has a bias."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         if self.post_process:
             # Upstream always makes one; it goes before gradient buffers or an optimizer know it.
             del self.output_layer
-            self.value_head = ValueHead(config)
+            self.value_head = ValueHead(config, bias=self.BIAS)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Compute values [1, T] from hidden states [T, 1, hidden], or from each rank's part of them under sequence
@@ -62,3 +72,9 @@ class ValueModel(GPTModel):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Sharded state of the modules. GPTModel's own method looks for an output layer, which is not here."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
+
+
+class ScoreModel(ValueModel):
+    """A reward model: only differences of scores are learned from, so that a bias would have noise for a gradient."""
+
+    BIAS = False

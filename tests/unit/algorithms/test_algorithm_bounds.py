@@ -22,8 +22,12 @@ FAR = 1000.0
 RECOMPUTED: dict[str, Any] = {"old_logprobs": "recompute"}
 KL: dict[str, Any] = {"reference": True, "kl_coef": 0.1}
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{name: {"name": name} | ({"teacher": "t"} if name == "distillation" else {}) for name in PRESETS},
-    **{f"loss {loss}": {"loss": loss} for loss in LOSSES if loss != "sft"},
+    **{
+        name: {"name": name} | ({"teacher": "t"} if name == "distillation" else {})
+        for name in PRESETS
+        if name != "bradley_terry"
+    },
+    **{f"loss {loss}": {"loss": loss} for loss in LOSSES if loss not in ("sft", "bradley_terry")},
     "dual clip": {"dual_clip": 3.0},
     "wide clip": {"clip_low": 1.0, "clip_high": 1e9},
     **{f"kl {name}": {**KL, "kl_estimator": name} for name in ("k2", "k3", "low_variance")},

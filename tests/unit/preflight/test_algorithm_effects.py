@@ -25,7 +25,7 @@ def by_key(found: list[Effect]) -> dict[str, Effect]:
     return {effect.key.split(".")[-1]: effect for effect in found}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "bradley_terry"])
 def test_every_term_of_a_preset_changes_the_gradient_where_the_policy_moves_in_a_step(name):
     algorithm = {"name": name} | ({"teacher": "t"} if name == "distillation" else {})
     found = effects(config(algorithm, updates_per_step=1 if name == "dpo" else 2))

@@ -89,7 +89,11 @@ ALL_TERMS |= {
     "rejection": {"level": "geometric", "veto": 1e-4},
 }
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{name: {"name": name} | ({"teacher": "t"} if name == "distillation" else {}) for name in PRESETS},
+    **{
+        name: {"name": name} | ({"teacher": "t"} if name == "distillation" else {})
+        for name in PRESETS
+        if name != "bradley_terry"
+    },
     "all terms": ALL_TERMS,
     "a penalty in the rewards": {
         "name": "ppo",

@@ -28,7 +28,8 @@ MODEL_TOOL = runpy.run_path(str(QUICKSTART / "make_model.py"))
 TASK_TOOL = runpy.run_path(str(QUICKSTART / "make_task.py"))
 make_model, make_task = MODEL_TOOL["make_model"], TASK_TOOL["make_task"]
 SPECIALS, CHARACTERS = MODEL_TOOL["SPECIALS"], MODEL_TOOL["CHARACTERS"]
-FILES = ("train.jsonl", "heldout.jsonl", "demonstrations.jsonl")
+PAIRS = ("pairs.jsonl", "heldout-pairs.jsonl")
+FILES = ("train.jsonl", "heldout.jsonl", "demonstrations.jsonl", *PAIRS)
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +169,20 @@ def test_the_same_seed_gives_the_same_task_and_another_seed_another(task_dir, tm
 def test_the_model_can_read_every_prompt_of_the_task(task_dir, tokenizer):
     for name in FILES[:2]:
         check_prompts(tokenizer, read_prompts(task_dir / name), task_dir / name, max_prompt_tokens=8, vocab_size=128)
+
+
+def test_pairs_are_right_sums_with_another_number_and_held_out_ones_are_of_held_out_sums(task_dir):
+    questions = {}
+    for name in (*PAIRS, "heldout.jsonl"):
+        lines = [json.loads(line) for line in (task_dir / name).read_text().splitlines()]
+        questions[name] = {line["messages"][0]["content"] for line in lines}
+        if name in PAIRS:
+            assert len({line["id"] for line in lines}) == len(lines)
+            for line in lines:
+                a, b = line["messages"][0]["content"].removesuffix("=").split("+")
+                assert int(line["answer"]) == int(a) + int(b) != int(line["metadata"]["rejected"])
+                assert len(line["answer"]) == len(line["metadata"]["rejected"]) == 2
+            off_by_ten = [abs(int(line["answer"]) - int(line["metadata"]["rejected"])) == 10 for line in lines]
+            assert 0.4 < sum(off_by_ten) / len(lines) < 0.7
+    assert questions["heldout-pairs.jsonl"] == questions["heldout.jsonl"]
+    assert not questions["pairs.jsonl"] & questions["heldout.jsonl"]

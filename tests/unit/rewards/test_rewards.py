@@ -250,7 +250,10 @@ async def test_a_reward_model_scores_the_whole_conversation():
     object.__setattr__(ctx, "tokenizer", Tokenizer())
     async with Server((200, [{"embedding": [1.25]}])) as server:
         assert await judge.score(ctx, trajectory(2), url=server.url) == 1.25
-    assert server.asked == [("/classify", {"text": ["1 2 3"]})]
+        assert await judge.score(ctx, trajectory(2), url=server.url, ids=True) == 1.25
+        with refused("reward.engine", about="nobody"):
+            await judge.score(ctx, trajectory(2), engine="nobody")
+    assert server.asked == [("/classify", {"text": ["1 2 3"]}), ("/classify", {"input_ids": [[1, 2, 3]]})]
     async with Server((200, [{"embedding": [1.0, 2.0]}])) as server:
         with refused("reward.verdict", about=server.url):
             await judge.score(ctx, trajectory(), url=server.url)

@@ -1,0 +1,63 @@
+"""The updates of a reward model's step, and its accuracy on held-out pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slimx.algorithms.advantages.bradley_terry import MARGIN, assign_slopes, preference_metrics
+from slimx.data.batch import TrainingRow
+from slimx.data.pairs import pair_rows
+from slimx.data.records import Group
+from slimx.errors import SlimxError
+from slimx.orchestration.run import Run
+from slimx.rollout.flow.rollouts import GroupOutcome
+from slimx.trainer.step.metrics import combine
+
+
+async def train_pairs(run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]) -> dict[str, float]:
+    """One step: each update scores its pairs under the weights that it begins with, then trains on them."""
+    margins = [float(group.prompt.metadata.get(MARGIN) or 0.0) for group in groups]
+    metrics, at = [], 0
+    for number, rows in enumerate(updates):
+        scores = await run.trainers.scores(rows, run.packer)
+        pairs = len(rows) // 2
+        found = assign_slopes(rows, scores, margins[at : at + pairs])
+        at += pairs
+        done = run.step * len(updates) + number
+        metrics.append(found | await run.trainers.train_step([run.packer(rows)], step=done, version=run.version))
+    return combine(metrics)
+
+
+async def judge_pairs(run: Run, outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
+    """Accuracy and margin of held-out pairs, `eval/...`, of all and of each named set; rewards become the scores.
+
+    Raises SlimxError if a pair could not be made."""
+    names = [name for name, several in run.eval_prompts.items() for _ in several]
+    for outcome in outcomes:
+        if outcome.failed:
+            raise SlimxError(
+                f"held-out pair {outcome.group.prompt.id} could not be scored: {outcome.detail}",
+                code="eval.failed",
+                about="eval.prompts",
+            )
+    rows = pair_rows([outcome.group for outcome in outcomes])
+    # Every data-parallel rank needs a row: as many as there are, over and over.
+    filled = [rows[number % len(rows)] for number in range(max(len(rows), run.sizes.data))]
+    values = await run.trainers.scores(filled, run.packer)
+    scores = np.array([value[-1] for value in values[: len(rows)]], np.float64).reshape(-1, 2)
+    for outcome, pair in zip(outcomes, scores.tolist(), strict=True):
+        ordered = sorted(outcome.group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))
+        for trajectory, score in zip(ordered, pair, strict=True):
+            trajectory.reward = score
+    difference = scores[:, 0] - scores[:, 1]
+    metrics = _named(difference, "eval/") | {"eval/failed": 0.0}
+    for name in run.eval_prompts:
+        if name:
+            metrics |= _named(difference[[of == name for of in names]], f"eval/{name}/")
+    return metrics
+
+
+def _named(difference: np.ndarray, prefix: str) -> dict[str, float]:
+    return {f"{prefix}{name.partition('/')[2]}": value for name, value in preference_metrics(difference).items()}

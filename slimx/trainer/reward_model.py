@@ -1,0 +1,39 @@
+"""One rank's part of a reward model that is trained in the place of a policy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slimx.algorithms.losses.value_loss import score_loss
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch
+from slimx.models.families import ModelSpec
+from slimx.trainer.model.value_model import ScoreModel
+from slimx.trainer.parallel import ParallelState
+from slimx.trainer.value_trainer import ValueTrainer
+
+
+class RewardModelTrainer(ValueTrainer):
+    """A trunk with a score for each token, of which the last token's counts. The score begins at 0, or with the head
+    that an exported reward model has."""
+
+    def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
+        super().__init__(
+            config,
+            spec,
+            parallel,
+            score_loss,
+            kind=ScoreModel,
+            head="zero",
+            key="trainer.optimizer",
+            metrics="optim",
+            holder="trainer",
+        )
+
+    def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int = 0) -> dict[str, float]:
+        """As the policy's trainer is called; no engine has a version of these weights."""
+        return super().train_updates(updates, step=step)
+
+    def head(self) -> np.ndarray | None:
+        """The head's weight, float32 [1, hidden]; None except on the last pipeline stage."""
+        return self.heads[0].weight.detach().float().cpu().numpy() if self.heads else None

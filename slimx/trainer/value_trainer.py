@@ -1,0 +1,145 @@
+"""One rank's part of a model with values: what a critic and a reward model have in common. Every method is called on
+all of the model's ranks together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch
+from slimx.layout.megatron import MegatronLayout
+from slimx.models.families import ModelSpec
+from slimx.models.files.score_head import read_score
+from slimx.trainer.device.backends import choose_backends, installed
+from slimx.trainer.model.build import build_model, unwrap
+from slimx.trainer.model.value_model import ValueModel
+from slimx.trainer.model.weights import Weights
+from slimx.trainer.parallel import ParallelState
+from slimx.trainer.step.forward_backward import Pipeline
+from slimx.trainer.step.metrics import combine, reduce
+from slimx.trainer.step.optimizer import build_optimizer, learning_rate
+from slimx.trainer.step.optimizer_step import OptimizerStep
+from slimx.trainer.trained import TrainedModel
+
+
+class ValuePipeline(Pipeline):
+    """A value model's forward and backward over a list of micro-batches."""
+
+    def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Value at every position, one [T] per micro-batch; empty except on the last pipeline stage."""
+
+        def collect(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            values = output[0].float()
+            return values.sum(), torch.zeros((), dtype=torch.int), values
+
+        with torch.no_grad():
+            return self._schedule(batches, collect, forward_only=True)
+
+    def train_values(self, batches: list[MicroBatch], loss: ValueLoss) -> list[dict[str, torch.Tensor]]:
+        """Accumulate gradients; per micro-batch the loss's metrics (last stage only)."""
+
+        def compute(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            total, metrics = loss(
+                ValueInputs(
+                    values=output[0].float(),
+                    weight=self._tensor(batch.loss_weight),
+                    old_values=self._optional(batch.values),
+                    returns=self._optional(batch.returns),
+                    slopes=self._tensor(batch.advantages),
+                )
+            )
+            return total, torch.zeros((), dtype=torch.int), metrics
+
+        return self._schedule(batches, compute, forward_only=False)
+
+
+class ValueTrainer(TrainedModel):
+    """Value model, optimizer and pipeline of one rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        parallel: ParallelState,
+        loss: ValueLoss,
+        *,
+        kind: type[ValueModel] = ValueModel,
+        head: Literal["zero", "normal"],
+        key: str,
+        metrics: str,
+        holder: str,
+    ):
+        """`config`: its `trainer` section is the model's own; `spec`: without an output layer. `head`: how the head
+        begins, unless the initial weights have one. `key`: the section of the optimizer in messages; `metrics`: what
+        the names of its metrics begin with; `holder`: name of the ranks."""
+        trainer = config.trainer
+        backends = choose_backends(trainer, device=parallel.device.type, packages=installed(), experts=spec.experts)
+        chunks = build_model(spec, config, backends, device=parallel.device, kind=kind)
+        modules = [unwrap(chunk) for chunk in chunks]
+        self.heads = [module.value_head for module in modules if module.post_process]
+        """One on the last pipeline stage, none elsewhere."""
+        layout = MegatronLayout(spec.table, parallel.sizes)
+        weights = Weights(modules, spec, layout, parallel.rank, beside=_heads(modules))
+        weights.load(config.initial_weights)
+        trained_before = read_score(Path(config.initial_weights)) if self.heads else None
+        for each in self.heads:
+            each.reset(head, config.run.seed)
+            if trained_before is not None:
+                each.load(trained_before)
+        options = trainer.optimizer
+        undecayed = weights.matching(options.no_weight_decay, f"{key}.no_weight_decay")
+        super().__init__(config, parallel, chunks, weights, build_optimizer(config, chunks, undecayed), holder)
+        named = weights.trainable() | {f"value_head.{n}": p for each in self.heads for n, p in each.named_parameters()}
+        self.optimizer_step = OptimizerStep(
+            self.optimizer, options, named, parallel.host_group, key=key, metrics=metrics
+        )
+        self.loss = loss
+        self.pipeline = ValuePipeline(self.chunks, parallel.device)
+
+    def values(self, batches: list[MicroBatch]) -> list[np.ndarray]:
+        """Value at every position, float32, one array [T] per micro-batch (last stage only)."""
+        parts = self.pipeline.values(self._local(batches))
+        if not self.parallel.last_stage:
+            return []
+        return [
+            self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in zip(parts, batches, strict=True)
+        ]
+
+    def train_updates(self, updates: list[list[MicroBatch]], *, step: int) -> dict[str, float]:
+        """Run all updates of step `step` (from 0), one optimizer step for each list of micro-batches.
+
+        Returns the metrics of them all."""
+        done = step * len(updates)
+        return combine([self.train_step(batches, step=done + number) for number, batches in enumerate(updates)])
+
+    def train_step(self, batches: list[MicroBatch], *, step: int) -> dict[str, float]:
+        """Run forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry what the
+        loss reads.
+
+        `step`: optimizer steps done so far, which the learning rate follows. Metrics are those of the whole
+        batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
+        batches = self._local(batches)
+        self._zero_gradients()
+        results = self.pipeline.train_values(batches, self.loss)
+        metrics = self.optimizer_step(learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates))
+        if not metrics[f"{self.optimizer_step.prefix}/skipped"]:
+            self.weights.changed()
+        if not self.parallel.last_stage:
+            return metrics
+        sums = {name: ("sum", sum(part[name] for part in results)) for name in results[0]}
+        return metrics | reduce(sums, self.parallel.token_group)
+
+
+def _heads(modules: list[ValueModel]) -> set[str]:
+    """Names of the value head's parameters on this rank, as `Weights` counts chunks."""
+    return {
+        f"{f'{chunk}.' if len(modules) > 1 else ''}value_head.{name}"
+        for chunk, module in enumerate(modules)
+        if module.post_process
+        for name, _ in module.value_head.named_parameters()
+    }
