@@ -170,13 +170,13 @@ class TrainerWorker:
         check_digests(Path(path), decode_records(records))
 
     def scores(self, batches: Any) -> Any:
-        """Of a reward model: the score at every position."""
+        """Score every position by a reward model."""
         with self._memory.phase("values"):
             self._resident(training=False)
             return self._trainer.values(batches)
 
     def score_head(self) -> Any:
-        """Of a reward model: its head, on the last pipeline stage."""
+        """Give the head of a reward model, on the last pipeline stage; None elsewhere."""
         self._resident(training=False)
         return self._trainer.head()
 

@@ -115,7 +115,7 @@ class TrainerGroup(RankGroup):
         await self.call("check_files", [(str(path), share) for share in shares], f"reading the files of {path}")
 
     async def scores(self, rows: Sequence[TrainingRow], packer: Packer) -> list[np.ndarray]:
-        """Of a reward model: the score at every position under the present weights, one [n] per row."""
+        """Score every position by the reward model's present weights, one [n] per row."""
         batch = packer(rows)
         results = await self.call("scores", await self.sharded(batch.shards), "the scores of the reward model")
         return batch.unpack(self.by_shard(results), rows)

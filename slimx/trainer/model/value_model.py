@@ -49,7 +49,7 @@ class ValueModel(GPTModel):
     """megatron-core's GPTModel with a `value_head` instead of its output layer. Written for megatron-core 0.19.2."""
 
     BIAS = True
-    """Whether the head has a bias."""
+    """True if the head has a bias."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
