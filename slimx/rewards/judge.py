@@ -85,25 +85,29 @@ async def score(
     timeout: float = 60.0,
     retries: int = 3,
 ) -> float:
-    """The number that a reward model gives to the conversation: SGLang's /classify of a model with one output.
+    """The number that a reward model with one output gives to the conversation.
 
-    `url`: of the server, without a path; or `engine`: the name of a frozen group of rollout.engines. The whole
+    `url`: of an SGLang server, without a path, whose /classify is asked; or `engine`: the name of a frozen group of
+    rollout.engines, whose router forwards /v1/embeddings alone, where SGLang answers the same number. The whole
     trajectory is sent as text, decoded by the policy's tokenizer; with `ids` as its token ids, for a reward model with
     the policy's vocabulary. Raises SlimxError for another answer."""
-    headers = None
-    if url is None:
-        url, headers = _server(ctx, engine)
     tokens = trajectory.token_ids.tolist()
-    body = {"input_ids": [tokens]} if ids else {"text": [ctx.tokenizer.decode(tokens, skip_special_tokens=False)]}
-    said = await post(f"{url.rstrip('/')}/classify", body, timeout_s=timeout, retries=retries, headers=headers)
+    said = tokens if ids else ctx.tokenizer.decode(tokens, skip_special_tokens=False)
+    if url is None:
+        base, headers = _server(ctx, engine)
+        address, body = f"{base}/v1/embeddings", {"model": engine, "input": [said]}
+    else:
+        address, headers = f"{url.rstrip('/')}/classify", None
+        body = {"input_ids" if ids else "text": [said]}
+    answer = await post(address, body, timeout_s=timeout, retries=retries, headers=headers)
     try:
-        (value,) = said[0]["embedding"]
+        (value,) = (answer[0] if url else answer["data"][0])["embedding"]
         return float(value)
     except (LookupError, TypeError, ValueError) as error:
         raise SlimxError(
-            f"{url}/classify answered {str(said)[:200]}; a reward model gives one number",
+            f"{address} answered {str(answer)[:200]}; a reward model gives one number",
             code="reward.verdict",
-            about=url,
+            about=url or engine,
         ) from error
 
 

@@ -1,8 +1,8 @@
 """A stand-in for engines that `slimx doctor --hooks` tries hooks with: it says what it was told to say.
 
 It speaks as much of SGLang's HTTP as hooks meet in a run, over the same client: /generate, streamed or not, with
-log-probs, versions, experts and top-p masks, and the chat and /classify of a frozen model. No model runs behind it: the
-log-prob of every token is `LOGPROB`, all experts are number 0.
+log-probs, versions, experts and top-p masks, and the chat, /classify and embeddings of a frozen model. No model runs
+behind it: the log-prob of every token is `LOGPROB`, all experts are number 0.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class ScriptedServer:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/classify", self._classify)
+        app.router.add_post("/v1/embeddings", self._embed)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -133,3 +134,7 @@ class ScriptedServer:
         self.asked[request.path] += 1
         texts = (await request.json()).get("text") or [""]
         return web.json_response([{"embedding": [VALUE]} for _ in texts])
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        self.asked[request.path] += 1
+        return web.json_response({"data": [{"embedding": [VALUE]} for _ in (await request.json())["input"]]})

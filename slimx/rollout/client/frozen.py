@@ -55,7 +55,7 @@ class FrozenEngine:
         return bearer(self._key)
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of one of SGLang's own paths, such as /v1/chat/completions, /v1/rerank or /classify."""
+        """The answer of one of SGLang's own paths, such as /v1/chat/completions, /v1/rerank or /v1/embeddings."""
         url = self.url + path
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout, headers=self.headers) as session:

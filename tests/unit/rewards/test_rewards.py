@@ -13,6 +13,7 @@ from slimx.config.sections.reward import Reward as RewardConfig
 from slimx.data.records import Prompt
 from slimx.rewards import choice, f1, judge, math, overlong, pattern, remote
 from slimx.rewards.shared import http
+from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.hook_loading import check_answers
 from tests.refusals import invalid, refused
 from tests.unit.rewards.reward_stand import context, hooks_of, judged, trajectory
@@ -257,6 +258,10 @@ async def test_a_reward_model_scores_the_whole_conversation():
     async with Server((200, [{"embedding": [1.0, 2.0]}])) as server:
         with refused("reward.verdict", about=server.url):
             await judge.score(ctx, trajectory(), url=server.url)
+    async with Server((200, {"data": [{"embedding": [0.5]}]})) as server:
+        object.__setattr__(ctx, "engines", {"judge": FrozenEngine("judge", server.url, deadline_s=5, retries=0)})
+        assert await judge.score(ctx, trajectory(2), engine="judge", ids=True) == 0.5
+    assert server.asked == [("/v1/embeddings", {"model": "judge", "input": [[1, 2, 3]]})]
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
