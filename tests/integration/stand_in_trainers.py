@@ -18,6 +18,9 @@ BUCKETS = 3
 class Neighbour:
     """An actor on this machine: where it runs, the courier runs."""
 
+    def ping(self) -> None:
+        """Answers, as a rank does, who asks whether it has died."""
+
 
 class Trainers:
     """A stand-in for the trainers: weights in this process, other ones for every version."""
