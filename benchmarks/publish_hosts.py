@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,10 +93,10 @@ def hosts(names: Sequence[str], mbit: float) -> Iterator[list[Host]]:
 
 
 class Resident:
-    """A process on a host: `ask` runs a method of its `kind`, made there of the arguments."""
+    """A process on a host: `ask` runs a method of its `kind`, made there of the arguments. Threads ask in turn."""
 
     def __init__(self, host: Host, kind: type, *arguments: Any):
-        self.host = host
+        self.host, self._turn = host, threading.Lock()
         self.pipe, other = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_live, args=(other, host.name, kind, arguments), daemon=True)
         self.process.start()
@@ -103,10 +104,11 @@ class Resident:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """The answer; an exception that the method raised is raised here."""
-        self.pipe.send((method, arguments))
-        if not self.pipe.poll(ANSWER_S):
-            raise TimeoutError(f"{method} on {self.host.name} was not answered within {ANSWER_S} s")
-        answer, error = self.pipe.recv()
+        with self._turn:
+            self.pipe.send((method, arguments))
+            if not self.pipe.poll(ANSWER_S):
+                raise TimeoutError(f"{method} on {self.host.name} was not answered within {ANSWER_S} s")
+            answer, error = self.pipe.recv()
         if error is not None:
             raise error
         return answer
