@@ -95,10 +95,10 @@ class Struck:
         at = len(self.phases())
 
         def begins() -> bool:
+            # A phase may be over before the next look: then the strike falls a little later, but it falls.
             new = [line for line in self.phases()[at:] if line["track"] == "main"]
-            if not new or new[-1]["name"] != BEFORE[moment.phase]:
-                return False
-            return moment.phase != "save" or new[-1]["step"] % 3 == 0
+            before = [line for line in new if line["name"] == BEFORE[moment.phase]]
+            return any(moment.phase != "save" or line["step"] % 3 == 0 for line in before)
 
         self.process.until(begins)
         victim.send_signal(moment.signum)
