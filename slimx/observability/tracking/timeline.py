@@ -20,7 +20,7 @@ class Timeline:
     """Times phases with the monotonic clock; usable from several threads and asyncio tasks at once.
 
     A phase is written when it ends, also when it ends by an exception. `resume_step` as in JsonlFile. A file that can
-    no longer be written does not stop the run: it is told once, counted by `close`, and `seconds` stays right.
+    no longer be written does not stop the run: it is told once, counted by `close`, and `take` stays right.
     """
 
     def __init__(
@@ -50,10 +50,14 @@ class Timeline:
                 self._seconds[phase.step][phase.name] += phase.seconds
             self._guard.call(lambda: self._file.write(_record(phase)))
 
-    def seconds(self, step: int) -> dict[str, float]:
-        """Seconds by phase name of one step of this process, repeated phases added up; empty for a step unknown."""
+    def take(self, step: int) -> dict[str, float]:
+        """Seconds by phase name of one step of this process, repeated phases added up; empty for a step unknown. It and
+        earlier steps are forgotten."""
         with self._lock:
-            return dict(self._seconds.get(step, {}))
+            taken = dict(self._seconds.get(step, {}))
+            for known in [known for known in self._seconds if known <= step]:
+                del self._seconds[known]
+        return taken
 
     def close(self) -> int:
         """Closes the file; returns the phases that could not be written to it."""

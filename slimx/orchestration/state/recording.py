@@ -108,7 +108,7 @@ class Records:
     ) -> None:
         """Log a finished step with the seconds of its phases, show it, and keep a few of its samples. `version`: of the
         engines; None: there are none."""
-        phases = self.timeline.seconds(step)
+        phases = self.timeline.take(step)
         times = {f"time/{name}": spent for name, spent in phases.items()} | {"time/step": seconds}
         self.tracker.log(step, metrics | times, version=version)
         self.table.row(step, metrics | times)

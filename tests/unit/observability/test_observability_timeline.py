@@ -25,9 +25,10 @@ def test_seconds_of_a_step_add_up_repeated_phases_and_keep_steps_apart(tmp_path)
     for step, seconds in ((1, 2.0), (1, 3.0), (2, 5.0)):
         timeline.add(phase("train", 0, seconds, step=step))
     timeline.add(phase("start-up", 0, 9.0, step=None))
-    assert timeline.seconds(1) == {"train": 5.0}
-    assert timeline.seconds(2) == {"train": 5.0}
-    assert timeline.seconds(3) == {}
+    assert timeline.take(1) == {"train": 5.0}
+    assert timeline.take(2) == {"train": 5.0}
+    assert timeline.take(3) == {}
+    assert timeline.take(1) == {}, "a step that was taken does not stay in memory"
     timeline.close()
 
 
@@ -79,8 +80,8 @@ def test_threads_and_tasks_on_their_own_tracks_overlap_without_loss(tmp_path):
     took = time.perf_counter() - start
     timeline.close()
     assert len(phases(tmp_path)) == 4 * 25 * 2 + 2
-    assert all(set(timeline.seconds(step)) == {"outer", "inner"} for step in range(25))
-    assert 0.06 <= timeline.seconds(99)["generate"] <= 2 * took  # two at once: each counts whole
+    assert all(set(timeline.take(step)) == {"outer", "inner"} for step in range(25))
+    assert 0.06 <= timeline.take(99)["generate"] <= 2 * took  # two at once: each counts whole
     rollout = [placed for placed in place(phases(tmp_path)) if placed.phase.track == "rollout"]
     assert {(placed.lane, placed.depth) for placed in rollout} in ({(0, 0), (1, 0)}, {(0, 0), (0, 1)})
 

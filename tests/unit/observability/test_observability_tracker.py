@@ -291,7 +291,7 @@ def test_a_timeline_that_cannot_be_written_does_not_stop_the_run(tmp_path):
     for _ in range(2):
         with timeline.phase("train", step=0):
             pass
-    assert set(timeline.seconds(0)) == {"train"}
+    assert set(timeline.take(0)) == {"train"}
     assert len(told) == 1 and timeline.close() == 2
 
 
