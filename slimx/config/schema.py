@@ -21,6 +21,7 @@ from slimx.config.section import Section
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic, critic_trainer
+from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.reward import Reward
@@ -91,6 +92,10 @@ class Config(Section):
     def leaves(self) -> int | None:
         """Leaves of the sums of row-parallel products in exact mode, given or derived; None in fast mode."""
         return tree_leaves(self.numerics, self.trainer, self.rollout) if self.exact else None
+
+    def publishes_draft(self, group: Engines) -> bool:
+        """True if servers of `group` draft tokens by the layer of multi-token prediction that the run trains."""
+        return group.drafts and not group.frozen and bool(self.trainer.megatron.get("mtp_num_layers"))
 
     @property
     def samples_known(self) -> bool:

@@ -13,6 +13,9 @@ from slimx.layout.parts import Part, local_shape, matrix
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Entry, Row, Table
 
+DRAFT = "draft."
+"""Prefix of the parameters of the draft model that a server holds beside its own."""
+
 
 class Shard(NamedTuple):
     """One shard of one row, which is the same in every layer that has it."""

@@ -3,9 +3,11 @@ sigmoid scores, a bias that only chooses, experts in groups, shared experts, den
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.layout.engine import DRAFT
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
 from slimx.models.rows import Layer
@@ -57,6 +59,27 @@ def engine_moe_table(
         *engine_rows.head(hf),
     )
     return Table(rows, layers=layers, experts=hf["n_routed_experts"])
+
+
+def engine_draft_rows(
+    hf: dict[str, Any],
+    attention: Callable[[Layer], tuple[Row, ...]],
+    *,
+    fused: bool,
+    gate_dtype: str | None = None,
+) -> tuple[Row, ...]:
+    """SGLang's layout of a layer of multi-token prediction with this `attention` and such a router: the decoder layer
+    of a draft model, whose embedding and output layer are the target's. `fused`, `gate_dtype` as of
+    `engine_moe_table`."""
+    at = Layer(f"{DRAFT}model.", engine_rows.LAYER, stage="mtp")
+    inside, hidden = Layer(f"{at.here}decoder.", at.there, stage=at.stage), hf["hidden_size"]
+    return (
+        *(engine_rows.same(at, norm, hidden) for norm in ("enorm", "hnorm")),
+        engine_rows.same(at, "eh_proj", hidden, 2 * hidden),
+        *attention(inside),
+        *engine_rows.moe(inside, **_sizes(hf), fused=fused, selection=True, gate_dtype=gate_dtype),
+        engine_rows.same(at, "shared_head.norm", hidden),
+    )
 
 
 def _sizes(hf: dict[str, Any]) -> dict[str, int]:

@@ -25,6 +25,7 @@ MINIMAX_NORM = "sglang.srt.models.minimax_m2.rms_apply_serial"
 NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 LING_EXPERTS = "sglang.srt.models.bailing_moe.BailingMoESparseMoeBlock._forward_router_experts"
 DEVICE_MODULE = "torch.get_device_module"
+SYNCHRONISE = "torch.cuda.synchronize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,10 @@ def device_module(device: Any = None) -> ModuleType:
     return torch.cpu
 
 
+def no_device_to_wait_for(device: Any = None) -> None:
+    """In place of torch.cuda's, which models call after they share embedding and head with their draft."""
+
+
 def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """In place of MiniMax-M2's Triton kernel: fp32 [2 * tokens], of query [tokens, n] and then of key [tokens, m]."""
     return torch.cat([x.float().square().sum(-1) for x in (query, key)])
@@ -233,6 +238,7 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     """Register the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: also those of
     experts, which exact mode replaces altogether."""
     registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
+    registry.register(SYNCHRONISE, no_device_to_wait_for, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
     if experts:
         registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)

@@ -27,10 +27,11 @@ from slimx.adapters.sglang import meeting as sglang_meeting
 from slimx.adapters.sglang import seeds as sglang_seeds
 from slimx.adapters.sglang import trace as sglang_trace
 from slimx.adapters.sglang.exact import numerics as sglang_numerics
+from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
 NAME, SPAWN = "slimx", "--spawn"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
@@ -78,6 +79,8 @@ def register() -> None:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
         HookRegistry.register(sglang_seeds.ADJUST, sglang_seeds.carry, HookType.AFTER)
         HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
+        if sglang_drafted.asked(sys.argv):
+            HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
         if is_cpu():
             sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)
             sglang_cpu.close_gaps()
@@ -279,6 +282,7 @@ def attest(runner: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "coordinates": _coordinates(),
         "sizes": _sizes(),
+        "draft": sglang_drafted.asked(sys.argv),
         "fused_shared_experts": getattr(runner.model, "num_fused_shared_experts", 0),
         "model": type(runner.model).__name__,
         "epoch": receiver_of(runner.model).epoch,

@@ -13,6 +13,8 @@ from slimx.config.rule import Refusal
 from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, Seconds, Section, Size, shortened
 
 _refused = partial(Refusal, about="rollout.engines")
+OWN_DRAFTS = ("EAGLE", "NEXTN")
+"""SGLang's ways to draft tokens by the model's own layer of multi-token prediction."""
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
 """A server's address; IPv6 addresses stand in brackets."""
 _READ: dict[str, TypeAdapter[Any]] = {
@@ -78,6 +80,12 @@ class Engines(Section):
     def servers(self) -> int:
         """Servers of the group, started by slimx or not."""
         return len(self.urls) or self.count
+
+    @property
+    def drafts(self) -> bool:
+        """True if its servers draft tokens by the model's own layer of multi-token prediction."""
+        given = self.sglang
+        return given.get("speculative_algorithm") in OWN_DRAFTS and not given.get("speculative_draft_model_path")
 
     @property
     def started(self) -> int:

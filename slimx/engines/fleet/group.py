@@ -49,6 +49,7 @@ def spec_values(config: Config, group: Engines, name: str, *, device: str, moe: 
         "role": group.role,
         "frozen": group.frozen,
         "exact_leaves": None if group.frozen else config.leaves,
+        "draft": config.publishes_draft(group),
         "sleeps": config.schedule.colocate and not group.frozen,
     }
 

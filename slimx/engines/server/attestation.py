@@ -28,6 +28,14 @@ async def attested(control: EngineControl, spec: EngineSpec, process: ServerProc
             code="engine.dtype",
             about=spec.name,
         )
+    if not spec.frozen and ranks[0]["draft"] != spec.draft:
+        with_or_without = "with" if spec.draft else "without"
+        raise SlimxError(
+            f"engine {spec.name} was to be started {with_or_without} --publish-draft, so that publications reach what "
+            "drafts its tokens; start it so",
+            code="engine.draft",
+            about=spec.name,
+        )
     check_numerics(ranks, spec)
     if not spec.frozen:
         check_backends(ranks, spec)

@@ -18,7 +18,7 @@ from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.process import ServerProcess
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the plugin's actions that this file speaks."""
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
 """The server's custom weight loader, by dotted path."""
@@ -165,16 +165,18 @@ class EngineControl:
 
     # Weights --------------------------------------------------------------------------------------------------------
 
-    async def open_update(self) -> None:
-        """Open SGLang's weight update, in which weights stand as loaders want them; `close_update` packs them again."""
+    async def open_update(self, *, draft: bool = False) -> None:
+        """Open SGLang's weight update, in which weights stand as loaders want them; `close_update` packs them again.
+        `draft`: those of the draft model, too."""
+        body = {"selector": "all" if draft else "target"}
         try:
-            await self._call("POST", "/begin_weight_update", {"selector": "target"})
+            await self._call("POST", "/begin_weight_update", body)
         except DeadlineError:
             raise
         except SlimxError:
             # A publisher that died after opening left its update open: close it, then ours must open.
             await self.close_update()
-            await self._call("POST", "/begin_weight_update", {"selector": "target"})
+            await self._call("POST", "/begin_weight_update", body)
 
     async def close_update(self) -> None:
         await self._call("POST", "/end_weight_update", {})

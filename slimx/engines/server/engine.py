@@ -265,7 +265,7 @@ class Engine:
         self.version = None
         async with self._ending_on_error():
             if not self.updating:
-                await self.control.open_update()
+                await self.control.open_update(draft=self.spec.draft)
                 self.updating = True
             await self.control.copy_staged(self.spec.sizes.tensor)
             for number, rank in enumerate(await self.control.status()):

@@ -1,5 +1,5 @@
 """Process entry of an engine, a stock SGLang server: `python -m slimx.engines.server.launch [--parent PID]
-[--exact-leaves N] [--spawn] [--keys FILE] -- ARGUMENTS`.
+[--exact-leaves N] [--publish-draft] [--spawn] [--keys FILE] -- ARGUMENTS`.
 
 On a GPU SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as
 `__mp_main__`: what must stand before `import sglang` stands at the top level here, and stays cheap. On the CPU they are
@@ -88,6 +88,11 @@ if __name__ == "__main__":
         type=int,
         metavar="N",
         help="compute by the contract of numerics.mode=exact, with sums of N leaves; read by the plugin",
+    )
+    parser.add_argument(
+        "--publish-draft",
+        action="store_true",
+        help="receive the weights of the draft model, too; read by the plugin",
     )
     parser.add_argument(
         "--spawn",

@@ -62,6 +62,8 @@ class EngineSpec:
     """Port of a prefill server at which decode servers ask it for their KV."""
     frozen: bool = False
     """True if it serves a model that nothing is published to."""
+    draft: bool = False
+    """True if publications bring the weights of its draft model, too."""
     sleeps: bool = False
     """True if its memory is given back while trainers train."""
     external: bool = False
@@ -187,9 +189,10 @@ def policy_args(spec: EngineSpec) -> dict[str, Any]:
 
 def server_argv(spec: EngineSpec) -> list[str]:
     """The command that runs the server in this environment's Python."""
-    exact = [] if spec.exact_leaves is None else ["--exact-leaves", str(spec.exact_leaves)]
-    keys = ["--keys", STDIN]
-    return [sys.executable, "-m", "slimx.engines.server.launch", *exact, *keys, "--", *command_line(server_args(spec))]
+    own = [] if spec.exact_leaves is None else ["--exact-leaves", str(spec.exact_leaves)]
+    own += ["--publish-draft"] if spec.draft else []
+    own += ["--keys", STDIN]
+    return [sys.executable, "-m", "slimx.engines.server.launch", *own, "--", *command_line(server_args(spec))]
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,9 +175,19 @@ class ModelSpec:
             return None
         return "on the CPU" if cpu else f"with expert parallelism ({expert})" if expert > 1 else None
 
-    def engine_table(self, *, fused_shared_experts: bool = False) -> Table:
-        """SGLang's layout of every checkpoint tensor."""
-        return self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
+    @property
+    def has_draft_table(self) -> bool:
+        """True if it is known where SGLang's draft model holds the layer of multi-token prediction, the only one (the
+        family's `draft_rows`, if it has them)."""
+        return hasattr(self.family, "draft_rows") and self.prediction_layers == 1
+
+    def engine_table(self, *, fused_shared_experts: bool = False, draft: bool = False) -> Table:
+        """SGLang's layout of every checkpoint tensor; with `draft` also of what its draft model holds."""
+        table = self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
+        if not draft:
+            return table
+        rows = self.family.draft_rows(self.hf, fused_shared_experts=fused_shared_experts)
+        return replace(table, rows=(*table.rows, *rows), mtp_layers=1)
 
 
 def load_family(path: str, key: str = "model.family") -> Family:

@@ -12,6 +12,7 @@ from typing import Any
 
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import quantised_otherwise, rotary, scaled_otherwise, unusual
+from slimx.models.families.deepseek_v3_engine import draft_rows as draft_rows
 from slimx.models.families.deepseek_v3_engine import engine_table as engine_table
 from slimx.models.prediction import mtp_layers as mtp_layers
 from slimx.models.prediction import table_with_prediction

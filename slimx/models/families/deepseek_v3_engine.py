@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from slimx.layout.maps import Concat
 from slimx.layout.table import Group, Row, Table
 from slimx.models import engine_rows
 from slimx.models.rows import Layer
-from slimx.models.sigmoid_router import engine_moe_table
+from slimx.models.sigmoid_router import engine_draft_rows, engine_moe_table
 
 
 def engine_table(
@@ -25,6 +26,11 @@ def engine_table(
     at = engine_rows.layer()
     attention = (*_attention(hf, at), *beside(at))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype=gate_dtype)
+
+
+def draft_rows(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
+    """Layout of the layer of multi-token prediction in SGLang's draft model (`sglang.srt.models.deepseek_nextn`)."""
+    return engine_draft_rows(hf, partial(_attention, hf), fused=fused_shared_experts)
 
 
 def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:

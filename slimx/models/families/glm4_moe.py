@@ -3,14 +3,15 @@ DeepSeek-V3's experts and prediction layer (GLM-4.5, 2508.06471)."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from slimx.layout.table import Table
+from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.prediction import mtp_layers as mtp_layers
 from slimx.models.prediction import table_with_prediction
 from slimx.models.rows import Attention
-from slimx.models.sigmoid_router import engine_moe_table, moe_fields, unsupported_router
+from slimx.models.sigmoid_router import engine_draft_rows, engine_moe_table, moe_fields, unsupported_router
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
@@ -44,6 +45,12 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe`); its router weighs in fp32."""
     attention = engine_rows.attention(engine_rows.layer(), _attention(hf))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
+
+
+def draft_rows(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
+    """Layout of the layer of multi-token prediction in SGLang's draft model (`sglang.srt.models.glm4_moe_nextn`)."""
+    attention = partial(engine_rows.attention, sizes=_attention(hf))
+    return engine_draft_rows(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 
 
 def _attention(hf: dict[str, Any]) -> Attention:

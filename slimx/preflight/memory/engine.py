@@ -47,7 +47,9 @@ def engine_memory(
         weights=engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation),
         static_fraction=None,
         static=None,
-        kv_per_token=kv_bytes(spec.transformer, sizes, itemsize, group.sglang.get("kv_cache_dtype")),
+        kv_per_token=kv_bytes(
+            spec.transformer, sizes, itemsize, group.sglang.get("kv_cache_dtype"), drafting=int(group.drafts)
+        ),
         kv_room=None,
         kv_tokens=None,
         state_per_request=state_bytes(
@@ -90,7 +92,9 @@ def beside_trainer(record: EngineMemory, config: Config, group: Engines, machine
 
 def engine_table(spec: ModelSpec, group: Engines) -> Table:
     """Weight table of a server of `group`: the place of every checkpoint tensor."""
-    return spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
+    fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
+    # A server that drafts holds the layer whether or not it is trained.
+    return spec.engine_table(fused_shared_experts=fused, draft=group.drafts and spec.has_draft_table)
 
 
 def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Quantisation | None) -> int:
@@ -108,17 +112,18 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Q
     return int(held.max())
 
 
-def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: str | None) -> int:
+def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: str | None, *, drafting: int = 0) -> int:
     """Bytes that one token takes in a rank's KV cache: keys and values of the rank's query groups (each rank has one at
     least) in every layer of attention, or the latent and the rotary key of latent attention, whole on every rank, with
-    the key of a sparse attention's indexer: fp8 with a scale of four bytes per 128 elements, whatever the cache is."""
-    itemsize = 1 if cache in _FP8_CACHE else itemsize
+    the key of a sparse attention's indexer: fp8 with a scale of four bytes per 128 elements, whatever the cache is.
+    `drafting`: layers of a draft model, which has the target's attention."""
+    itemsize, layers = 1 if cache in _FP8_CACHE else itemsize, model["num_layers"] + drafting
     if model.get("multi_latent_attention"):
         key = model.get("dsa_indexer_head_dim", 0)
         latent = (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * itemsize
-        return model["num_layers"] * (latent + key + key // 128 * 4)
+        return layers * (latent + key + key // 128 * 4)
     groups = max(1, model["num_query_groups"] // sizes.attention_tensor)
-    attending = model["num_layers"] - delta_net_layers(model)
+    attending = layers - delta_net_layers(model)
     return 2 * attending * groups * model["kv_channels"] * itemsize
 
 

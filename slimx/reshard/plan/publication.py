@@ -56,6 +56,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
             code="publish.transposed",
             about="publish.encoding",
         )
+    _check_drafts(config, spec, encoding, note)
     if config.served_rule and encoding == "hf":
         raise SlimxError(
             f"publish.quantise={config.served_rule} in exact mode needs the engines' own layout, and weights would "
@@ -66,7 +67,8 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     if encoding == "local":
         group = config.rollout.policy_engines[0]
         engine = engine_sizes(group)
-        table = spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
+        fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
+        table = spec.engine_table(fused_shared_experts=fused, draft=config.publishes_draft(group))
         target, ranks = EngineLayout(table, engine).parts(), engine.world
     else:
         served = spec.engine_table()
@@ -82,7 +84,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         bucket_bytes=int(config.publish.bucket_mib * MIB),
         ranks=ranks,
     )
-    unread = set(plan.unread) - _drafted(spec.table)
+    unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(
             f"plan: the trainer's {min(unread)} goes nowhere ({len(unread)} such tensors); the engine's table of this "
@@ -128,6 +130,23 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
         )
 
 
+def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str) -> None:
+    """Refuse to train a layer of multi-token prediction by which engines draft, where it cannot be published."""
+    for group in config.rollout.policy_engines:
+        if not config.publishes_draft(group):
+            continue
+        why = f"weights travel under {note}" if encoding == "hf" else None
+        if not spec.has_draft_table:
+            why = f"slimx knows no place of it in SGLang's draft of {spec.family.ARCHITECTURE}"
+        if why is not None:
+            raise SlimxError(
+                f"{group.where} drafts tokens by the layer of multi-token prediction that trainer.megatron."
+                f"mtp_num_layers trains, and it cannot be published: {why}; leave out one of the two",
+                code="publish.draft",
+                about="rollout.engines.sglang.speculative_algorithm",
+            )
+
+
 def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
     """The plan that writes the whole model as a Hugging Face checkpoint, in the trainer's dtype."""
     return compile_plan(
@@ -138,8 +157,8 @@ def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
     )
 
 
-def _drafted(table: Table) -> set[str]:
-    """Checkpoint tensors of the layers of multi-token prediction: only a draft model holds them."""
+def _predicting(table: Table) -> set[str]:
+    """Checkpoint tensors of the layers of multi-token prediction: without speculative decoding no engine holds them."""
     return {name for entry in table.entries() if entry.row.stage == "mtp" for name in entry.sources}
 
 
@@ -162,7 +181,7 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
 def _not_local(config: Config, spec: ModelSpec) -> str | None:
     """The reason for which the engines' own layout cannot be written; None if it can."""
     groups = config.rollout.policy_engines
-    if len({(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion"))) for g in groups}) > 1:
+    if len({(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion")), g.drafts) for g in groups}) > 1:
         return "rollout.engines has groups of different layouts, which would need a plan each"
     for group in groups:
         for key, why in _UNKNOWN_LAYOUTS.items():

@@ -1,0 +1,176 @@
+"""Layers of multi-token prediction reach the draft model by which an engine speculates, and are proven there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimx.adapters.sglang.weights.drafted import WithDraft, asked, take_draft
+from slimx.config import load_config
+from slimx.config.schema import Config
+from slimx.engines.server.spec import EngineSpec, server_argv
+from slimx.layout.ranks import Sizes
+from slimx.models.families import deepseek_v3, read_model
+from slimx.reshard.plan.publication import publication_plan
+from tests.refusals import refused
+from tests.unit.adapters.drafting_rank import SPOILT
+from tests.unit.sglang_process import SGLang
+
+ROOT = Path(__file__).parents[3]
+YARN = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+HF = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "float32",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": {**YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+OWN = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+
+
+GLM = {
+    key: HF[key]
+    for key in (
+        *("torch_dtype", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "hidden_act"),
+        *("num_hidden_layers", "first_k_dense_replace", "num_attention_heads", "n_routed_experts", "n_shared_experts"),
+        *("num_experts_per_tok", "norm_topk_prob", "num_nextn_predict_layers", "rms_norm_eps", "rope_theta"),
+        *("max_position_embeddings", "tie_word_embeddings", "routed_scaling_factor", "n_group", "topk_group"),
+    )
+} | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+
+
+def written(hf: dict[str, Any], out: Path) -> Path:
+    """A checkpoint of random numbers for `hf`."""
+    generator = torch.Generator().manual_seed(1)
+    (out / "config.json").write_text(json.dumps(hf))
+    shapes = read_model(out, mtp_layers=1).table.checkpoint_shapes()
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(weights, out / "model.safetensors")
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3 of two layers and one of multi-token prediction."""
+    return written(HF, tmp_path_factory.mktemp("drafted"))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("hf", "fused"), [(HF, False), (HF, True), (GLM, False)], ids=["V3", "V3-fused", "GLM-4.5"])
+def test_sglangs_own_draft_gets_the_trained_layer_and_one_wrong_number_in_it_is_seen(
+    hf: dict[str, Any], fused: bool, tmp_path: Path, sglang: SGLang
+) -> None:
+    """Two accounts of the draft: SGLang's loader, and the table that publications are planned with."""
+    path = written(hf, tmp_path)
+    ran = sglang.run("-m", "tests.unit.adapters.drafting_rank", str(path), *(["fused"] if fused else []))
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert told["kinds"] == [hf["architectures"][0], f"{hf['architectures'][0]}NextN"]
+    assert told["loaded"] == told["published"] == []
+    assert told["verified"]["differ"] == told["verified"]["missing"] == []
+    rows = read_model(path).family.draft_rows(hf, fused_shared_experts=fused)
+    assert told["shared"] and told["drafted"] == len(rows)
+    assert told["spoilt"] == [SPOILT]
+
+
+def configured(model: Path, *changes: str, **sglang: object) -> Config:
+    return load_config(
+        ROOT / "configs/moe/quickstart.yaml",
+        [
+            f"model.path={model}",
+            "cluster.device=cuda",
+            "numerics.dtype=bfloat16",
+            "trainer.expert=1",
+            "trainer.megatron={mtp_num_layers: 1}",
+            f"rollout.engines=[{{name: actor, sglang: {json.dumps(sglang)}}}]",
+            *changes,
+        ],
+    )
+
+
+def planned(config: Config, model: Path) -> set[str]:
+    """Names of the tensors that a publication brings an engine of one GPU."""
+    spec = read_model(model, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
+    (buckets,) = publication_plan(config, spec, Sizes(), "cuda").plan.buckets
+    return {tensor.name for bucket in buckets for tensor in bucket.tensors}
+
+
+def test_the_plan_brings_the_layer_to_engines_that_draft_by_it_and_to_no_others(model: Path) -> None:
+    plain = planned(configured(model), model)
+    assert planned(configured(model, **OWN), model) - plain == {row.name for row in deepseek_v3.draft_rows(HF)}
+    assert planned(configured(model, "trainer.megatron.mtp_num_layers=0", **OWN), model) == plain
+    of_its_own = {**OWN, "speculative_draft_model_path": "/somewhere"}
+    assert planned(configured(model, **of_its_own), model) == plain
+
+
+def test_a_trained_layer_that_cannot_reach_the_draft_is_refused(model: Path, tmp_path: Path) -> None:
+    with refused("publish.draft", about="rollout.engines.sglang.speculative_algorithm"):
+        planned(configured(model, "publish.encoding=hf", **OWN), model)
+    (tmp_path / "config.json").write_text(json.dumps({**HF, "num_nextn_predict_layers": 2}))
+    with refused("publish.draft", about="rollout.engines.sglang.speculative_algorithm"):
+        planned(configured(tmp_path, **OWN), tmp_path)
+
+
+def test_servers_are_told_whether_their_draft_is_published() -> None:
+    argv = server_argv(EngineSpec("one", "/model", "bfloat16", "cuda", 1, draft=True))
+    assert asked(argv) and not asked(server_argv(EngineSpec("one", "/model", "bfloat16", "cuda", 1)))
+    assert not asked(["launch", "--", "--publish-draft"])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_server_without_one_draft_does_not_start(count: int) -> None:
+    class Scheduler:
+        class draft_worker:
+            weight_update_runners = staticmethod(lambda: [("draft", None)] * count)
+
+    with refused("plugin.drafts"):
+        take_draft(None, Scheduler())
+
+
+def test_what_target_and_draft_hold_in_common_is_the_targets() -> None:
+    target, draft = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    draft.weight = target.weight
+    both = WithDraft(target, draft)
+    assert {name for name, _ in both.named_parameters()} == {"weight", "bias", "draft.bias"}
