@@ -44,7 +44,7 @@ class WithDraft(nn.Module):
             yield name.removeprefix(_TARGET), module
 
     def post_load_weights(self) -> None:
-        """What SGLang derives from loaded weights, of both."""
+        """Have both models derive what SGLang computes from loaded weights."""
         for model in self.children():
             if hasattr(model, "post_load_weights"):
                 model.post_load_weights()
