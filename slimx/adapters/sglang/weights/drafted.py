@@ -16,7 +16,7 @@ from slimx.errors import SlimxError
 from slimx.layout.engine import DRAFT
 
 OPTION = "--publish-draft"
-"""Of `slimx.engines.server.launch`; children of a server have the same `sys.argv`."""
+"""Option of `slimx.engines.server.launch`; children of a server have the same `sys.argv`."""
 START = "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker"
 _TARGET = "target."
 
