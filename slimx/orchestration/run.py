@@ -70,6 +70,7 @@ class Run:
         self.recovery = recovery
         if recovery is not None:
             self.publications.lasting = recovery.lasting
+            recovery.on_replaced = self.publications.delivery.renew
         if self.engines is not None:
             self.engines.members.keeper.in_flight = self._in_flight
         self.step = self.current = 0

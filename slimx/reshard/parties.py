@@ -167,6 +167,9 @@ class Delivery:
     async def end(self) -> None:
         """The publication has ended, whatever became of it at the engines."""
 
+    def renew(self) -> None:
+        """The source's processes are others from now on."""
+
     def kept(self, version: int) -> Source | None:
         """The source of `version` that this delivery keeps."""
         return None

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slimx.config.rule import Told, rule
-from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.schedule import Schedule
-from slimx.config.sections.trainer import Trainer
 
 
 @rule("recovery.unbounded", about="checkpoint.every")
@@ -36,8 +34,6 @@ def beside_engines(recovery: Recovery, rollout: Rollout) -> Iterator[str]:
 def proven(
     recovery: Recovery,
     schedule: Schedule,
-    trainer: Trainer,
-    algorithm: Algorithm,
     critic: Critic | None,
     checkpoint: Checkpoint,
 ) -> Iterator[Told]:
@@ -45,10 +41,6 @@ def proven(
         return
     for key, given in (
         ("schedule.colocate", schedule.colocate),
-        ("schedule.max_staleness", schedule.max_staleness > 0),
-        ("trainer.lora", trainer.lora is not None),
-        ("trainer.freeze", bool(trainer.freeze)),
-        ("algorithm.reference_refresh", bool(algorithm.reference_refresh)),
         ("critic", critic is not None),
         ("checkpoint.load_optimizer", not checkpoint.load_optimizer),
     ):

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from slimx.cluster.calls import kill
-from slimx.cluster.place import DEVICES, place_of
+from slimx.cluster.place import DEVICES, Placement, place_of
 from slimx.cluster.restarts import Restarts, told_of
 from slimx.cluster.waiting import ActorDied, first_line, gather
 from slimx.config.schema import Config
@@ -89,10 +89,17 @@ class CourierHandle:
         """Error that says why the courier does not run."""
         self.incarnation = 0
         self._actor: Any = None
+        self._place: Placement | None = None
+        """Placement of the publisher beside which the courier was started."""
+        self._renewed = False
 
     async def start(self) -> None:
         """Start the courier, unless it runs. Raises SlimxError when it may not be started again, TransportLost when a
         restart failed."""
+        if self._actor is not None and self._renewed and await self._publisher_place() != self._place:
+            await self.stop()
+            await self._start()
+        self._renewed = False
         if self._actor is not None:
             return
         if self.incarnation == 0:
@@ -116,8 +123,7 @@ class CourierHandle:
 
     async def _start(self) -> None:
         limit = self.config.cluster.start_deadline
-        asked = self.publisher().__ray_call__.remote(place_of)
-        place = await self._answer(asked, "the look for its machine", limit)
+        place = self._place = await self._publisher_place()
         actor = ray.remote(Courier).options(
             max_concurrency=sum(group.servers for group in self.config.rollout.policy_engines) + 1,
             **place.options(cpus=0),
@@ -128,6 +134,14 @@ class CourierHandle:
         await self._answer(courier.ready.remote(), "the start", limit)
         self._actor = courier
         self.incarnation += 1
+
+    def renew(self) -> None:
+        """The publisher is another process from now on, maybe elsewhere: `start` looks, and the courier follows."""
+        self._renewed = True
+
+    async def _publisher_place(self) -> Placement:
+        asked = self.publisher().__ray_call__.remote(place_of)
+        return await self._answer(asked, "the look for its machine", self.config.cluster.start_deadline)
 
     async def ask(self, method: str, *arguments: Any, deadline_s: float | None = None) -> Any:
         """One of Courier's methods, in twice the time of a step of a publication unless `deadline_s` is given.

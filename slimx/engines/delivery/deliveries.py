@@ -74,6 +74,9 @@ class CourierDelivery(MemoryDelivery):
         await super().begin(manifest, buckets)
         await self.courier.start()
 
+    def renew(self) -> None:
+        self.courier.renew()
+
     async def stop(self) -> None:
         await self.courier.stop()
 
@@ -126,9 +129,14 @@ class ChannelDelivery(CourierDelivery):
         self._connected[recipient.name] = ends
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
-        async with self._owned(), self._blaming(recipient, f"bucket {bucket}"):
-            received = recipient.perform("receive", epoch, packed, bucket)
-            await asyncio.gather(self.courier.ask("send", recipient.name, packed), received)
+        try:
+            async with self._owned(), self._blaming(recipient, f"bucket {bucket}"):
+                received = recipient.perform("receive", epoch, packed, bucket)
+                await asyncio.gather(self.courier.ask("send", recipient.name, packed), received)
+        except BaseException:
+            # The engine may wait for a bucket that is not sent any more: what comes next must not be taken for it.
+            self._connected.pop(recipient.name, None)
+            raise
 
     @asynccontextmanager
     async def _blaming(self, recipient: Recipient, what: str) -> AsyncIterator[None]:

@@ -9,19 +9,23 @@ Bucket b + 1 is packed and on its way while b is proven. Which rank writes what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
-from slimx.errors import PartLost, SlimxError
+from slimx.cluster.waiting import has_died
+from slimx.errors import SlimxError
 from slimx.reshard.direct.copies import SentBucket, describe_copies
 from slimx.reshard.direct.offer import NO_BASE, Offer
 from slimx.reshard.direct.receiver import Invitation
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Delivery, ReceiverLost, Recipient
+from slimx.reshard.parties import Delivery, ReceiverLost, Recipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.dealing import deal, only
+from slimx.runtime.tasks import cancelled
 
 PATIENCE = 0.8
 """Share of a step's deadline in which a bucket must have come: what is missing is told before the step is late."""
@@ -29,6 +33,9 @@ PATIENCE = 0.8
 
 class Senders(Protocol):
     """The trainer ranks."""
+
+    actors: list[Any]
+    """Those of the present ranks."""
 
     async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None: ...
 
@@ -69,8 +76,15 @@ class DirectDelivery(Delivery):
         self._connected: dict[str, int] = {}
         """By engine the incarnation whose memory the trainer ranks know."""
         self._prepared = False
+        self._owners: list[Any] = []
+        """The ranks that pack the present publication."""
+        self._replaced = asyncio.Event()
+        """Set when other ranks have taken their place."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
+        if self.broken is not None:
+            raise self.broken
+        self._owners, self._replaced = list(self.senders.actors), asyncio.Event()
         if not self._prepared:
             await self.senders.prepare_direct(self.dealt, self.plan.targets, self.item)
             self._prepared = True
@@ -90,11 +104,8 @@ class DirectDelivery(Delivery):
             name = f"engine {recipient.name} (start {recipient.incarnation}, transfer {self.transfer})"
             invitation = Invitation(name, parts, PATIENCE * self.step_deadline_s, self.item)
             offer: Offer = await recipient.perform("join", epoch, invitation)
-            try:
+            async with self._owned():
                 await self.senders.connect_direct(number, offer)
-            except PartLost as error:  # no engine's fault: the next bucket tells
-                self.broken = error
-                raise
             self._connected[recipient.name] = recipient.incarnation
         self.taking[number] = bases
 
@@ -107,12 +118,52 @@ class DirectDelivery(Delivery):
                     code="direct.unreached",
                     about=recipient.name,
                 )
-            await recipient.perform("receive", epoch, packed, bucket)
+            async with self._owned():
+                await self._unless_replaced(recipient.perform("receive", epoch, packed, bucket))
         except BaseException:
             # Its memory may be gone, or still be written to: it has to offer another.
             self.taking.pop(number, None)
             self._connected.pop(recipient.name, None)
             raise
+
+    @asynccontextmanager
+    async def _owned(self) -> AsyncIterator[None]:
+        """No engine is to blame for what it does not get of ranks that have died: TransportLost is raised then, and the
+        next publication tells of them."""
+        try:
+            yield
+        except TransportLost:
+            raise
+        except SlimxError as error:
+            if not await has_died(*self._owners):
+                raise
+            if not self._replaced.is_set():
+                self.broken = error
+            raise TransportLost(
+                f"a trainer rank died before its share of a bucket had come: {error}",
+                code="publish.source",
+                about="trainers",
+            ) from error
+
+    async def _unless_replaced(self, receiving: Awaitable[Any]) -> None:
+        """Wait for an engine that takes a bucket, but no longer than the ranks that write it last."""
+        took, replaced = asyncio.ensure_future(receiving), asyncio.ensure_future(self._replaced.wait())
+        try:
+            await asyncio.wait({took, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            if not took.done():
+                raise TransportLost(
+                    "trainer ranks were replaced before a bucket of theirs had come",
+                    code="publish.source",
+                    about="trainers",
+                )
+            took.result()
+        finally:
+            await cancelled(took, replaced)
+
+    def renew(self) -> None:
+        self._prepared, self.broken = False, None
+        self._connected.clear()
+        self._replaced.set()
 
 
 class DirectSource:

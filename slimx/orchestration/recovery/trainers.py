@@ -35,6 +35,7 @@ from slimx.orchestration.ranks.watch import local_pids, watch_ranks
 from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_same
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
+from slimx.orchestration.state.references import reference_path, reference_step
 from slimx.runtime.tasks import cancelled
 
 
@@ -46,6 +47,8 @@ class TrainerRecovery:
         self.config = trainers.config
         self.limit = self.config.recovery.trainers
         self.ledger = Ledger()
+        self.on_replaced: Callable[[], None] = lambda: None
+        """Called when other ranks have taken the place of lost ones, before anybody makes a call to them."""
         self.replaced = 0
         """Times that all ranks were started again, those counted that failed."""
         self._seconds = 0.0
@@ -156,6 +159,7 @@ class TrainerRecovery:
                 return problem
             raise
         self.trainers.adopt(new)
+        self.on_replaced()
         self._epoch += 1
         return None
 
@@ -167,6 +171,9 @@ class TrainerRecovery:
         base = self.ledger.base
         if base.checkpoint is not None:
             await new.restore(base.checkpoint, same_layout=base.same_layout, load_optimizer=True)
+        every = self.config.algorithm.reference_refresh
+        if last := reference_step(base.step, every):
+            await new.refresh_reference(reference_path(Path(self.config.run.dir), last))
         clock.append(time.perf_counter())
         await self._checkpoints.write_again(new, base.step)
         step = base.step
@@ -174,6 +181,8 @@ class TrainerRecovery:
             metrics = await new.train_step(kept.updates, step=step, version=kept.version)
             step += 1
             check_same(step, kept.metrics, metrics)
+            if reference_step(step, every) == step:
+                await new.refresh_reference()
             await self._checkpoints.write_again(new, step)
         started, loaded, trained = (late - early for early, late in pairwise([*clock, time.perf_counter()]))
         self.records.table.note(

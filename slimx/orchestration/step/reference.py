@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
+from slimx.orchestration.state.references import reference_path, reference_step
 
 _CHECKPOINT = re.compile(r"iter_(\d+)(\.partial)?")
 _REFERENCE = re.compile(r"reference-(\d+)(\.partial)?")
@@ -22,13 +23,15 @@ _REFERENCE = re.compile(r"reference-(\d+)(\.partial)?")
 async def refresh_reference(run: Run) -> None:
     """Make the present weights the reference, after a step."""
     async with run.trainers_turn():
-        await run.trainers.refresh_reference()
-    await run.export(_path(run, run.step).name)
+        await run.lasting(run.trainers.refresh_reference)
+    await run.export(reference_path(run.directory, run.step).name)
     every, written = run.config.algorithm.reference_refresh, {run.step}
     for found in map(_CHECKPOINT.fullmatch, _names(run.directory / "checkpoints")):
         if found:
             written.add(int(found[1]))
-    needed = {step - step % every for step in written}
+    if run.recovery is not None:
+        written.add(run.recovery.ledger.base.step)
+    needed = {reference_step(step, every) for step in written}
     for found in map(_REFERENCE.fullmatch, _names(run.directory)):
         if found and int(found[1]) not in needed:
             shutil.rmtree(run.directory / found[0])
@@ -38,10 +41,10 @@ async def restore_reference(run: Run, checkpoint: Path) -> None:
     """Give the trainers the reference that belongs to `checkpoint`, from which `run` was resumed; before the first
     refresh it is the initial weights, with which they start. Raises SlimxError if it is lost."""
     every = run.config.algorithm.reference_refresh
-    last = run.step - run.step % every if every else 0
+    last = reference_step(run.step, every)
     if not last:
         return
-    path = _path(run, last)
+    path = reference_path(run.directory, last)
     origin = checkpoint.resolve().parents[1] / path.name
     if not path.is_dir() and origin.is_dir():
         await asyncio.to_thread(_take_along, origin, path)
@@ -69,10 +72,6 @@ def _linked(origin: str, path: str) -> None:
         os.link(origin, path)
     except OSError:
         shutil.copy2(origin, path)
-
-
-def _path(run: Run, step: int) -> Path:
-    return run.directory / f"reference-{step:06d}"
 
 
 def _names(directory: Path) -> list[str]:

@@ -68,10 +68,11 @@ def leaves_no_node_idle(
 @rule("recovery.transport", about="publish.transport")
 def recovers_beside(recovery: Recovery, publish: Publish, device: str) -> Iterator[str]:
     """Asked of the transport that is chosen, where the configuration leaves it open."""
-    if recovery.trainers and publish.transport not in ("auto", "memory"):
+    if recovery.trainers and publish.on_device:
         yield (
             f"publish.transport {publish.transport} was never proven with recovery.trainers, which replaces the rank "
-            "that packs buckets; set publish.transport=memory on one machine, or recovery.trainers=0"
+            "that packs buckets; set publish.transport=memory on one machine, gloo or disk between several, or "
+            "recovery.trainers=0"
         )
 
 

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from slimx.cluster import waiting
+from slimx.cluster.place import Placement
 from slimx.cluster.restarts import Restarts
 from slimx.config.sections.engines import Health
 from slimx.engines.delivery.deliveries import ChannelDelivery, DiskDelivery, MemoryDelivery, make_delivery
@@ -223,3 +224,40 @@ async def test_a_bucket_whose_owner_died_is_no_engines_fault(tmp_path: Path, liv
     kind, code = (SlimxError, "bucket.gone") if lives else (TransportLost, "publish.source")
     with refused(code, kind=kind):
         await delivery.bring(Gone(), 3, BUCKET, 0)
+
+
+async def test_a_channel_on_which_an_engine_may_still_wait_is_opened_anew(stand) -> None:
+    delivery, courier, engine = stand
+    await delivery.connect(engine, 3)
+    courier.fails["send"] = SlimxError("it cannot be opened", code="bucket.gone", about="e0")
+    with refused("actor.failed"):
+        await delivery.bring(engine, 3, BUCKET, 0)
+    courier.fails.clear()
+    await delivery.connect(engine, 3)
+    assert [call[0] for call in courier.asked] == ["open", "join", "send", "open", "join"]
+
+
+@pytest.mark.parametrize("moved", [True, False])
+async def test_a_courier_follows_a_publisher_that_runs_elsewhere_now(tmp_path: Path, moved: bool, monkeypatch) -> None:
+    delivery = made(tmp_path, "gloo")
+    handle, started = delivery.courier, []
+
+    async def start() -> None:
+        started.append(1)
+        handle._actor, handle._place = FakeCourier(), places[-1]
+        handle.incarnation += 1
+
+    async def place() -> Placement:
+        return places[-1]
+
+    places = [Placement("here")]
+    monkeypatch.setattr(handle, "_start", start)
+    monkeypatch.setattr(handle, "_publisher_place", place)
+    await handle.start()
+    places.append(Placement("there" if moved else "here"))
+    await handle.start()
+    assert len(started) == 1, "nobody looks unless the publisher is another one"
+    handle.renew()
+    for _ in range(2):
+        await handle.start()
+    assert len(started) == 1 + moved

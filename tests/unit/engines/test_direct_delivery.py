@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import ray
 
+from slimx.cluster import waiting
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource
+from slimx.errors import SlimxError
 from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer
 from slimx.reshard.direct.receiver import Invitation
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Share
-from slimx.reshard.parties import LocalRecipient
+from slimx.reshard.parties import LocalRecipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan
 from tests.refusals import refused
 from tests.unit.reshard.gather_stand import WORLD, plan
 
 EVERY_FULL = 4
+
+
+class Rank:
+    """A trainer rank as far as it is asked whether it lives."""
+
+    def __init__(self) -> None:
+        self.lives = True
+        self.ping = SimpleNamespace(remote=self._ping)
+
+    async def _ping(self) -> None:
+        if not self.lives:
+            raise ray.exceptions.RayActorError
 
 
 class Senders:
@@ -26,11 +44,15 @@ class Senders:
         self.tensors = sum(len(target[0].tensors) for target in plan.buckets) * engines
         self.item = -1
         self.sent: list[dict[int, int]] = []
+        self.actors = [Rank()]
+        self.fails: SlimxError | None = None
 
     async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
         self.item = item
 
-    async def connect_direct(self, engine: int, offer: Offer) -> None: ...
+    async def connect_direct(self, engine: int, offer: Offer) -> None:
+        if self.fails is not None:
+            raise self.fails
 
     async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         self.sent.append(engines)
@@ -42,10 +64,15 @@ class Engine(LocalRecipient):
     def __init__(self, name: str):
         self.name, self.asked, self.held = name, 0, [0]
         self.invited: list[int] = []
+        self.waits = False
 
     async def join(self, invitation: Invitation) -> Offer:
         self.invited.append(invitation.item)
         return Offer(invitation.name, b"", (), ())
+
+    async def receive(self, packed: object, bucket: int) -> None:
+        if self.waits:
+            await asyncio.sleep(60)
 
     async def bases(self) -> object:
         self.asked += 1
@@ -106,3 +133,43 @@ async def test_what_says_nothing_of_each_bucket_is_refused(answer: object) -> No
     stand.engines[0].held = answer
     with refused("direct.bases", about="e0"):
         await stand.publish(0)
+
+
+async def test_new_ranks_meet_all_engines_again_and_send_them_everything() -> None:
+    stand = Stand(EVERY_FULL)
+    await stand.publish(0, 1)
+    stand.senders.item = -1
+    stand.delivery.renew()
+    assert await stand.publish(0, 1) == {0: 0, 1: 0} and stand.senders.item == 2
+    assert stand.engines[0].invited == [2, 2] and stand.engines[0].asked == 0
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_what_ranks_that_have_died_do_not_send_is_no_engines_fault(
+    lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "DEATH_S", 0.1)
+    stand = Stand(EVERY_FULL)
+    stand.senders.fails = SlimxError("a rank does not answer", code="rank.silent", about="trainer rank 1")
+    stand.senders.actors[0].lives = lives
+    code, kind = ("rank.silent", SlimxError) if lives else ("publish.source", TransportLost)
+    with refused(code, kind=kind):
+        await stand.publish(0)
+    stand.senders.fails = None
+    if not lives:  # as long as nobody replaces them, nothing is tried again
+        with refused("rank.silent", about="trainer rank 1"):
+            await stand.publish(0)
+        stand.delivery.renew()
+    assert await stand.publish(0) == {0: 0}
+
+
+async def test_nobody_waits_for_a_bucket_of_ranks_that_were_replaced() -> None:
+    stand = Stand(None)
+    await stand.publish(0)
+    stand.engines[0].waits = True
+    bringing = asyncio.create_task(stand.delivery.bring(stand.engines[0], 1, None, 0))
+    await asyncio.sleep(0)
+    stand.delivery.renew()
+    async with asyncio.timeout(30):
+        with refused("publish.source", about="trainers", kind=TransportLost):
+            await bringing
