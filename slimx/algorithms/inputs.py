@@ -29,7 +29,7 @@ class LossInputs:
     reference_logprobs: torch.Tensor | None = None
     """The reference's (algorithm.reference)."""
     teacher_logprobs: torch.Tensor | None = None
-    """Another model's (algorithm.teacher, algorithm.teacher_engine)."""
+    """Another model's (algorithm.teacher, algorithm.teacher_engine, algorithm.teacher_engines)."""
     entropy: torch.Tensor | None = None
     """Entropy of the distribution that each label is from, in nats, with gradient."""
     selected: torch.Tensor | None = None

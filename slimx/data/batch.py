@@ -137,7 +137,7 @@ def _teacher_logprobs(trajectory: Trajectory) -> np.ndarray:
     if values is None or not np.isfinite(values[1:][trained]).all():
         raise SlimxError(
             f"trajectory {trajectory.id} has trained tokens without teacher_logprobs: it was generated before "
-            "algorithm.teacher_engine was set; generate it again, or set algorithm.teacher to score it in the trainers",
+            "its teacher was set; generate it again, or set algorithm.teacher to score it in the trainers",
             code="data.teacher_logprobs",
             about=trajectory.id,
         )

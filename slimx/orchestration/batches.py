@@ -65,7 +65,7 @@ def make_update_rows(
         weights = loss_weights(
             trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens
         )
-        taught = config.algorithm.teacher_engine is not None
+        taught = bool(config.algorithm.served_teachers)
         out.append(make_rows(trajectories, list(islice(values, len(trajectories))), weights, taught=taught))
     return out
 

@@ -55,9 +55,9 @@ class FrozenEngines:
             self.clients[name] = self._client(name, group.router.url, group.keys, group.members)
 
     async def check_teacher(self, tokenizer: Any) -> None:
-        """Compare the vocabulary of a teacher's servers that ran before with the policy's; raises SlimxError."""
+        """Compare the vocabulary of teachers' servers that ran before with the policy's; raises SlimxError."""
         for group in self.config.rollout.frozen_engines:
-            for url in group.urls if group.name == self.config.algorithm.teacher_engine else ():
+            for url in group.urls if group.name in self.config.algorithm.served_teachers else ():
                 await check_vocabulary(self._client(group.name, url, keys_of(group)), tokenizer)
 
     def _client(self, name: str, url: str, keys: Keys, members: Membership | None = None) -> FrozenEngine:

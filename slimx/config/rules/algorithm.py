@@ -85,22 +85,29 @@ def critic_fits(trainer: Trainer, critic: Critic | None) -> Iterator[str]:
 
 
 @rule("algorithm.teacher_engine", about="algorithm.teacher_engine")
-def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Iterator[str]:
-    if algorithm.teacher_engine is None:
+def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Iterator[Told]:
+    if not algorithm.served_teachers:
         return
     frozen = [group.name for group in rollout.engines if group.frozen]
-    if algorithm.teacher_engine not in frozen:
+    named = {"algorithm.teacher_engine": algorithm.teacher_engine} if algorithm.teacher_engine is not None else {}
+    named |= {f"algorithm.teacher_engines.{value}": name for value, name in algorithm.teacher_engines.items()}
+    missing = {key: name for key, name in named.items() if name not in frozen}
+    for key, name in missing.items():
         have = f"the frozen groups of rollout.engines are {', '.join(frozen)}" if frozen else "no group is frozen"
         yield (
-            f"algorithm.teacher_engine is {algorithm.teacher_engine}, and {have}; add a group with this name, frozen: "
-            "true and the teacher's model to rollout.engines"
+            key,
+            f"{key} is {name}, and {have}; add a group with this name, frozen: true and the teacher's model to "
+            "rollout.engines",
         )
+    if missing:
         return
+    given = "algorithm.teacher_engine" if algorithm.teacher_engine is not None else "algorithm.teacher_engines"
     for key, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", -1)):
         value = getattr(rollout.sampling, key)
         if value != neutral:
             yield (
-                f"algorithm.teacher_engine with rollout.sampling.{key}={value:g}: SGLang scores given tokens at "
+                given,
+                f"{given} with rollout.sampling.{key}={value:g}: SGLang scores given tokens at "
                 f"temperature 1 over the whole vocabulary; set {key} to {neutral:g}, or algorithm.teacher, which "
-                "trainers score as the policy samples"
+                "trainers score as the policy samples",
             )

@@ -92,6 +92,11 @@ class Algorithm(Section):
     teacher_engine: str | None = None
     """In place of `teacher`, a frozen group of rollout.engines that serves it, by name: a model of any architecture
     with the policy's vocabulary; null: none."""
+    teacher_engines: dict[str, str] = {}
+    """Several such groups, each by the value of metadata.TEACHER_FIELD whose prompts it teaches, such as {math:
+    math-teacher, code: code-teacher}; prompts with other values go to `teacher_engine`, and are refused without one."""
+    teacher_field: str = "dataset"
+    """Metadata by which `teacher_engines` chooses; dataset: the name of the prompt's source."""
     teacher_coef: Weight = 0.0
     """On-policy distillation: weight of log teacher - log engine in each token's advantage."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
@@ -191,16 +196,17 @@ class Algorithm(Section):
                 code="algorithm.no_advantages",
                 about="algorithm.advantages",
             )
-        if self.teacher is not None and self.teacher_engine is not None:
+        if self.teacher is not None and self.served_teachers:
+            key = "algorithm.teacher_engine" if self.teacher_engine is not None else "algorithm.teacher_engines"
             raise Refusal(
-                "algorithm.teacher and algorithm.teacher_engine name a teacher each; remove one of them",
+                f"algorithm.teacher and {key} name a teacher each; remove one of them",
                 code="algorithm.two_teachers",
-                about="algorithm.teacher_engine",
+                about=key,
             )
         if self.teacher_coef and not self.taught:
             raise Refusal(
-                "algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher or "
-                "algorithm.teacher_engine",
+                "algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher, "
+                "algorithm.teacher_engine or algorithm.teacher_engines",
                 code="algorithm.no_teacher",
                 about="algorithm.teacher_coef",
             )
@@ -243,7 +249,13 @@ class Algorithm(Section):
     @property
     def taught(self) -> bool:
         """True if a teacher scores the rollouts, in the trainers or in an engine."""
-        return self.teacher is not None or self.teacher_engine is not None
+        return self.teacher is not None or bool(self.served_teachers)
+
+    @property
+    def served_teachers(self) -> tuple[str, ...]:
+        """Names of the frozen groups that teach, each once."""
+        alone = () if self.teacher_engine is None else (self.teacher_engine,)
+        return tuple(dict.fromkeys((*self.teacher_engines.values(), *alone)))
 
     @property
     def needs_whole_step(self) -> bool:
@@ -310,6 +322,8 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "reference_refresh": (lambda a: a.reference, "needs algorithm.reference=true"),
     "teacher": (_rolled_out, "is compared with a policy's rollouts"),
     "teacher_engine": (_rolled_out, "is compared with a policy's rollouts"),
+    "teacher_engines": (_rolled_out, "is compared with a policy's rollouts"),
+    "teacher_field": (lambda a: bool(a.teacher_engines), "chooses among algorithm.teacher_engines"),
     "teacher_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
     "old_logprobs": (
         lambda a: _rolled_out(a) and a.advantages != "dpo",

@@ -43,13 +43,13 @@ def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> I
     from slimx.data.tokens import load_tokenizer  # imports transformers, which a plan does without
 
     for group in rollout.frozen_engines:
-        if group.name != algorithm.teacher_engine or group.urls:
+        if group.name not in algorithm.served_teachers or group.urls:
             continue
         own, other = tokenizer.get_vocab(), load_tokenizer(group.model).get_vocab()
         if own != other:
             token = min((own.items() ^ other.items()), key=lambda item: (item[1], item[0]))[0]
             yield (
-                f"algorithm.teacher_engine {group.name}: {group.model} has another vocabulary than the policy: "
+                f"the teacher {group.name}: {group.model} has another vocabulary than the policy: "
                 f"{token!r} is token {other.get(token)} there and {own.get(token)} here; serve a model with the "
                 "policy's tokenizer"
             )

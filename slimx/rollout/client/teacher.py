@@ -1,19 +1,20 @@
-"""A teacher that frozen engines serve: it scores each finished rollout for on-policy distillation.
+"""Teachers that frozen engines serve: one scores each finished rollout for on-policy distillation.
 
-Its log-probs are those of given tokens at temperature 1 over the whole vocabulary: SGLang has no others. A rollout must
-have been sampled so."""
+A teacher's log-probs are those of given tokens at temperature 1 over the whole vocabulary: SGLang has no others. A
+rollout must have been sampled so. Which teacher scores it is said by its prompt's metadata."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.records import Trajectory
+from slimx.config.sections.algorithm import Algorithm
+from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout.client.frozen import FrozenEngine
 
@@ -22,7 +23,7 @@ PIECE = 8192
 
 
 class Teacher:
-    """The teacher of a run (`algorithm.teacher_engine`)."""
+    """One teacher of a run, a frozen group of engines."""
 
     def __init__(self, engine: FrozenEngine, concurrency: int):
         """`concurrency`: requests to it at once; a deadline runs while one is sent, not while it waits here."""
@@ -38,7 +39,7 @@ class Teacher:
         if temperature != 1.0 or trajectory.support is not None:
             how = f"at temperature {temperature:g}" if temperature != 1.0 else "under top-k or top-p"
             raise SlimxError(
-                f"rollout {trajectory.id} was sampled {how} by its hook, and algorithm.teacher_engine scores at "
+                f"rollout {trajectory.id} was sampled {how} by its hook, and teacher {self.engine.name} scores at "
                 "temperature 1 over the whole vocabulary; sample so, or set algorithm.teacher",
                 code="teacher.sampling",
                 about=trajectory.id,
@@ -62,10 +63,59 @@ class Teacher:
         trajectory.timings["teacher"] = time.monotonic() - began
 
 
-def make_teacher(config: Config, engines: Mapping[str, FrozenEngine]) -> Teacher | None:
-    """The teacher among frozen `engines`; None without one, or where rollouts are replayed, which have its scores."""
-    name = config.algorithm.teacher_engine
-    return None if name is None or config.rollout.replay else Teacher(engines[name], config.rollout.concurrency)
+class Teachers:
+    """The teachers of a run, of which a prompt's metadata chooses one."""
+
+    def __init__(self, algorithm: Algorithm, engines: Mapping[str, FrozenEngine], concurrency: int):
+        """`concurrency`: requests to each teacher at once."""
+        self._algorithm = algorithm
+        self._teachers = {name: Teacher(engines[name], concurrency) for name in algorithm.served_teachers}
+
+    def of(self, prompt: Prompt) -> Teacher:
+        """The teacher of `prompt`'s rollouts; raises SlimxError if it names none."""
+        return self._teachers[teacher_of(self._algorithm, prompt)]
+
+
+def make_teachers(config: Config, engines: Mapping[str, FrozenEngine]) -> Teachers | None:
+    """The teachers among frozen `engines`; None without any, or where replayed rollouts have their scores."""
+    if not config.algorithm.served_teachers or config.rollout.replay:
+        return None
+    return Teachers(config.algorithm, engines, config.rollout.concurrency)
+
+
+def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
+    """Name of the frozen group that teaches `prompt`'s rollouts; raises SlimxError if it names none."""
+    field = algorithm.teacher_field
+    value = prompt.metadata.get(field)
+    name = algorithm.teacher_engines.get(str(value), algorithm.teacher_engine)
+    if name is None:
+        says = f"has no metadata.{field}" if value is None else f"has metadata.{field} {value}"
+        raise SlimxError(
+            f"prompt {prompt.id} {says}, and algorithm.teacher_engines has "
+            f"{', '.join(algorithm.teacher_engines)}; add it there, or set algorithm.teacher_engine, which teaches all "
+            "others",
+            code="teacher.prompt",
+            about=prompt.id,
+        )
+    return name
+
+
+def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
+    """Raise SlimxError for a prompt that names no teacher, or for an entry of `algorithm.teacher_engines` that no
+    prompt names: with `algorithm.teacher_engine` a misspelt one would not show."""
+    if not algorithm.teacher_engines:
+        return
+    seen: set[str] = set()
+    for prompt in prompts:
+        teacher_of(algorithm, prompt)
+        seen.add(str(prompt.metadata.get(algorithm.teacher_field)))
+    for value in (name for name in algorithm.teacher_engines if name not in seen):
+        raise SlimxError(
+            f"algorithm.teacher_engines.{value} teaches prompts whose metadata.{algorithm.teacher_field} is {value}, "
+            "and there are none; correct the name, or leave it out",
+            code="teacher.unused",
+            about=f"algorithm.teacher_engines.{value}",
+        )
 
 
 async def check_vocabulary(server: FrozenEngine, tokenizer: Any) -> None:
@@ -85,7 +135,7 @@ async def check_vocabulary(server: FrozenEngine, tokenizer: Any) -> None:
             if own != other:
                 raise SlimxError(
                     f"the teacher at {server.url} has another vocabulary than the policy: token {token} is {other!r} "
-                    f"there and {own!r} here; algorithm.teacher_engine needs a model with the policy's tokenizer",
+                    f"there and {own!r} here; a teacher needs a model with the policy's tokenizer",
                     code="teacher.vocabulary",
                     about=str(token),
                 )

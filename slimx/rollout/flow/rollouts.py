@@ -20,7 +20,7 @@ from slimx.engines.outage import Outage
 from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.client.frozen import FrozenEngine
-from slimx.rollout.client.teacher import make_teacher
+from slimx.rollout.client.teacher import make_teachers
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import GroupProgress
@@ -78,11 +78,11 @@ class GroupMaker:
         proxy: ChatProxy | None = None,
         outage: Outage | None = None,
     ):
-        """`engines`: frozen ones, which hooks may ask, and a teacher among them. `proxy`: the server through which
+        """`engines`: frozen ones, which hooks may ask, and teachers among them. `proxy`: the server through which
         agents sample. `outage`: while it lasts, no rollout's deadline runs."""
         self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
         self.engines, self.proxy = engines or {}, proxy
-        self._teacher = make_teacher(config, self.engines)
+        self._teachers = make_teachers(config, self.engines)
         self.version = 0
         """Newest published weight version; the loop keeps it."""
         self.outage = outage or Outage()
@@ -207,8 +207,8 @@ class GroupMaker:
         else:
             alone = self.config.reward.scope == "trajectory"
             work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories if alone]
-            if self._teacher is not None and not (evaluation or greedy):
-                work += [self._teach(trajectory) for trajectory in trajectories]
+            if self._teachers is not None and not (evaluation or greedy):
+                work += [self._teach(prompt, trajectory) for trajectory in trajectories]
             if len(work) == 1:  # no task of its own for the one that most rollouts have
                 await work[0]
             else:
@@ -274,9 +274,9 @@ class GroupMaker:
                 trajectory.reward, trajectory.reward_parts = verdict
             _keep_logged(trajectories[0], ctx.metrics)
 
-    async def _teach(self, trajectory: Trajectory) -> None:
+    async def _teach(self, prompt: Prompt, trajectory: Trajectory) -> None:
         with _marking(trajectory, "teacher"):
-            await self._teacher.score(trajectory)
+            await self._teachers.of(prompt).score(trajectory)
 
 
 @contextmanager

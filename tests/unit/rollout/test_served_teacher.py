@@ -32,7 +32,7 @@ from slimx.preflight.checks import teacher as teacher_rules
 from slimx.preflight.effects.effects import effects
 from slimx.rollout import single_turn
 from slimx.rollout.client.frozen import FrozenEngine
-from slimx.rollout.client.teacher import Teacher, check_vocabulary, make_teacher
+from slimx.rollout.client.teacher import Teacher, check_taught, check_vocabulary, make_teachers
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
@@ -45,6 +45,8 @@ SERVED = {"algorithm__name": "distillation", "algorithm__teacher_engine": "wise"
 
 class FakeTeacher:
     """Each token's log-prob is its position over -8."""
+
+    name = "wise"
 
     def __init__(self, error: SlimxError | None = None) -> None:
         self.error = error
@@ -137,8 +139,6 @@ async def test_a_teacher_that_does_not_answer_fails_the_group_with_its_reason(er
 class Unable(FakeTeacher):
     """A teacher that cannot say the token before the last one at all."""
 
-    name = "wise"
-
     async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
         said = await super().logprobs(token_ids, start=start)
         return [-math.inf if position == len(token_ids) - 2 else value for position, value in enumerate(said, start)]
@@ -169,6 +169,71 @@ async def test_a_rollout_that_its_hook_sampled_otherwise_is_not_scored():
     assert "g/0" in outcome.detail and "temperature 0.5" in outcome.detail
 
 
+# Several --------------------------------------------------------------------------------------------------------------
+
+TWO = {
+    "algorithm__teacher_engine": None,
+    "algorithm__teacher_engines": {"sums": "wise", "primes": "other"},
+    "engines": [ACTOR, TEACHER, TEACHER | {"name": "other"}],
+}
+"""Beside `SERVED`: two teachers by the prompt's data set, and none for others."""
+
+
+def prompt_of(name: str, field: str = "dataset") -> Prompt:
+    return replace(prompts()[0], id=name, metadata={field: name})
+
+
+@pytest.mark.parametrize("field", ["dataset", "kind"])
+async def test_a_prompts_metadata_says_which_teacher_scores_its_rollouts_and_others_go_to_the_common_one(field):
+    teachers = {name: FakeTeacher() for name in ("wise", "other", "common")}
+    engines = [ACTOR, *(TEACHER | {"name": name} for name in teachers)]
+    changes = {**SERVED, **TWO, "algorithm__teacher_field": field, "algorithm__teacher_engine": "common"}
+    config = config_of(**{**changes, "engines": engines, "reward__function": None})
+    make = GroupMaker(config, Hooks(single_turn.generate, one, None), the_tokenizer(), FakeEngine(), teachers).make
+    for number, (name, teacher) in enumerate({"sums": "wise", "primes": "other", "knots": "common"}.items()):
+        outcome = await make(prompt_of(name, field), group_id=f"g{number}", number=number)
+        assert outcome.reason is None
+        asked = {each: len(teachers[each].asked) for each in teachers}
+        assert asked == {each: 2 if each == teacher else 0 for each in teachers}
+        teachers[teacher].asked.clear()
+    (other,) = {*("dataset", "kind")} - {field}
+    await make(prompt_of("sums", other), group_id="g9", number=9)
+    assert len(teachers["common"].asked) == 2
+
+
+def test_prompts_without_a_teacher_and_teachers_without_prompts_are_refused_before_the_start():
+    both = [prompt_of("sums"), prompt_of("primes")]
+    algorithm = config_of(**{**SERVED, **TWO}).algorithm
+    check_taught(algorithm, both)
+    with refused("teacher.prompt", about="knots"):
+        check_taught(algorithm, [*both, prompt_of("knots")])
+    with refused("teacher.prompt", about="primes"):
+        check_taught(algorithm, [prompt_of("sums"), prompt_of("primes", "kind")])
+    with refused("teacher.unused", about="algorithm.teacher_engines.primes"):
+        check_taught(algorithm.model_copy(update={"teacher_engine": "wise"}), [prompt_of("sums"), prompt_of("knots")])
+    check_taught(config_of(**SERVED).algorithm, [prompt_of("knots")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "about"),
+    [
+        ({"engines": [ACTOR, TEACHER]}, "algorithm.teacher_engine", "algorithm.teacher_engines.primes"),
+        ({"sampling": {"top_k": 20}}, "algorithm.teacher_engine", "algorithm.teacher_engines"),
+        ({"algorithm__teacher": "t"}, "algorithm.two_teachers", "algorithm.teacher_engines"),
+        ({"algorithm__name": "sft"}, "algorithm.unused", "algorithm.teacher_engines"),
+        (
+            {"algorithm__teacher_engines": {}, "algorithm__teacher_engine": "wise", "algorithm__teacher_field": "kind"},
+            "algorithm.unused",
+            "algorithm.teacher_field",
+        ),
+    ],
+)
+def test_teachers_that_do_not_fit_are_refused_by_their_entry(changes, code, about):
+    config_of(**{**SERVED, **TWO})
+    with invalid(code, about=about):
+        config_of(**{**SERVED, **TWO, **changes})
+
+
 # To the trainers ------------------------------------------------------------------------------------------------------
 
 
@@ -195,9 +260,9 @@ def test_its_term_is_looked_at_by_the_effect_check():
 
 
 def test_rollouts_that_are_replayed_have_their_scores():
-    assert make_teacher(config_of(**SERVED), {"wise": FakeTeacher()}) is not None
-    assert make_teacher(config_of(**SERVED, replay="runs/before"), {}) is None
-    assert make_teacher(config_of(), {}) is None
+    assert make_teachers(config_of(**SERVED), {"wise": FakeTeacher()}) is not None
+    assert make_teachers(config_of(**SERVED, replay="runs/before"), {}) is None
+    assert make_teachers(config_of(), {}) is None
 
 
 # The request ----------------------------------------------------------------------------------------------------------
