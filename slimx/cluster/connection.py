@@ -75,7 +75,7 @@ def _start_locally(cpus: int) -> None:
             ray.init(
                 **local_options(),
                 num_cpus=cpus,
-                # Shards of a batch are a few MB; weights do not travel through the object store.
+                # Shards of a batch are a few MB, and so are pieces of mirrors; weights do not travel through it.
                 object_store_memory=max(256 * 2**20, int(0.02 * _memory())),
                 log_to_driver=False,
                 logging_level=logging.ERROR,

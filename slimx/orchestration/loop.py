@@ -93,6 +93,7 @@ async def train(run: Run) -> None:
         run.checkpoints.check()
         if run.due(config.algorithm.reference_refresh):
             await refresh_reference(run)
+        await run.mirror()
         if run.checkpoints.due(run.step):
             await run.save()
         if run.due(config.checkpoint.export_every):

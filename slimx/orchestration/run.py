@@ -186,6 +186,12 @@ class Run:
             async with self.trainers_turn():
                 await self.lasting(lambda: self.checkpoints.save(state))
 
+    async def mirror(self) -> None:
+        """Have all ranks' states kept elsewhere in memory, if that is due."""
+        if self.recovery is not None and self.due(self.config.recovery.mirror_every):
+            with self.phase("mirror"):
+                await self.recovery.mirror(self.step)
+
     async def finish_save(self) -> None:
         """Wait until the last checkpoint is on disk."""
         with self.phase("save_wait"):

@@ -207,7 +207,9 @@ async def _session(
         )
         await stack.enter_async_context(service)
         await start_parts(config, trainers, critic, service, records.starting)
-        recovery = TrainerRecovery(trainers, records) if config.recovery.trainers else None
+        recovery = TrainerRecovery(trainers, records, logs) if config.recovery.trainers else None
+        if recovery is not None:
+            stack.push_async_callback(recovery.stop)
         watches = [recovery.watch() if recovery is not None else watch_ranks(trainers, config.trainer.watch_deadline)]
         if critic is not None and critic.own is not None:
             watches.append(watch_ranks(critic.own, config.trainer.watch_deadline))

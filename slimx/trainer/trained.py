@@ -7,9 +7,10 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
-from slimx.trainer.checkpoint.load import restore
+from slimx.trainer.checkpoint.load import restore, restore_mirrored
+from slimx.trainer.checkpoint.mirror import Mirror
 from slimx.trainer.checkpoint.save import Saver
-from slimx.trainer.checkpoint.state import full_state
+from slimx.trainer.checkpoint.state import full_state, own_state
 from slimx.trainer.context import ContextShard
 from slimx.trainer.device.gpu import largest
 from slimx.trainer.device.offload import Offload
@@ -36,6 +37,7 @@ class TrainedModel:
             deadline_s=config.checkpoint.deadline,
             holder=holder,
         )
+        self.mirrored = Mirror(parallel.rank, config.trainer.deadline, holder)
         settings = chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = optimizer.scale_loss
@@ -59,6 +61,17 @@ class TrainedModel:
             load_optimizer=load_optimizer,
             frozen=bool(self.config.trainer.frozen),
         )
+        self.weights.changed()
+
+    def mirror(self, store: Any, step: int) -> None:
+        """Copy this rank's state after step `step` and start sending it to `store`, which keeps it for a successor."""
+        frozen = bool(self.config.trainer.frozen)
+        self.mirrored.send(store, step, own_state(self.chunks, self.optimizer, loading=False, frozen=frozen))
+
+    def restore_mirrored(self, step: int) -> None:
+        """Continue from the state after step `step`, which `mirrored` has fetched."""
+        frozen = bool(self.config.trainer.frozen)
+        restore_mirrored(self.mirrored.fetched(step), self.chunks, self.optimizer, frozen=frozen)
         self.weights.changed()
 
     def offload(self, *, weights: bool = True) -> None:

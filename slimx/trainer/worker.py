@@ -159,6 +159,23 @@ class TrainerWorker:
             self._resident()
             self._trainer.restore(path, same_layout=same_layout, load_optimizer=load_optimizer)
 
+    def mirror(self, store: Any, step: int) -> None:
+        """Copy the state after `step` steps and begin to send it to `store`, a `MirrorStore`."""
+        with self._memory.phase("mirror"):
+            self._resident()
+            self._trainer.mirror(store, step)
+
+    def fetch_mirror(self, store: Any, step: int) -> None:
+        """Bring what this rank's predecessor sent to `store` after `step` steps here."""
+        with self._memory.phase("restore"):
+            self._trainer.mirrored.fetch(store, step)
+
+    def restore_mirror(self, step: int) -> None:
+        """Take the state that `fetch_mirror` has brought."""
+        with self._memory.phase("restore"):
+            self._resident()
+            self._trainer.restore_mirrored(step)
+
     def memory(self) -> dict[str, float]:
         """Return `memory/PHASE_peak_mib` of this rank since the last call, in MiB."""
         return self._memory.take()

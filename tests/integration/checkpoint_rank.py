@@ -126,6 +126,17 @@ class Rank:
         trainer.restore(str(path), same_layout=False, load_optimizer=load_optimizer)
         return self.steps(trainer, 2, 2)
 
+    def mirror(self, trainer: Any) -> dict[str, Any]:
+        """Two steps of `trainer`, and of a new one that began from its bytes."""
+        from slimx.trainer.checkpoint.load import restore_mirrored
+        from slimx.trainer.checkpoint.state import own_state
+
+        data = trainer.mirrored.copied(own_state(trainer.chunks, trainer.optimizer, loading=False, frozen=False))
+        expected, new = self.steps(trainer, 6, 2), self.trainer()
+        restore_mirrored(data, new.chunks, new.optimizer, frozen=False)
+        new.weights.changed()
+        return {"expected": expected, "restored": self.steps(new, 6, 2)}
+
     def same_weights(self, path: str) -> bool:
         """Returns True if Megatron-LM's directory gives this rank the bits that the Hugging Face one gives it."""
         import torch
@@ -145,6 +156,9 @@ def main() -> None:
             rank.tell("steps", lambda trainer=trainer: rank.steps(trainer, 0, 2))
             path = rank.out / name
             rank.tell("saved", lambda trainer=trainer, path=path: rank.save_while_training(trainer, path))
+        else:
+            trainer = rank.trainer()
+            rank.steps(trainer, 0, 2)
         if name == "DP2":
             rank.tell("saved_again", lambda trainer=trainer: rank.save_again(trainer, rank.out / "second"))
             rank.tell("saved_badly", lambda trainer=trainer: rank.save_badly(trainer, rank.out / "bad"))
@@ -153,6 +167,7 @@ def main() -> None:
             rank.tell("weights_only", lambda: rank.resume(first, load_optimizer=False))
         else:
             rank.tell("resumed", lambda: rank.resume(first))
+        rank.tell("mirrored", lambda trainer=trainer: rank.mirror(trainer))
         for kind, path in rank.job["megatron"].items():
             rank.tell(kind, lambda path=path: rank.same_weights(path))
         rank.leave()

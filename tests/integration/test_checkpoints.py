@@ -118,6 +118,14 @@ def test_a_checkpoint_has_the_names_types_and_shapes_that_megatron_core_0_16_gav
     assert saved_tensors(ranks.out / "DP2") == written_by_0_16("Qwen3-MoE")
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trainer_that_takes_a_mirrored_state_goes_on_to_the_last_bit(ranks, layout):
+    for said in ranks.said:
+        assert said[layout]["mirrored"]["restored"] == said[layout]["mirrored"]["expected"]
+    first, second = ranks[layout]["mirrored"]["restored"]
+    assert first["loss/sft"] != second["loss/sft"]
+
+
 # Other layouts --------------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,15 @@ def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Iterator[st
         )
 
 
+@rule("recovery.mirror", about="recovery.mirror_every")
+def mirrors_for_someone(recovery: Recovery) -> Iterator[str]:
+    if recovery.mirror_every and not recovery.trainers:
+        yield (
+            "recovery.mirror_every is set, but recovery.trainers is 0: no rank would ever take a mirrored state; set "
+            "recovery.trainers, or recovery.mirror_every=0"
+        )
+
+
 @rule("recovery.engines", about="recovery.trainers")
 def beside_engines(recovery: Recovery, rollout: Rollout) -> Iterator[str]:
     if recovery.trainers and not rollout.policy_engines:

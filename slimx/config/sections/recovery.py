@@ -9,3 +9,6 @@ class Recovery(Section):
     trainers: Count = 0
     """Times that all trainer ranks may be started again in a run when one of them dies or stands still, while engines,
     router and driver stay; 0: such a loss ends the run, and the same command goes on from the newest checkpoint."""
+    mirror_every: Count = 0
+    """Steps between two copies of all ranks' states, which are kept in the host memory of a neighbouring node (of the
+    same one, where there is no other), so that lost trainers need no disk and train fewer steps again; 0: none."""

@@ -110,6 +110,16 @@ class TrainerGroup(RankGroup):
         arguments = self.same(str(path), same_layout, load_optimizer)
         await self.call("restore", arguments, f"loading the checkpoint {path}")
 
+    async def mirror(self, stores: Sequence[Any], *, step: int) -> None:
+        """Have all ranks copy their state and start sending it, each to its own of `stores`, which tell the rest."""
+        await self.call("mirror", [(store, step) for store in stores], f"the copy of the state of step {step}")
+
+    async def restore_mirror(self, stores: Sequence[Any], *, step: int) -> None:
+        """Bring all ranks to the state that was mirrored after `step` steps. Raises MirrorLost, with no rank changed,
+        if one of them cannot have it."""
+        await self.call("fetch_mirror", [(store, step) for store in stores], f"the mirrors of step {step}")
+        await self.call("restore_mirror", self.same(step), f"loading the mirrors of step {step}")
+
     async def check_files(self, path: Path, shares: list[bytes]) -> None:
         """Have every rank compare its share of the files in `path` with their records."""
         await self.call("check_files", [(str(path), share) for share in shares], f"reading the files of {path}")

@@ -33,20 +33,25 @@ from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import local_pids, watch_ranks
 from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_same
+from slimx.orchestration.recovery.mirrors import Mirrors
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.references import reference_path, reference_step
 from slimx.runtime.tasks import cancelled
+from slimx.trainer.checkpoint.mirror_store import MirrorLost
 
 
 class TrainerRecovery:
     """Replaces the ranks of `trainers`, up to `recovery.trainers` times."""
 
-    def __init__(self, trainers: TrainerGroup, records: Records):
+    def __init__(self, trainers: TrainerGroup, records: Records, log_dir: Path):
         self.trainers, self.records = trainers, records
         self.config = trainers.config
         self.limit = self.config.recovery.trainers
         self.ledger = Ledger()
+        self.mirrors = Mirrors(trainers, log_dir, records.table.note)
+        self.trained_again = self.from_mirrors = 0
+        """Steps that new ranks trained again, and times that they took their state from mirrors."""
         self.on_replaced: Callable[[], None] = lambda: None
         """Called when other ranks have taken the place of lost ones, before anybody makes a call to them."""
         self.replaced = 0
@@ -74,12 +79,27 @@ class TrainerRecovery:
         """Keep a step that was trained, until a checkpoint holds it."""
         self.ledger.trained(TrainedStep(step, version, updates, dict(metrics)))
 
+    async def mirror(self, step: int) -> None:
+        """Have the state of all ranks after `step` steps kept in memory elsewhere. That it cannot be ends nothing."""
+        await self.lasting(lambda: self.mirrors.take(step))
+
+    def bases(self) -> set[int]:
+        """Steps whose states new ranks may begin from."""
+        return {self.ledger.base.step} | ({self.mirrors.step} if self.mirrors.step is not None else set())
+
+    async def stop(self) -> None:
+        """End what keeps mirrors; does not raise."""
+        await self.mirrors.stop()
+
     def metrics(self) -> dict[str, float]:
         """Replacements so far, seconds without trainers since the last call, and what the driver keeps of batches."""
         seconds, self._seconds = self._seconds, 0.0
         return {
             "recovery/trainers": float(self.replaced),
             "recovery/seconds": seconds,
+            "recovery/trained_again": float(self.trained_again),
+            "recovery/from_mirrors": float(self.from_mirrors),
+            **({} if self.mirrors.step is None else {"recovery/mirrored_step": float(self.mirrors.step)}),
             "recovery/kept_steps": float(len(self.ledger.steps)),
             "recovery/kept_mib": self.ledger.nbytes / 2**20,
         }
@@ -148,6 +168,7 @@ class TrainerRecovery:
     async def _start_again(self) -> SlimxError | None:
         await self._end(self.trainers)
         await self._checkpoints.interrupt()
+        await self.mirrors.interrupt()
         new = self.trainers.successor()
         try:
             await new.identify()
@@ -168,18 +189,17 @@ class TrainerRecovery:
         clock = [time.perf_counter()]
         await new.start()
         clock.append(time.perf_counter())
-        base = self.ledger.base
-        if base.checkpoint is not None:
-            await new.restore(base.checkpoint, same_layout=base.same_layout, load_optimizer=True)
+        first, source = await self._load_state(new)
         every = self.config.algorithm.reference_refresh
-        if last := reference_step(base.step, every):
+        if last := reference_step(first, every):
             await new.refresh_reference(reference_path(Path(self.config.run.dir), last))
         clock.append(time.perf_counter())
-        await self._checkpoints.write_again(new, base.step)
-        step = base.step
+        await self._checkpoints.write_again(new, first)
+        step = first
         while (kept := self.ledger.steps.get(step)) is not None:
             metrics = await new.train_step(kept.updates, step=step, version=kept.version)
             step += 1
+            self.trained_again += 1
             check_same(step, kept.metrics, metrics)
             if reference_step(step, every) == step:
                 await new.refresh_reference()
@@ -187,9 +207,24 @@ class TrainerRecovery:
         started, loaded, trained = (late - early for early, late in pairwise([*clock, time.perf_counter()]))
         self.records.table.note(
             f"trainers are back after step {step}: started in {started:.1f} s, loaded "
-            f"{base.checkpoint or 'the initial weights'} in {loaded:.1f} s, trained {step - base.step} steps again in "
-            f"{trained:.1f} s"
+            f"{source} in {loaded:.1f} s, trained {step - first} steps again in {trained:.1f} s"
         )
+
+    async def _load_state(self, new: TrainerGroup) -> tuple[int, str]:
+        """Have new ranks load the newest state that there is; its step, and its name. A mirror that is beyond a save
+        which has to be written again is of no use: new ranks would not pass the save's step."""
+        base, unwritten = self.ledger.base, self._checkpoints.unwritten
+        mirrored = self.mirrors.step
+        if mirrored is not None and mirrored > base.step and (unwritten is None or mirrored <= unwritten):
+            try:
+                await self.mirrors.restore(new)
+                self.from_mirrors += 1
+                return mirrored, f"the mirrors of step {mirrored}"
+            except MirrorLost as error:
+                self.records.table.note(f"{first_line(error)}; trainers begin from the newest checkpoint")
+        if base.checkpoint is not None:
+            await new.restore(base.checkpoint, same_layout=base.same_layout, load_optimizer=True)
+        return base.step, str(base.checkpoint or "the initial weights")
 
     async def _end(self, group: TrainerGroup) -> None:
         """Have no rank of `group` run, whatever state it is in."""

@@ -114,6 +114,11 @@ class Checkpointer:
         self._writing = asyncio.create_task(self._write(partial, step, own))
         self._writing.add_done_callback(self._written)
 
+    @property
+    def unwritten(self) -> int | None:
+        """Step of a save that is not complete."""
+        return None if self._unwritten is None else self._unwritten[0]
+
     async def interrupt(self) -> None:
         """Wait no more for files of ranks that have ended: `write_again` has other ranks write them. A checkpoint of
         which all files are there becomes complete."""

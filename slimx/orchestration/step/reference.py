@@ -30,7 +30,7 @@ async def refresh_reference(run: Run) -> None:
         if found:
             written.add(int(found[1]))
     if run.recovery is not None:
-        written.add(run.recovery.ledger.base.step)
+        written |= run.recovery.bases()
     needed = {reference_step(step, every) for step in written}
     for found in map(_REFERENCE.fullmatch, _names(run.directory)):
         if found and int(found[1]) not in needed:

@@ -48,12 +48,15 @@ def host_memory(
         here = max(1, ranks // config.rollout.policy_engines[0].ranks) if config.schedule.colocate else 0
         buckets = ranks * figures.publisher_bytes + here * figures.landing_bytes
         last = ranks * figures.kept_bytes + here * figures.held_bytes
+    mirrored = rank.host_checkpoint if config.recovery.mirror_every else 0
     held = {
         "moments": ranks * sum(record.host_optimizer for record in one),
         "weights of reference and teacher": ranks * sum(record.host_copies for record in one),
         "state that leaves GPUs": ranks * sum(record.host_away for record in one),
         "tokens that indexers chose": ranks * sum(record.host_chosen for record in one),
         "copies that checkpoints are written from": ranks * sum(record.host_checkpoint for record in one),
+        "copies that mirrors are sent from": ranks * mirrored,
+        "mirrors of a neighbour's ranks": 2 * ranks * mirrored,  # the whole one, and the one that comes in
         "buckets of a publication": buckets,
         "weights published last": last,
         "batches that are kept for new trainers": batches,

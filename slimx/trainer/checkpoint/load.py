@@ -46,6 +46,7 @@ from slimx.models.files.megatron_common import read_common
 from slimx.models.files.megatron_directory import Fit
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.trainer.checkpoint import state as states
+from slimx.trainer.checkpoint.mirror import read_back
 from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
@@ -77,19 +78,31 @@ def restore(
     try:
         loaded = _load(state, path, tensors_only=False)
         _fill(chunks, loaded)
-        if not load_optimizer:
-            optimizer.reload_model_params()
+        if load_optimizer:
+            _fill_optimizer(optimizer, loaded["optimizer"])
         else:
-            _take_rates(loaded["optimizer"], next(iter(optimizer.param_groups), {}))  # a frozen stage may have no group
-            if in_pieces(optimizer):
-                load_groups(optimizer, loaded["optimizer"])  # the tensors were read into their places
-            else:
-                optimizer.load_state_dict(loaded["optimizer"])
+            optimizer.reload_model_params()
     # torch's reader raises many kinds, all of which mean that this checkpoint is unusable; one is a BaseException.
     except (Exception, CheckpointException) as error:
         raise _unusable(path, error) from error
     if same_layout:
         states.set_random_state(loaded[states.RANDOM])
+
+
+def restore_mirrored(data: torch.Tensor, chunks: Sequence[Any], optimizer: Any, *, frozen: bool) -> None:
+    """Take the state that this rank's predecessor sent as the bytes `data` (`slimx.trainer.checkpoint.mirror`)."""
+    loaded = read_back(data, states.own_state(chunks, optimizer, loading=True, frozen=frozen))
+    _fill(chunks, loaded)
+    _fill_optimizer(optimizer, loaded["optimizer"])
+    states.set_random_state(loaded[states.RANDOM])
+
+
+def _fill_optimizer(optimizer: Any, loaded: Any) -> None:
+    _take_rates(loaded, next(iter(optimizer.param_groups), {}))  # a frozen stage may have no group
+    if in_pieces(optimizer):
+        load_groups(optimizer, loaded)  # the tensors were read into their places
+    else:
+        optimizer.load_state_dict(loaded)
 
 
 def _take_rates(saved: Any, own: dict[str, Any]) -> None:

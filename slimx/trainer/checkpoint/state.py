@@ -74,10 +74,15 @@ def optimizer_state(
 
 def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: int, frozen: bool) -> dict[str, Any]:
     """The whole state of a checkpoint after step `step`; `frozen`: see `optimizer_state`."""
+    return own_state(chunks, optimizer, loading=False, frozen=frozen) | common_state(chunks, step, data_size)
+
+
+def own_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool, frozen: bool) -> dict[str, Any]:
+    """The state that is this rank's own, without what all ranks have in common; `frozen`: see `optimizer_state`."""
     state = model_state(chunks)
-    state["optimizer"] = optimizer_state(optimizer, chunks, state, loading=False, frozen=frozen)
+    state["optimizer"] = optimizer_state(optimizer, chunks, state, loading=loading, frozen=frozen)
     state[RANDOM] = random_state()
-    return state | common_state(chunks, step, data_size)
+    return state
 
 
 def common_state(chunks: Sequence[Any], step: int, data_size: int) -> dict[str, Any]:

@@ -4,160 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
-from slimx.cluster import waiting
-from slimx.cluster.restarts import Restart
-from slimx.cluster.waiting import ActorDied
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.recovery import Recovery
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import DeadlineError, SlimxError
-from slimx.observability.tracking.timeline import Timeline
-from slimx.orchestration.ranks import watch
-from slimx.orchestration.recovery import trainers as recovering
 from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_same
-from slimx.orchestration.recovery.trainers import TrainerRecovery
-from slimx.orchestration.state.checkpoints import Checkpointer
-from slimx.orchestration.state.saves import Saves
 from slimx.preflight.checks.reach import recovers_beside
-from slimx.runtime.machine import machine
-from slimx.trainer.checkpoint import files
-from slimx.trainer.checkpoint.files import Report
 from tests.refusals import invalid, refused
-from tests.unit.orchestration.checkpointing_stand import LAYOUT, config, state
+from tests.unit.orchestration.recovery_stand import Stand, World
 
-DIED = ActorDied("trainer rank 1 died", code="actor.died", about="trainer rank 1")
-
-
+pytestmark = pytest.mark.usefixtures("quick")
 SFT = {"name": "sft"}
-
-
-class World:
-    """All ranks of all groups: `weights` are the steps in the living ones."""
-
-    def __init__(self, tmp_path: Path, replaced: int = 2):
-        self.config = config(tmp_path, every=2, asynchronous=True, verify="size").model_copy(
-            update={"recovery": SimpleNamespace(trainers=replaced)}
-        )
-        self.done: list[str] = []
-        self.dies: dict[str, int] = {}
-        """Deaths that are to come, by the call in which they do."""
-        self.shift = 0.0
-        """What later groups compute differently."""
-        self.writes = True
-        """Whether ranks write their files."""
-
-
-class Group:
-    """Two ranks of `world`."""
-
-    def __init__(self, world: World):
-        self.world, self.config, self.sizes = world, world.config, LAYOUT
-        self.step, self.calling, self.dead = 0, None, False
-        self.logs = [Path("0.log"), Path("1.log")]
-        self.actors: list[Any] = [SimpleNamespace(ping=SimpleNamespace(remote=self._ping)) for _ in range(2)]
-        self.started = [{"pid": os.getpid(), "machine": machine(), "node": "n"} for _ in range(2)]
-
-    async def _ping(self) -> None:
-        if self.dead:
-            raise ray.exceptions.ActorDiedError
-
-    def holder(self, rank: int) -> str:
-        return f"trainer rank {rank}"
-
-    def successor(self) -> Group:
-        return Group(self.world)
-
-    def adopt(self, other: Group) -> None:
-        self.step, self.dead = other.step, False
-
-    async def identify(self) -> None: ...
-
-    async def start(self) -> None:
-        self._does("start")
-
-    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
-        self._does(f"restore {path.name}")
-        self.step = int(path.name.removeprefix("iter_"))
-
-    async def train_step(self, updates: Any, *, step: int, version: int) -> dict[str, float]:
-        assert step == self.step, "trained out of order"
-        self._does(f"train {step}")
-        self.step += 1
-        return {"loss": step + self.world.shift, "gap": float("nan")}
-
-    async def save(self, path: Path, *, step: int) -> None:
-        assert step == self.step
-        self._does(f"save {step}")
-        for rank in range(2):
-            if self.world.writes:
-                files.write_report(path, rank, Report({}, []))
-
-    def _does(self, what: str) -> None:
-        if self.dead:
-            raise DIED
-        self.world.done.append(what)
-        if self.world.dies.get(what, 0):
-            self.world.dies[what] -= 1
-            self.dead = True
-            raise DIED
-
-
-class Stand:
-    """A run's recovery, with a loop that trains and saves."""
-
-    def __init__(self, tmp_path: Path, world: World):
-        self.world, self.group = world, Group(world)
-        self.told: list[Restart] = []
-        table = SimpleNamespace(note=lambda text: None)
-        self.recovery = TrainerRecovery(self.group, SimpleNamespace(table=table, trainers_replaced=self.told.append))
-        self.saves = Saves(tmp_path / "checkpoints", keep=2)
-        self.checkpoints = Checkpointer(
-            world.config, LAYOUT, self.group, self.saves, Timeline(tmp_path), lambda text: None
-        )
-
-    async def open(self) -> Stand:
-        await self.recovery.open(self.checkpoints, Base())
-        return self
-
-    async def train(self, step: int) -> None:
-        metrics = await self.lasting(lambda: self.group.train_step([], step=step, version=step))
-        self.recovery.trained(step, step, [], metrics)
-
-    async def save(self, step: int) -> None:
-        await self.lasting(lambda: self.checkpoints.save(state(step)))
-
-    async def lasting(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        async with asyncio.timeout(60):
-            return await self.recovery.lasting(work)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Nobody is killed, and Ray knows of a death soon; returns what would have been fenced."""
-    fenced: list[Any] = []
-
-    async def fence(pids: Any, what: str) -> None:
-        fenced.append({node: list(own) for node, own in pids.items()})
-
-    async def kill(actors: Any) -> None: ...
-
-    monkeypatch.setattr(recovering, "fence", fence)
-    monkeypatch.setattr(recovering, "kill", kill)
-    monkeypatch.setattr(waiting, "DEATH_S", 0.1)
-    monkeypatch.setattr(watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(watch, "PING_S", 0.01)
-    return fenced
 
 
 async def test_new_ranks_train_the_steps_since_the_checkpoint_again_and_then_the_one_that_broke(
@@ -307,6 +172,7 @@ def test_a_metric_that_is_missing_or_differs_in_its_last_bit_is_named() -> None:
     [
         ({"checkpoint": {"every": 0}}, "recovery.unbounded", "checkpoint.every"),
         ({"rollout": {"prompts": "p", "engines": []}, "algorithm": SFT}, "recovery.engines", "recovery.trainers"),
+        ({"recovery": {"mirror_every": 2}}, "recovery.mirror", "recovery.mirror_every"),
         ({"checkpoint": {"every": 2, "load_optimizer": False}}, "recovery.proven", "checkpoint.load_optimizer"),
         ({"schedule": {"colocate": True}}, "recovery.proven", "schedule.colocate"),
         ({"critic": {}}, "recovery.proven", "critic"),

@@ -254,6 +254,15 @@ def test_batches_that_recovery_keeps_are_counted_by_their_own_bytes(tmp_path):
     assert kept_batches(config_of(), spec, batch) == 0
 
 
+def test_mirrors_are_counted_once_where_they_are_sent_from_and_twice_where_they_are_kept() -> None:
+    held = {}
+    for every in (0, 2):
+        config = config_of(recovery={"trainers": 1, "mirror_every": every}, checkpoint={"every": 5})
+        host = host_memory(config, H100, [trainer(host_checkpoint=8)], None, critic_own=False)
+        held[every] = host.nbytes
+    assert held[2] - held[0] == 3 * 8 * GIB, "one rank"
+
+
 def test_disk_counts_checkpoints_that_are_there_at_once_exports_and_rollouts(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | {"num_hidden_layers": 2}))
     spec = read_model(tmp_path)

@@ -7,7 +7,7 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +208,7 @@ class FakeRun:
     """Counts steps, and writes an empty directory for an export."""
 
     def __init__(self, directory: Path, refresh: int) -> None:
+        self.recovery: SimpleNamespace | None = None
         self.directory, self.step, self.loaded = directory, 0, []
         self.config = config_of(algorithm__reference=True, algorithm__reference_refresh=refresh)
         self.trainers = self
@@ -215,6 +216,9 @@ class FakeRun:
     @asynccontextmanager
     async def trainers_turn(self) -> AsyncIterator[None]:
         yield
+
+    async def lasting(self, work: Callable[[], Awaitable[None]]) -> None:
+        await work()
 
     async def refresh_reference(self, path: Path | None = None) -> None:
         self.loaded.append(path)
@@ -245,6 +249,14 @@ async def test_a_resumed_run_finds_the_reference_of_its_step_and_the_others_go(t
     run.step = 5
     with refused("reference.lost", about=str(tmp_path / "reference-000003")):
         await restore_reference(run, tmp_path / "checkpoints" / "iter_0000005")
+
+
+async def test_the_reference_of_a_state_that_new_trainers_may_begin_from_stays(tmp_path: Path):
+    run = FakeRun(tmp_path, refresh=3)
+    run.recovery = SimpleNamespace(bases=lambda: {5})
+    for run.step in (3, 6, 9):
+        await refresh_reference(run)
+    assert sorted(path.name for path in tmp_path.glob("reference-*")) == ["reference-000003", "reference-000009"]
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -1,0 +1,29 @@
+"""Shared by the tests of recovery."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slimx.cluster import waiting
+from slimx.orchestration.ranks import watch
+from slimx.orchestration.recovery import trainers as recovering
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Nobody is killed, and Ray knows of a death soon; returns what would have been fenced."""
+    fenced: list[Any] = []
+
+    async def fence(pids: Any, what: str) -> None:
+        fenced.append({node: list(own) for node, own in pids.items()})
+
+    async def kill(actors: Any) -> None: ...
+
+    monkeypatch.setattr(recovering, "fence", fence)
+    monkeypatch.setattr(recovering, "kill", kill)
+    monkeypatch.setattr(waiting, "DEATH_S", 0.1)
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "PING_S", 0.01)
+    return fenced
