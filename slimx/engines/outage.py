@@ -18,9 +18,9 @@ class Outage:
     begins and ends them."""
 
     def __init__(self) -> None:
-        self.since: float | None = None
-        """Unix seconds at which the outage began; None while engines serve."""
-        self._began = self._before = 0.0
+        self._began: float | None = None
+        """Begin of the outage by the event loop's clock; None while engines serve."""
+        self._before = 0.0
         self._served = asyncio.Event()
         self._served.set()
         self._clocks: dict[Clock, ExitStack] = {}
@@ -29,12 +29,17 @@ class Outage:
     @property
     def lasts(self) -> bool:
         """True while no engine serves."""
-        return self.since is not None
+        return self._began is not None
+
+    @property
+    def since(self) -> float | None:
+        """Unix seconds at which the outage began, by the present clock of this machine; None while engines serve."""
+        return None if self._began is None else time.time() - (_now() - self._began)
 
     def begin(self) -> None:
         """No engine serves from now on. Twice is once."""
         if not self.lasts:
-            self.since, self._began = time.time(), _now()
+            self._began = _now()
             self._served.clear()
             for clock, held in self._clocks.items():
                 held.enter_context(clock.standing())
@@ -42,7 +47,7 @@ class Outage:
     def end(self) -> None:
         """An engine serves from now on. Twice is once."""
         if self.lasts:
-            self.since, self._before = None, self.seconds
+            self._before, self._began = self.seconds, None
             self._served.set()
             for held in self._clocks.values():
                 held.close()
@@ -54,7 +59,7 @@ class Outage:
     @property
     def seconds(self) -> float:
         """Seconds of all outages so far, together."""
-        return self._before + (_now() - self._began if self.lasts else 0.0)
+        return self._before + (0.0 if self._began is None else _now() - self._began)
 
     def time(self) -> float:
         """Seconds of the event loop's clock, which stands still while an outage lasts."""

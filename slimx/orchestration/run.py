@@ -15,6 +15,7 @@ from slimx.data.records import Group
 from slimx.data.routes import check_routes
 from slimx.errors import Preempted
 from slimx.orchestration.batches import make_packer, make_update_rows
+from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.prepare import Prepared
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.publications import Publications, publication_metrics
@@ -68,11 +69,13 @@ class Run:
             config, prepared.sizes, trainers, saves, records.timeline, records.table.note, critic=critic
         )
         self.recovery = recovery
+        records.entered = self._mark
         if recovery is not None:
             self.publications.lasting = recovery.lasting
             recovery.on_replaced = self.publications.delivery.renew
         if self.engines is not None:
             self.engines.members.keeper.in_flight = self._in_flight
+            self.engines.members.before_ending = partial(keep_stacks, self.directory, records.table.note)
         self.step = self.current = 0
 
     def _make_rollouts(self, prepared: Prepared, maker: GroupMaker) -> RolloutManager | Replay:
@@ -123,6 +126,12 @@ class Run:
             "awaited": self.engines.members.awaited() if self.engines is not None else None,
             "late": next((late for group in self._groups() if (late := group.late()) is not None), None),
         }
+
+    def _mark(self, phase: str, step: int) -> None:
+        """Have the logs of trainers and engines say what their lines belong to."""
+        engines = [] if self.engines is None else self.engines.engines
+        for each in (*self._groups(), *engines):
+            each.mark(f"step {step}: {phase}")
 
     def _groups(self) -> list[RankGroup]:
         """The trainers' ranks, and those of a critic of its own."""

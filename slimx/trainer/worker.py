@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.runtime.allocator import set_expandable_segments
+from slimx.runtime.logs import marked
 from slimx.runtime.machine import machine
 from slimx.runtime.ports import address, free_port, is_loopback, own_address
 from slimx.runtime.toolkit import set_cuda_home
@@ -42,6 +43,11 @@ class TrainerWorker:
         for part in (self._trainer, self._critic):
             if part is not None and part.saver.failure is not None:
                 raise part.saver.failure
+
+    def mark(self, text: str) -> None:
+        """Write into the log what the lines that follow belong to."""
+        sys.stdout.write(marked(f"rank {self.rank}, {text}"))
+        sys.stdout.flush()
 
     def rendezvous(self) -> str:
         """Address on this rank's node at which all ranks meet: an init_method for torch.distributed."""

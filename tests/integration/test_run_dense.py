@@ -4,6 +4,7 @@ more groups in flight than a batch: there are no routes to ask engines for, and 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -111,3 +112,13 @@ def test_groups_that_the_filter_drops_or_that_do_not_end_are_counted_and_replace
     assert 1 not in numbers + coming
     assert len(set(numbers + coming)) == len(numbers) + len(coming) == STEPS * SIZE + OPEN - SIZE
     assert len(numbers) + len(coming) + len(dropped) == state["next"]
+
+
+def test_logs_say_which_step_and_phase_their_lines_belong_to(directory):
+    written = re.compile(r"^==== [\d-]+ [\d:]+ UTC, (.+), step (\d+): (\w+)$", re.MULTILINE)
+    for log, name in {"trainer-1.log": "rank 1", "engine-actor-0.log": "engine actor-0"}.items():
+        marks = written.findall((directory / "run/logs" / log).read_text())
+        assert {who for who, _, _ in marks} == {name}
+        done = [(int(step), phase) for _, step, phase in marks]
+        assert [step for step, phase in done if phase == "train"] == [1, 2]
+        assert done.index((1, "train")) < done.index((1, "publish")) < done.index((2, "generate"))

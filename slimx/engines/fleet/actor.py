@@ -16,6 +16,7 @@ from slimx.engines.server.spec import EngineSpec, NodeShare
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost
+from slimx.runtime.logs import marked
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
 
 ANSWER_S = 5.0
@@ -68,6 +69,11 @@ class EngineActor:
             return EngineSpec(port=where.port, host=where.hostname, external=True, **self.values)
         bootstrap = free_port(self.host) if self.values.get("role") == "prefill" else None
         return EngineSpec(port=free_port(self.host), host=self.host, bootstrap_port=bootstrap, node=node, **self.values)
+
+    def mark(self, text: str) -> None:
+        """Write into the server's log what the lines that follow belong to."""
+        with open(self.log_path, "a") as log:
+            log.write(marked(f"engine {self.values['name']}, {text}"))
 
     async def start(self, deadline_s: float) -> dict[str, Any]:
         """Start a server and wait until it attests the plugin; its URL and attestation.

@@ -81,6 +81,11 @@ class EngineHandle:
         self.kernels = kernels_of(started["attestation"])
         self.standing = Standing.JOINING
 
+    def mark(self, text: str) -> None:
+        """Write into its log what the lines that follow belong to; waits for nothing."""
+        if self.actor is not None:
+            self.actor.mark.options(num_returns=0).remote(text)
+
     def lose(self, error: SlimxError) -> None:
         """Out of the run: whoever waits for an answer gets `error`, and a late answer nobody."""
         self.standing = Standing.OUT

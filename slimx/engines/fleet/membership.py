@@ -30,6 +30,10 @@ from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import cancelled
 
 
+async def _nothing(error: SlimxError) -> None:
+    """Nobody wants to look at a lost engine."""
+
+
 class Membership:
     """The run's engines, as the publisher (`slimx.reshard.parties.Members`) and the loop need them."""
 
@@ -77,6 +81,8 @@ class Membership:
         self.on_change: Callable[[], None] = lambda: None
         self.on_lost: Callable[[str, SlimxError], None] = lambda name, error: None
         """Called whenever an engine's standing may have changed, and after every restart."""
+        self.before_ending: Callable[[SlimxError], Awaitable[None]] = _nothing
+        """Awaited before an engine that was lost by this error is ended."""
         self.epoch = 0
         """Rises with every change of who is a candidate or a member."""
         self.lost = self.restarted = 0
@@ -143,6 +149,7 @@ class Membership:
         """End the lost engine and start it again, as often as it may be."""
         async with self.turn.ending():
             await removal
+            await self.before_ending(error)
             await engine.stop(grace_s=0)
         restarts = self.restarts[engine.name]
         while restarts.left:

@@ -28,8 +28,8 @@ class Alerts:
         self.step: int | None = None
         """The step in progress."""
         self._name, self._directory, self._stall = name, directory, {"factor": factor, "at_least": at_least}
-        self._told: tuple[str, float] | None = None
-        """Phase and begin of the stall that was told."""
+        self._told: tuple[str, int] | None = None
+        """Phase and number of the stall that was told."""
 
     def tell(self, kind: Kind, what: str, *, about: str = "") -> None:
         """Send an event; `what` is a sentence without the run's name."""
@@ -51,16 +51,16 @@ class Alerts:
 
     def look(self, activity: Mapping[str, Any]) -> None:
         """Tell when the phase that `activity` says is stalled, once, and when it has ended after all."""
-        since = (activity["phase"], activity["since"])
-        if self._told is not None and self._told != since:
+        present = (activity["phase"], activity["number"])
+        if self._told is not None and self._told != present:
             self.tell("went_on", f"{self._told[0]} has ended", about=self._told[0])
             self._told = None
         now = time.time()
-        if self._told == since or now - activity["since"] <= self._stall["at_least"]:
+        if self._told == present or now - activity["since"] <= self._stall["at_least"]:
             return
         at = pace(self._directory, activity, now, **self._stall)
         if at.stalled:
-            self._told = since
+            self._told = present
             sentence = _stalled(at, activity)
             self.note(sentence)
             self.tell("stalled", sentence, about=at.phase)

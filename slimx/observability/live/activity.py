@@ -75,9 +75,9 @@ class Activity:
 
 
 def read_activity(directory: Path) -> dict[str, Any] | None:
-    """{written, step: in progress, phase, since, rollouts: None or `RolloutManager.status`, awaited: None or {what,
-    since} while no engine serves, late: None or what trainer ranks are asked for and who has not answered}; None before
-    the first."""
+    """{written, step: in progress, phase, number: of phases so far, since, rollouts: None or `RolloutManager.status`,
+    awaited: None or {what, since} while no engine serves, late: None or what trainer ranks are asked for and who has
+    not answered}; None before the first."""
     file = directory / FILE
     if not file.exists():
         return None

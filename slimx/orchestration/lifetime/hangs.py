@@ -13,10 +13,13 @@ from slimx.runtime.threads import in_thread
 WRITE_S = 45.0
 """Seconds for all stacks; the end of a run does not wait longer for them."""
 
+SILENT = ("rank.silent", "engine.silent")
+"""Codes of errors of parts that did not answer."""
+
 
 def hangs(error: BaseException) -> bool:
     """True for an error that says who was waited for in vain."""
-    return isinstance(error, DeadlineError) or (isinstance(error, SlimxError) and error.code == "rank.silent")
+    return isinstance(error, DeadlineError) or (isinstance(error, SlimxError) and error.code in SILENT)
 
 
 async def keep_stacks(directory: Path, note: Callable[[str], None], error: BaseException) -> None:

@@ -93,6 +93,11 @@ class RankGroup:
             with suppress(DeadlineError, PartLost):
                 await ask_ray("the release of GPUs", "Ray's GCS", KILL_S, self._gpus.release)
 
+    def mark(self, text: str) -> None:
+        """Write into the logs of all ranks what the lines that follow belong to; waits for nothing."""
+        for actor in self.actors:
+            actor.mark.options(num_returns=0).remote(text)
+
     async def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], what: str, deadline_s: float | None = None
     ) -> list[Any]:

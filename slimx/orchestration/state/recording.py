@@ -55,7 +55,9 @@ class Records:
         self.samples = JsonlFile(directory / "samples.jsonl", resume_step=resume_step)
         self.drops = JsonlFile(directory / "dropped.jsonl", resume_step=resume_step)
         self._keeping: asyncio.Task[Path] | None = None
-        self._phase, self._phase_since = "start", time.time()
+        self.entered: Callable[[str, int], None] = lambda name, step: None
+        """Told of every phase of a step that begins."""
+        self._phase, self._phases, self._began = "start", 0, time.monotonic()
 
     def close(self) -> None:
         self.tracker.close()
@@ -87,8 +89,9 @@ class Records:
     def phase(self, name: str, step: int) -> Iterator[None]:
         """A named part of `step`, in the timeline, the live table and the status."""
         self.table.phase(name)
-        self._phase, self._phase_since = name, time.time()
+        self._phase, self._phases, self._began = name, self._phases + 1, time.monotonic()
         self.alerts.step = step or None
+        self.entered(name, step)
         with self.timeline.phase(name, step=step):
             yield
 
@@ -100,8 +103,10 @@ class Records:
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
 
     def activity(self) -> dict[str, Any]:
-        """The present phase and when it began, for `slimx status`."""
-        return {"phase": self._phase, "since": self._phase_since}
+        """The present phase, its number in this process, and when it began by the present clock of this machine, which
+        may have been set meanwhile."""
+        since = time.time() - (time.monotonic() - self._began)
+        return {"phase": self._phase, "number": self._phases, "since": since}
 
     def step(
         self, step: int, version: int | None, metrics: dict[str, float], groups: Sequence[Group], seconds: float

@@ -51,6 +51,18 @@ async def test_a_lost_engine_leaves_the_router_first_then_is_ended_and_started_a
         assert restart.startswith("engine e0: ") and numbers(restart) == [1, 2]
 
 
+async def test_whoever_wants_to_looks_at_a_lost_engine_before_it_is_ended():
+    async with Stand() as stand:
+
+        async def look(error: SlimxError) -> None:
+            stand.log.append(f"look {error.code}")
+
+        stand.members.before_ending = look
+        await stand.members.quarantine(stand.engines[0], ReceiverLost("e0 is silent", code="engine.silent"))
+        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        assert stand.log[-4:] == ["remove http://e0/0", "look engine.silent", "stop http://e0/0", "start e0"]
+
+
 async def test_an_engine_lost_while_it_is_being_added_is_not_left_in_the_router():
     async with Stand() as stand:
         await stand.members.quarantine(stand.engines[0], gone())

@@ -111,7 +111,7 @@ def test_a_stall_is_told_once_and_again_when_it_is_over(server, alerts, notes, t
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     late = {"what": "the training step", "ranks": ["trainer rank 3"], "logs": ["l"], "of": 4}
     now = time.time()
-    slow = {"step": 4, "phase": "train", "since": now - 15, "late": late}
+    slow = {"step": 4, "phase": "train", "number": 7, "since": now - 15, "late": late}
     stuck = slow | {"since": now - 25}
     alerts.step = 4
     with alerting(alerts, server.url):
@@ -119,7 +119,7 @@ def test_a_stall_is_told_once_and_again_when_it_is_over(server, alerts, notes, t
         alerts.look(stuck)
         alerts.look(stuck)
         alerts.step = 5
-        alerts.look({"step": 5, "phase": "publish", "since": now, "late": None})
+        alerts.look({"step": 5, "phase": "publish", "number": 8, "since": now, "late": None})
     assert [(e["event"], e["about"], e["step"]) for e in server.events] == [
         ("stalled", "train", 4),
         ("went_on", "train", 5),

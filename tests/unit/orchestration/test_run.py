@@ -75,6 +75,9 @@ class Parts:
     async def memory(self) -> dict[str, float]:
         return {}
 
+    def mark(self, text: str) -> None:
+        """No log is kept."""
+
     def late(self) -> None:
         """Nobody is asked for anything."""
 

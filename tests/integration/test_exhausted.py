@@ -1,0 +1,121 @@
+"""Runs whose machine gives out: a full disk, no file descriptors left, a clock that is set while they go on.
+
+They run in `make test-all`; docs/operations.md has the outcomes in a table.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimx.observability.live.activity import read_activity
+from tests.full_disk import fill, small_disk
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+HOURS = 7200
+"""Seconds by which a clock is set."""
+MORE = 3
+"""Steps after a fault that show that the run goes on."""
+
+
+def config_of(directory: Path, model: Path, task: Path, **sections: dict[str, Any]) -> Path:
+    """A run of one trainer rank that saves every other step."""
+    wanted = {"trainer": {"world_size": 1, "expert": 1}, "schedule": {"steps": 400}, "checkpoint": {"every": 2}}
+    for name, section in sections.items():
+        wanted[name] = wanted.get(name, {}) | section
+    return write_config(directory, model, task / "train.jsonl", **wanted)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", kib=96 * 1024) as mounted:
+        yield mounted
+
+
+def test_a_run_whose_disk_fills_up_ends_in_one_sentence_and_goes_on_when_there_is_room(
+    tiny_model: Path, task_of_sums: Path, disk: Path, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, tiny_model, task_of_sums, run={"dir": str(disk / "run")})
+    run = TrainProcess(config)
+    run.until(lambda: completed_steps(disk / "run") >= 3)
+    fill(disk)
+    status = run.wait()
+    told = run.text()
+    print(f"ended with status {status}: {told[-2000:]}")
+    run.assert_nothing_left()
+    assert status == 2 and "Traceback" not in told
+    (disk / "filler").unlink()
+    before = completed_steps(disk / "run")
+    again = TrainProcess(config, f"schedule.steps={before + MORE}")
+    assert again.wait() == 0, again.text()
+    again.assert_nothing_left()
+    assert sorted(steps(disk / "run")) == list(range(1, before + MORE + 1))
+
+
+@pytest.mark.parametrize("victim", ["driver", "ray::TrainerWorker", "ray::EngineActor", "sglang::scheduler"])
+def test_a_process_without_file_descriptors_ends_the_run_in_one_sentence_or_goes_on(
+    victim: str, tiny_model: Path, task_of_sums: Path, tmp_path: Path
+) -> None:
+    run = TrainProcess(config_of(tmp_path, tiny_model, task_of_sums))
+    directory = tmp_path / "run"
+    run.until(lambda: completed_steps(directory) >= 2)
+    process = next(
+        process
+        for process in run.processes()
+        if (process.pid == run.process.pid if victim == "driver" else victim in " ".join(process.cmdline()))
+    )
+    held = process.num_fds()
+    process.rlimit(resource.RLIMIT_NOFILE, (held, held))
+    seen, began = completed_steps(directory), time.monotonic()
+    while run.process.poll() is None and completed_steps(directory) < seen + MORE and time.monotonic() < began + 600:
+        time.sleep(0.2)
+    status = run.process.poll()
+    print(f"{victim}: status {status}, {completed_steps(directory) - seen} more steps; {run.text()[-1500:]}")
+    assert status is not None or completed_steps(directory) >= seen + MORE, run.stacks()
+    if status is None:
+        run.kill(signal.SIGTERM)
+        run.wait()
+    assert "Traceback" not in run.text()
+    run.assert_nothing_left()
+
+
+def test_a_clock_that_is_set_two_hours_ahead_and_back_changes_nothing(
+    tiny_model: Path, task_of_sums: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, clock = tmp_path / "set_clock.so", tmp_path / "clock"
+    source = Path(__file__).with_name("set_clock.c")
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+    clock.write_bytes(struct.pack("=q", 0))
+    with monkeypatch.context() as inherited:
+        inherited.setenv("LD_PRELOAD", str(library))
+        inherited.setenv("SET_CLOCK", str(clock))
+        run = TrainProcess(config_of(tmp_path, tiny_model, task_of_sums))
+    directory = tmp_path / "run"
+    run.until(lambda: completed_steps(directory) >= 2)
+    for ahead in (HOURS, 0, -HOURS):
+        with clock.open("r+b") as file:
+            file.write(struct.pack("=q", ahead))
+        seen = completed_steps(directory)
+        run.until(lambda seen=seen: completed_steps(directory) >= seen + MORE)
+    activity = read_activity(directory)
+    assert abs(activity["written"] - (time.time() - HOURS)) < 600 > activity["written"] - activity["since"] >= 0
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, run.text()
+    run.assert_nothing_left()
+    told = [json.loads(line)["time"] for line in (directory / "metrics.jsonl").open()]
+    assert max(told) - min(told) > HOURS, "the clock of the run was set"
+    phases = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
+    assert not [line for line in phases if "restart" in line["name"]]
+    assert all(0 <= line["seconds"] < HOURS / 2 for line in phases)
+    assert "stalled" not in run.text()
