@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]
 """[T] -> [T]: at every token the sum over all tokens of its sequence, also those that context parallelism gave to other
 ranks. Collective there, no gradient."""
+
+
+class TopLogprobs(NamedTuple):
+    """The policy at a teacher's k likeliest tokens of each position, and the teacher."""
+
+    policy: torch.Tensor
+    """[T, k], with gradient."""
+    policy_rest: torch.Tensor
+    """[T]: of all other tokens together, with gradient."""
+    teacher: torch.Tensor
+    """[T, k]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,8 @@ class LossInputs:
     """The reference's (algorithm.reference)."""
     teacher_logprobs: torch.Tensor | None = None
     """Another model's (algorithm.teacher, algorithm.teacher_engine, algorithm.teacher_engines)."""
+    top: TopLogprobs | None = None
+    """Log-probs at the teacher's likeliest tokens (algorithm.teacher_top_k)."""
     entropy: torch.Tensor | None = None
     """Entropy of the distribution that each label is from, in nats, with gradient."""
     selected: torch.Tensor | None = None

@@ -44,6 +44,10 @@ class TokenArrays:
     """float32 [n]: 1 at the tokens that their covariance chose, 0 elsewhere; None where the loss chooses none."""
     teacher_logprobs: np.ndarray | None = None
     """float32 [n]: of a teacher that an engine serves; 0 where it scored nothing; None where there is none."""
+    teacher_top_ids: np.ndarray | None = None
+    """int64 [n, k]: the teacher's likeliest tokens in the label's place; None where none are wanted."""
+    teacher_top_logprobs: np.ndarray | None = None
+    """float32 [n, k]: their log-probs; 0 where the teacher scored nothing."""
     support: Support | None = None
     """n positions: the tokens from which each label was sampled; None: all of them, everywhere."""
 
@@ -106,9 +110,11 @@ def make_rows(
     weights: Sequence[np.ndarray],
     *,
     taught: bool = False,
+    top: int = 0,
 ) -> list[TrainingRow]:
     """Align trajectories with the tokens they predict. `advantages`: of each trajectory one number for all its
-    positions, or one for each, [L-1]. `taught`: with the log-probs of the teacher that an engine serves.
+    positions, or one for each, [L-1]. `taught`: with the log-probs of the teacher that an engine serves, and of its
+    `top` likeliest tokens.
 
     Raises SlimxError naming a trajectory that has a trained token which the teacher did not score."""
     rows = []
@@ -125,6 +131,7 @@ def make_rows(
                 temperature=float(trajectory.sampling.get("temperature") or 1.0),
                 routed_experts=trajectory.routed_experts,
                 teacher_logprobs=_teacher_logprobs(trajectory) if taught else None,
+                **_teacher_top(trajectory, top),
                 support=None if trajectory.support is None else trajectory.support.take(np.arange(1, len(tokens))),
             )
         )
@@ -142,3 +149,19 @@ def _teacher_logprobs(trajectory: Trajectory) -> np.ndarray:
             about=trajectory.id,
         )
     return np.nan_to_num(values[1:], nan=0.0).astype(np.float32)
+
+
+def _teacher_top(trajectory: Trajectory, top: int) -> dict[str, np.ndarray]:
+    """`teacher_top_ids` int64 and `teacher_top_logprobs` float32 [L-1, top]; nothing where none are wanted."""
+    if not top:
+        return {}
+    ids, values, trained = trajectory.teacher_top_ids, trajectory.teacher_top_logprobs, trajectory.loss_mask[1:] > 0
+    if ids is None or values is None or ids.shape[1] != top or not np.isfinite(values[1:][trained]).all():
+        raise SlimxError(
+            f"trajectory {trajectory.id} has trained tokens without the teacher's {top} likeliest ones: it was "
+            "generated under another algorithm.teacher_top_k; generate it again",
+            code="data.teacher_top",
+            about=trajectory.id,
+        )
+    found = np.nan_to_num(values[1:], nan=0.0).astype(np.float32)
+    return {"teacher_top_ids": ids[1:].astype(np.int64), "teacher_top_logprobs": found}

@@ -24,7 +24,11 @@ _ARRAYS: dict[str, tuple[type, float]] = {
     "versions": (np.int64, -1),
 }
 """Arrays of a row, their dtype in a micro-batch, and what stands in its padding."""
-_OPTIONAL = ("values", "returns", "selected", "teacher_logprobs")
+_OPTIONAL: dict[str, type] = {
+    **dict.fromkeys(("values", "returns", "selected", "teacher_logprobs", "teacher_top_logprobs"), np.float32),
+    "teacher_top_ids": np.int64,
+}
+"""Arrays that all rows of a batch have, or none of them."""
 Split = list[list[list[int]]]
 """`split[d][k]`: the rows of micro-batch k of data-parallel rank d."""
 
@@ -181,9 +185,9 @@ def _pack_rows(
     if tail:
         lengths.append(tail)
 
-    def joined(parts: Sequence[np.ndarray], dtype: Any, pad: float = 0) -> np.ndarray:
-        """The rows' arrays at their places among `pad`."""
-        shape = parts[0].shape[1:] if parts else ()
+    def joined(parts: Sequence[np.ndarray], dtype: Any, pad: float = 0, shape: tuple[int, ...] = ()) -> np.ndarray:
+        """The rows' arrays at their places among `pad`; `shape` of a position where there are no rows."""
+        shape = parts[0].shape[1:] if parts else shape
         out = np.full((sum(lengths), *shape), pad, dtype)
         at = 0
         for part, length in zip(parts, lengths, strict=False):  # a tail has no part of its own
@@ -201,9 +205,10 @@ def _pack_rows(
     routes = joined([row.routed_experts for row in rows], rows[0].routed_experts.dtype) if shapes else None
 
     arrays = {name: joined([getattr(row, name) for row in rows], dtype, pad) for name, (dtype, pad) in _ARRAYS.items()}
-    for name in _OPTIONAL:  # an array that all rows of the batch have, or none of them
-        there = getattr(all_rows[0], name) is not None
-        arrays[name] = joined([getattr(row, name) for row in rows], np.float32) if there else None
+    for name, dtype in _OPTIONAL.items():
+        first = getattr(all_rows[0], name)
+        parts = [getattr(row, name) for row in rows]
+        arrays[name] = None if first is None else joined(parts, dtype, shape=first.shape[1:])
     return MicroBatch(
         **arrays,
         temperature=joined([np.full(len(row), row.temperature) for row in rows], np.float32, 1),

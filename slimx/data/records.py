@@ -104,6 +104,11 @@ class Trajectory:
     teacher_logprobs: np.ndarray | None = None
     """float32 [L]: of the tokens from the first trained one on, under the teacher that an engine serves; NaN elsewhere.
     None: none was asked."""
+    teacher_top_ids: np.ndarray | None = None
+    """int32 [L, k]: the teacher's likeliest tokens in the place of each token from the first trained one on; 0 before.
+    None: none were asked for, as of `teacher_top_logprobs`."""
+    teacher_top_logprobs: np.ndarray | None = None
+    """float32 [L, k]: their log-probs under the teacher; NaN before the first trained token."""
     turns: list[Turn] = field(default_factory=list)
     """By the number of the turn; empty where the hook says nothing of them."""
     reward: float | None = None
@@ -120,7 +125,8 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        wanted = {"loss_mask": length, "logprobs": length, "teacher_logprobs": length, "support": length}
+        names = ("loss_mask", "logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs", "support")
+        wanted = dict.fromkeys(names, length)
         for name, count in (wanted | {"routed_experts": length - 1}).items():
             values = getattr(self, name)
             if values is not None and len(values) != count:

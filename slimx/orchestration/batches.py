@@ -66,7 +66,8 @@ def make_update_rows(
             trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens
         )
         taught = bool(config.algorithm.served_teachers)
-        out.append(make_rows(trajectories, list(islice(values, len(trajectories))), weights, taught=taught))
+        own = list(islice(values, len(trajectories)))
+        out.append(make_rows(trajectories, own, weights, taught=taught, top=config.algorithm.teacher_top_k))
     return out
 
 

@@ -3,20 +3,24 @@
     python -m tests.integration.forward_passes_rank JOB.json RANK
 
 The last rank writes `scores.npz` (per micro-batch and weights), `losses.npz` (what the loss was given) and `said.json`;
-all together `gradients.safetensors` of a step of one update.
+all together `gradients.safetensors` of a step of one update, and `distilled.safetensors` of one that learns from the
+likeliest tokens of an invented teacher.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slimx.algorithms.advantages.estimate import group_advantages
+from slimx.algorithms.losses.objective import make_loss
 from slimx.config.schema import Config
+from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.codec import load_groups
 from slimx.data.loss_weights import loss_weights
@@ -26,6 +30,13 @@ from tests.integration.gathering import write_tensors
 
 HOLDERS = ("policy", "reference", "teacher")
 KL = 0.5
+DISTILLED = {"teacher_coef": 0.0, "teacher_engine": "wise", "teacher_top_k": 3, "teacher_kl_coef": 0.5}
+
+
+def likeliest(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Three tokens of 128 at each position, and their log-probs, each [T, 3]."""
+    ids = (7 * labels[:, None] + tokens[:, None] + [0, 45, 90]) % 128
+    return ids.astype(np.int64), np.tile(np.log(np.float32([0.4, 0.25, 0.1])), (len(tokens), 1))
 
 
 class Rank:
@@ -102,6 +113,19 @@ class Rank:
         tensors = {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()}
         write_tensors(self.out / "gradients.safetensors", tensors, self.spec, self.parallel)
 
+    def distilled(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """Writes the gradients of the KL with an invented teacher's likeliest tokens, over the whole vocabulary."""
+        algorithm = Algorithm(name="distillation", **DISTILLED)
+        trainer.loss = make_loss(algorithm)
+        taught = []
+        for batch in batches:
+            ids, logprobs = likeliest(batch.tokens, batch.labels)
+            given = {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
+            taught.append(replace(batch, support=None, advantages=np.zeros_like(batch.advantages), **given))
+        self.said["distilled"] = trainer.train_step(taught, step=0, version=0)
+        tensors = {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()}
+        write_tensors(self.out / "distilled.safetensors", tensors, self.spec, self.parallel)
+
     def two_updates(self, trainer: Any, batches: list[MicroBatch]) -> None:
         """The same micro-batches twice: what the loss is given in each of the updates."""
         given: list[Any] = []
@@ -146,6 +170,7 @@ def main() -> None:
     rank.gradients(trainer, batches)
     rank.refresh(trainer, batches)
     rank.two_updates(rank.trainer(), batches)
+    rank.distilled(rank.trainer(), batches)
     rank.finish()
 
 

@@ -52,7 +52,9 @@ class LoraRank(Rank):
 
         trainer = self.trainer(self.config(distributed_optimizer=False))
         base = self.held(trainer)
+        first = trainer.logprobs(self.demonstrated(0))
         self.steps(trainer, 0, STEPS)
+        self.reference(trainer, first)
         self.said["frozen"] = equal(base, self.held(trainer))
         merged = self.out / "merged"
         self.write_tensors("merged", trainer.weights.published)
@@ -77,6 +79,24 @@ class LoraRank(Rank):
             f"{name} {letter}": float((parameter.main_grad - each).abs().max() / each.abs().max())
             for name, pair in expected.items()
             for letter, parameter, each in zip("AB", adapters[name].parameters, pair, strict=True)
+        }
+
+    def reference(self, trainer: Any, first: list[Any]) -> None:
+        """Compare the reference of adapters that have learned with the log-probs before, and with a copy of the
+        weights from then."""
+        from slimx.config.sections.algorithm import Algorithm
+        from slimx.trainer.step.passes import ForwardPasses
+
+        batches = self.demonstrated(0)
+        algorithm = Algorithm(reference=True)
+        trainer.passes = ForwardPasses(trainer.pipeline, trainer.routing, trainer.weights, algorithm, "none")
+        policy = trainer.logprobs(batches)
+        given = trainer.passes.before_updates(trainer._local(batches)).fields
+        self.said["reference"] = {
+            "is_base": same(trainer.logprobs(batches, under="reference"), first),
+            "is_given": same([each["reference_logprobs"].numpy() for each in given], first),
+            "policy_learned": not same(policy, first),
+            "policy_is_back": same(trainer.logprobs(batches), policy),
         }
 
     def resumed(self) -> None:
@@ -106,6 +126,10 @@ class LoraRank(Rank):
         if self.job["moved"]:
             fresh.restore(self.job["moved"], same_layout=False)
             self.write_tensors("moved", fresh.weights.published)
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) > 0 and all((a == b).all() for a, b in zip(one, other, strict=True))
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:

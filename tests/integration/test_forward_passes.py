@@ -19,7 +19,7 @@ from slimx.data.records import Group, Trajectory
 from slimx.data.support import Support
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
-from tests.integration.forward_passes_rank import HOLDERS, KL
+from tests.integration.forward_passes_rank import DISTILLED, HOLDERS, KL, likeliest
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import TEMPERATURE, Oracle, difference, rollouts, write_model
 
@@ -161,6 +161,27 @@ def test_a_step_with_recomputed_log_probs_is_the_formula_over_the_support(labora
     assert found["policy/entropy"] == pytest.approx(entropy, rel=1e-5)
     assert found["kl/rollout"] == pytest.approx(engine, rel=1e-4)
     worst, name = difference(load_file(laboratory(layout) / "gradients.safetensors"), policy.gradients())
+    assert worst <= 1e-5, name
+
+
+@every_layout
+def test_the_kl_with_a_teachers_likeliest_tokens_is_the_formula_over_whole_logits(laboratory, layout):
+    """Three tokens and all others as a fourth, whoever holds their logits."""
+    policy = laboratory.oracles["policy"]
+    policy.model.zero_grad()
+    trajectories, total = laboratory.trajectories, 0.0
+    for t, weight in zip(trajectories, loss_weights(trajectories, "token"), strict=True):
+        tokens = t.token_ids.astype(np.int64)
+        logits = policy.model(torch.from_numpy(tokens)[None]).logits[0, :-1] / TEMPERATURE
+        ids, said = (torch.from_numpy(part) for part in likeliest(tokens[:-1], tokens[1:]))
+        three = logits.softmax(-1).gather(1, ids)
+        p = torch.cat([three, 1 - three.sum(1, keepdim=True)], 1)
+        q = torch.cat([said.exp(), 1 - said.exp().sum(1, keepdim=True)], 1)
+        total = total + (torch.from_numpy(weight) * (p * (p / q).log()).sum(1)).sum()
+    (DISTILLED["teacher_kl_coef"] * total).backward()
+    found = json.loads((laboratory(layout) / "said.json").read_text())["distilled"]
+    assert found["kl/teacher_top"] == pytest.approx(total.item(), rel=1e-5) and total > 0.1
+    worst, name = difference(load_file(laboratory(layout) / "distilled.safetensors"), policy.gradients())
     assert worst <= 1e-5, name
 
 

@@ -82,6 +82,12 @@ def test_adapters_have_the_gradients_that_transformers_implies_and_the_base_stay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_reference_is_the_base_to_the_last_bit_and_the_policy_is_left_alone(trained, layout):
+    for said in trained[layout][1]:
+        assert said["reference"] == dict.fromkeys(("is_base", "is_given", "policy_learned", "policy_is_back"), True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_restored_trainer_goes_on_to_the_last_bit(trained, layout):
     for said in trained[layout][1]:
         ahead, restored = said["restored"]

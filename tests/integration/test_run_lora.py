@@ -27,11 +27,14 @@ def test_engines_serve_merged_weights_and_a_run_goes_on_with_its_adapters(tiny_m
         trainer={"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}},
         schedule={"steps": 2},
         checkpoint={"export_hf": True},
+        algorithm={"reference": True, "kl_coef": 0.01},
     )
     run = TrainProcess(config)
     assert run.wait() == 0, run.text()
     directory = tmp_path / "run"
     assert all(step["gap/max"] < 1e-4 and step["gap/tokens"] > 0 for step in steps(directory).values())
+    said = steps(directory)
+    assert said[1]["kl/reference"] <= 1e-8 < said[2]["kl/reference"]
     base, merged = load_file(tiny_model / "model.safetensors"), exported(directory / "hf")
     assert base.keys() == merged.keys()
     moved = {name for name, value in base.items() if not torch.equal(value, merged[name])}

@@ -16,6 +16,7 @@ from tests.integration.conftest import Weights, perturbed
 from tests.integration.runs import TrainProcess, steps, write_config
 from tests.integration.trainer_oracle import write_model
 
+TOP = 16
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
@@ -25,6 +26,13 @@ def scores(model: Path, trajectory: Trajectory) -> np.ndarray:
     with torch.no_grad():
         logits = loaded(torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]).logits[0, :-1]
     return logits.log_softmax(-1).numpy()
+
+
+def reverse_kl(policy: np.ndarray, teacher: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """KL(policy || teacher) [n] over the tokens `top` [n, k] and all others as one; log-probs [n, V]."""
+    p, q = (np.take_along_axis(np.exp(each.astype(np.float64)), top, 1) for each in (policy, teacher))
+    p, q = (np.concatenate([each, 1 - each.sum(1, keepdims=True)], 1) for each in (p, q))
+    return (p * np.log(p / q)).sum(1)
 
 
 def test_each_of_two_teachers_scores_the_rollouts_of_its_prompts(
@@ -57,6 +65,8 @@ def test_each_of_two_teachers_scores_the_rollouts_of_its_prompts(
             "name": "distillation",
             "teacher_engines": {"one": "odd", "two": "even"},
             "teacher_field": "kind",
+            "teacher_top_k": TOP,
+            "teacher_kl_coef": 0.5,
         },
         reward={"function": None},
         track={"rollouts": {"every": 1}},
@@ -64,10 +74,12 @@ def test_each_of_two_teachers_scores_the_rollouts_of_its_prompts(
     run = TrainProcess(config)
     assert run.wait() == 0, run.text()
     run.assert_nothing_left()
-    assert all(row["kl/teacher"] > 0 for row in steps(tmp_path / "run").values())
+    rows_of_run = steps(tmp_path / "run")
+    assert all(row["kl/teacher"] > 0 for row in rows_of_run.values())
     taught = {"one": models["odd"], "two": models["even"]}
     seen = set()
-    for file in step_files(tmp_path / "run" / DIRECTORY).values():
+    kls: list[np.ndarray] = []
+    for step, file in step_files(tmp_path / "run" / DIRECTORY).items():
         for group in read_step(file)[1]:
             kind = group.prompt.metadata["kind"]
             seen.add(kind)
@@ -78,4 +90,14 @@ def test_each_of_two_teachers_scores_the_rollouts_of_its_prompts(
                 for name, model in taught.items():
                     gap = np.abs(scores(model, trajectory)[trained, labels] - served).max()
                     assert gap <= 1e-4 if name == kind else gap > 1e-2
+                whole = scores(taught[kind], trajectory)[trained]
+                top = trajectory.teacher_top_ids[1:][trained]
+                assert np.abs(np.take_along_axis(whole, top, 1) - np.sort(whole)[:, : -TOP - 1 : -1]).max() <= 1e-4
+                assert (
+                    np.abs(trajectory.teacher_top_logprobs[1:][trained] - np.sort(whole)[:, : -TOP - 1 : -1]).max()
+                    <= 1e-4
+                )
+                if step == 1:
+                    kls.append(reverse_kl(scores(tiny_model, trajectory)[trained], whole, top))
+    assert rows_of_run[1]["kl/teacher_top"] == pytest.approx(float(np.concatenate(kls).mean()), rel=1e-3)
     assert seen == {"one", "two"}

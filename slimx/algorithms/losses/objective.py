@@ -11,6 +11,7 @@ from slimx.algorithms.losses.corrections import correction, rejection
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.algorithms.losses.policy import policy_loss, sft_loss
 from slimx.algorithms.losses.surrogates import Surrogate
+from slimx.algorithms.losses.top_kl import DIRECTIONS
 from slimx.config.sections.algorithm import Algorithm
 
 
@@ -28,6 +29,8 @@ def make_loss(algorithm: Algorithm) -> Loss:
         kl_unbiased=algorithm.kl_unbiased,
         entropy_coef=algorithm.entropy_coef,
         teacher_coef=algorithm.teacher_coef,
+        teacher_kl_coef=algorithm.teacher_kl_coef,
+        teacher_kl=DIRECTIONS[algorithm.teacher_kl],
         correction=partial(correction, **dict(weigh)) if weigh.active else None,
         rejection=partial(rejection, **dict(reject)) if reject.active else None,
         opsm_delta=algorithm.opsm_delta,

@@ -9,6 +9,7 @@ from slimx.algorithms.losses.corrections import Correction, Rejection, off_polic
 from slimx.algorithms.losses.kl import Estimator, k3
 from slimx.algorithms.losses.ratios import bounded_ratio
 from slimx.algorithms.losses.surrogates import LossTokens, Surrogate
+from slimx.algorithms.losses.top_kl import TopKL, reverse
 
 
 def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -25,15 +26,19 @@ def policy_loss(
     kl_unbiased: bool = False,
     entropy_coef: float = 0.0,
     teacher_coef: float = 0.0,
+    teacher_kl_coef: float = 0.0,
+    teacher_kl: TopKL = reverse,
     correction: Correction | None = None,
     rejection: Rejection | None = None,
     opsm_delta: float | None = None,
 ) -> Loss:
-    """-(surrogate) + kl_coef KL(policy || reference) - entropy_coef entropy.
+    """-(surrogate) + kl_coef KL(policy || reference) - entropy_coef entropy + teacher_kl_coef KL with the teacher.
 
     `kl_unbiased`: the estimate times policy / old, whose gradient has the KL's gradient as its mean also where others
     sampled (DeepSeek-V3.2, 2512.02556). `teacher_coef`: so much of log teacher - log engine is added to each token's
     advantage, a single-sample reverse KL (on-policy distillation, thinkingmachines.ai/blog/on-policy-distillation).
+    `teacher_kl_coef`: so much of `teacher_kl` (`slimx.algorithms.losses.top_kl`) is added at each token, whatever its
+    advantage or ratio (2306.13649, section 3.2, which does not differentiate through the sampling either).
     `correction` weighs the surrogate, and `rejection` and `opsm_delta` (`off_policy_sequences`) say at which tokens it
     counts at all; the other terms keep every token."""
 
@@ -79,6 +84,10 @@ def policy_loss(
                 metrics["kl/teacher"] = (weight * k3(tokens.logprobs, teacher)).sum()
         if entropy_coef:
             total = total - entropy_coef * (weight * torch.where(trained, inputs.entropy, 0.0)).sum()
+        if teacher_kl_coef:
+            divergence = (weight * torch.where(trained, teacher_kl(inputs.top), 0.0)).sum()
+            metrics["kl/teacher_top"] = divergence.detach()
+            total = total + teacher_kl_coef * divergence
         if inputs.reference_logprobs is not None:
             reference = torch.where(trained, inputs.reference_logprobs, 0.0)
             with torch.no_grad():

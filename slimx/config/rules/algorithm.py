@@ -41,7 +41,11 @@ def has_critic(algorithm: Algorithm, critic: Critic | None) -> Iterator[Told]:
 
 @rule("algorithm.group_size", about="rollout.group_size")
 def compared(algorithm: Algorithm, rollout: Rollout) -> Iterator[str]:
-    if algorithm.group_relative and rollout.group_size == 1 and not algorithm.teacher_coef:
+    if (
+        algorithm.group_relative
+        and rollout.group_size == 1
+        and not (algorithm.teacher_coef or algorithm.teacher_kl_coef)
+    ):
         yield (
             f"rollout.group_size is 1, but algorithm.name is {algorithm.name} (advantages {algorithm.advantages}), "
             "which compares the rollouts of a prompt: every advantage would be 0; raise it"

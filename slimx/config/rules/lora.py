@@ -55,7 +55,7 @@ def proven_run(
         ("numerics.mode", numerics.exact),
         ("publish.quantise", publish.quantise is not None),
         ("schedule.colocate", schedule.colocate),
-        ("algorithm.reference", algorithm.reference),
+        ("algorithm.reference_refresh", algorithm.reference_refresh > 0),
         ("algorithm.teacher", bool(algorithm.teacher)),
         ("critic", critic is not None),
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -99,6 +99,15 @@ class Algorithm(Section):
     """Metadata by which `teacher_engines` chooses; dataset: the name of the prompt's source."""
     teacher_coef: Weight = 0.0
     """On-policy distillation: weight of log teacher - log engine in each token's advantage."""
+    teacher_top_k: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Likeliest tokens whose log-probs a served teacher also gives at each trained position, 8 bytes for each in memory
+    and checkpoints; 0: none. For `teacher_kl_coef`."""
+    teacher_kl_coef: Weight = 0.0
+    """Distillation over distributions: weight of the KL between teacher and policy over the teacher's `teacher_top_k`
+    likeliest tokens and all others together as one more."""
+    teacher_kl: Literal["reverse", "forward"] = "reverse"
+    """reverse: KL(policy || teacher), as the single tokens of `teacher_coef` estimate it; forward: KL(teacher ||
+    policy)."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Log-probs that the ratio compares with: rollout: the engine's; recompute: the trainer's own, of the weights
     before the step (one more forward pass)."""
@@ -189,7 +198,7 @@ class Algorithm(Section):
                 code="algorithm.sft_advantages",
                 about="algorithm.advantages",
             )
-        if self.advantages == "none" and _policy_gradient(self) and not self.teacher_coef:
+        if self.advantages == "none" and _policy_gradient(self) and not (self.teacher_coef or self.teacher_kl_coef):
             raise Refusal(
                 "algorithm.advantages is none and algorithm.teacher_coef 0: every advantage would be 0; choose an "
                 "estimator, or algorithm.name=distillation",
@@ -209,6 +218,14 @@ class Algorithm(Section):
                 "algorithm.teacher_engine or algorithm.teacher_engines",
                 code="algorithm.no_teacher",
                 about="algorithm.teacher_coef",
+            )
+        if self.teacher_kl_coef and not (self.teacher_top_k and self.served_teachers):
+            missing = "teacher_top_k" if self.served_teachers else "teacher_engine"
+            raise Refusal(
+                "algorithm.teacher_kl_coef is positive and compares with the likeliest tokens of a served teacher; set "
+                f"algorithm.{missing} too",
+                code="algorithm.teacher_kl",
+                about=f"algorithm.{missing}",
             )
         for key in ("correction", "rejection"):
             if getattr(self, key).active and self.old_logprobs != "recompute":
@@ -325,6 +342,9 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "teacher_engines": (_rolled_out, "is compared with a policy's rollouts"),
     "teacher_field": (lambda a: bool(a.teacher_engines), "chooses among algorithm.teacher_engines"),
     "teacher_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
+    "teacher_kl_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
+    "teacher_kl": (lambda a: a.teacher_kl_coef > 0, "needs a positive algorithm.teacher_kl_coef"),
+    "teacher_top_k": (lambda a: a.teacher_kl_coef > 0, "is for a positive algorithm.teacher_kl_coef"),
     "old_logprobs": (
         lambda a: _rolled_out(a) and a.advantages != "dpo",
         "is what the ratio compares with, and there is none",

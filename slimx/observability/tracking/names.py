@@ -81,6 +81,7 @@ METRICS = (
     Metric("kl/reference", "KL to the reference, mean per token."),
     Metric("kl/rollout", "KL between policy and the engine that sampled, mean per token."),
     Metric("kl/teacher", "KL to the teacher, mean per token."),
+    Metric("kl/teacher_top", "KL with the teacher over its likeliest tokens, mean per token."),
     Metric("kl/reward", "KL that is subtracted from token rewards, mean."),
     Metric("correction/weight", "Mean weight of the off-policy correction."),
     Metric("correction/outside", "Share of tokens outside the correction's bounds."),

@@ -68,4 +68,5 @@ class CriticGroup:
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Without what only a policy reads: the engine's experts (a critic has routers of its own), kept tokens, what a
     teacher said."""
-    return [replace(row, routed_experts=None, support=None, teacher_logprobs=None) for row in rows]
+    unread = ("routed_experts", "support", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+    return [replace(row, **dict.fromkeys(unread)) for row in rows]

@@ -36,6 +36,15 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Iterator
     CheckpointReader(path).check(spec.table)
 
 
+@rule("teacher.top_k", about="algorithm.teacher_top_k")
+def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Iterator[str]:
+    if algorithm.teacher_top_k > spec.vocab_size:
+        yield (
+            f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, and the vocabulary of {spec.path} has "
+            f"{spec.vocab_size} tokens; set it to that or less"
+        )
+
+
 @rule("teacher.vocabulary", about="algorithm.teacher_engine")
 def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> Iterator[str]:
     """The group is given the policy's token ids. Of servers that run already the texts are compared when the run starts

@@ -95,6 +95,8 @@ TERMS = (
     Term("kl_reward_coef", 0.0),
     Term("entropy_coef", 0.0),
     Term("teacher_coef", 0.0),
+    Term("teacher_kl_coef", 0.0),
+    Term("teacher_kl", "forward"),
     Term("old_logprobs", "rollout"),
     Term("correction", Correction()),
     Term("rejection", Rejection()),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages
-from slimx.algorithms.inputs import LossInputs
+from slimx.algorithms.inputs import LossInputs, TopLogprobs
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
 from slimx.config.schema import Config
@@ -25,6 +25,10 @@ weights."""
 OUTLIER, OUTLIERS = 2.0, 0.15
 """Standard deviation of the others (routed to other experts), and their share: larger than life, so that any sensible
 bound is met."""
+
+
+TOP = 3
+"""Likeliest tokens of the invented teacher, beside which one more stands for all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,8 @@ def make_probe(config: Config) -> Probe:
 
 
 def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = False) -> np.ndarray:
-    """Gradient of the configured loss with respect to all log-probs and entropies of the probe, float64 [2 N].
+    """Gradient of the configured loss with respect to all log-probs and entropies of the probe, and to the logits of
+    `TOP` + 1 tokens at each of its positions, float64 [(3 + TOP) N].
 
     `without_advantages`: of its other terms alone."""
     algorithm, rows = config.algorithm, _rows(config, probe)
@@ -92,6 +97,10 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
     lengths = torch.tensor([len(row) for row in rows])
     number = torch.repeat_interleave(torch.arange(len(rows)), lengths)
 
+    random = np.random.default_rng(1)
+    logits, others = (torch.from_numpy(random.normal(size=(len(rollout), TOP + 1))) for _ in range(2))
+    policy, teacher = logits.requires_grad_().log_softmax(-1), others.log_softmax(-1)[:, :TOP]
+
     def sequence_sum(values: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(rows), dtype=values.dtype).index_add_(0, number, values.detach())[number]
 
@@ -104,14 +113,16 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
             rollout_logprobs=rollout,
             reference_logprobs=joined(probe.reference) if algorithm.reference else None,
             teacher_logprobs=joined(probe.teacher) if algorithm.taught else None,
+            top=TopLogprobs(policy[:, :TOP], policy[:, TOP], teacher),
             entropy=entropy,
             selected=None if rows[0].selected is None else joined([row.selected for row in rows]),
             sequence_sum=sequence_sum,
         )
     )
-    found = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
-    zero = torch.zeros_like(logprobs)
-    return torch.cat([zero if gradient is None else gradient for gradient in found]).numpy()
+    leaves = (logprobs, entropy, logits)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    parts = [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(found, leaves, strict=True)]
+    return torch.cat([part.flatten() for part in parts]).numpy()
 
 
 def try_hooks(config: Config) -> None:

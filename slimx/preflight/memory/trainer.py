@@ -158,7 +158,8 @@ def _record(
     merged = state.adapted * ITEMSIZE[config.numerics.dtype]
     static = state.weights + served + merged + state.gradients + state.optimizer - hosted
     moving = config.schedule.colocate and config.trainer.offload
-    others = config.algorithm.reference + bool(config.algorithm.teacher) if model == "trainer" else 0
+    copied = config.algorithm.reference and config.trainer.lora is None  # beside adapters it is the base
+    others = copied + bool(config.algorithm.teacher) if model == "trainer" else 0
     return TrainerMemory(
         model=model,
         stage=found.stage,

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from slimx.engines.outage import Elsewhere, Outage
 from slimx.engines.server.answers import message_of, parse_body
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
-from slimx.rollout.client.sending import Answer, Resending, failed, input_logprobs, send
+from slimx.rollout.client.sending import Answer, Resending, failed, input_logprobs, input_top_logprobs, send
 
 
 class FrozenEngine:
@@ -89,20 +90,34 @@ class FrozenEngine:
 
         Of the tokens before `start` the server may have the KV in its cache, and it computes no logits for them."""
         ids = [int(token) for token in token_ids]
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start - 1,
-            "stream": False,
-        }
-        answer = await self.post("/generate", body)
+        answer = await self.post("/generate", _scoring(ids, start))
         return input_logprobs(answer.get("meta_info", {}), ids[start - 1 :], f"frozen engines {self.name}")
+
+    async def top_logprobs(
+        self, token_ids: Sequence[int], *, top: int, start: int = 1
+    ) -> tuple[list[float], np.ndarray, np.ndarray]:
+        """As `logprobs`, and in the place of each of these tokens the `top` likeliest ones: int32 [L - start, top], and
+        their log-probs, float32."""
+        ids = [int(token) for token in token_ids]
+        body = {**_scoring(ids, start), "top_logprobs_num": top}
+        meta, who = (await self.post("/generate", body)).get("meta_info", {}), f"frozen engines {self.name}"
+        return input_logprobs(meta, ids[start - 1 :], who), *input_top_logprobs(meta, len(ids) - start, top, who)
 
     async def _lost(self) -> None:
         """Have the run look for lost servers, in its own event loop."""
         if self._look is not None and self._loop is not None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(self._look), self._loop))
+
+
+def _scoring(ids: list[int], start: int) -> dict[str, Any]:
+    """The request for the log-probs of the tokens from `start` on."""
+    return {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": start - 1,
+        "stream": False,
+    }
 
 
 def _body(text: str) -> dict[str, Any]:

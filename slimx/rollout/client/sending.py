@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from slimx.engines.outage import Absence
 from slimx.engines.server.answers import message_of, parse_body
@@ -73,6 +74,20 @@ def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> 
             about=who,
         )
     return [entry[0] for entry in scored[1:]]
+
+
+def input_top_logprobs(meta: dict[str, Any], length: int, top: int, who: str) -> tuple[np.ndarray, np.ndarray]:
+    """The `top` likeliest tokens in the place of each of the last `length` scored ones, out of a /generate answer of
+    `who`: int32 [length, top], and their log-probs, float32 [length, top]. Raises SlimxError if there are others."""
+    rows = (meta.get("input_top_logprobs") or [])[1:]
+    if len(rows) != length or any(row is None or len(row) != top for row in rows):
+        raise SlimxError(
+            f"{who} gave the likeliest tokens of {len(rows)} places, and not {top} at each of the {length} asked for",
+            code="answer.top_scores",
+            about=who,
+        )
+    ids = np.array([[entry[1] for entry in row] for row in rows], np.int32).reshape(length, top)
+    return ids, np.array([[entry[0] for entry in row] for row in rows], np.float32).reshape(length, top)
 
 
 @dataclass(frozen=True, slots=True)

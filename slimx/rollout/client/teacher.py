@@ -25,13 +25,14 @@ PIECE = 8192
 class Teacher:
     """One teacher of a run, a frozen group of engines."""
 
-    def __init__(self, engine: FrozenEngine, concurrency: int):
-        """`concurrency`: requests to it at once; a deadline runs while one is sent, not while it waits here."""
-        self.engine = engine
+    def __init__(self, engine: FrozenEngine, concurrency: int, top: int = 0):
+        """`concurrency`: requests to it at once; a deadline runs while one is sent, not while it waits here. `top`:
+        likeliest tokens that it gives at each place, too."""
+        self.engine, self._top = engine, top
         self._slots = asyncio.Semaphore(concurrency)
 
     async def score(self, trajectory: Trajectory) -> None:
-        """Give `trajectory` its `teacher_logprobs`.
+        """Give `trajectory` its `teacher_logprobs`, and the likeliest tokens where they are wanted.
 
         Raises SlimxError if it was not sampled as the teacher scores, no engine answers, or a trained token cannot be
         said by the teacher at all (a log-prob of -inf); DeadlineError after `rollout.request_deadline`."""
@@ -46,11 +47,17 @@ class Teacher:
             )
         began = time.monotonic()
         values = np.full(len(trajectory.token_ids), np.nan, np.float32)
+        top_ids = np.zeros((len(values), self._top), np.int32)
+        top_values = np.full(top_ids.shape, np.nan, np.float32)
         trained = np.flatnonzero(trajectory.loss_mask[1:]) + 1
         if len(trained):
             first = int(trained[0])
             async with self._slots:
-                values[first:] = await self.engine.logprobs(trajectory.token_ids, start=first)
+                if self._top:
+                    said = await self.engine.top_logprobs(trajectory.token_ids, top=self._top, start=first)
+                    values[first:], top_ids[first:], top_values[first:] = said
+                else:
+                    values[first:] = await self.engine.logprobs(trajectory.token_ids, start=first)
             if len(bad := trained[~np.isfinite(values[trained])]):
                 at, said = int(bad[0]), values[bad[0]]
                 raise SlimxError(
@@ -60,6 +67,8 @@ class Teacher:
                     about=trajectory.id,
                 )
         trajectory.teacher_logprobs = values
+        if self._top:
+            trajectory.teacher_top_ids, trajectory.teacher_top_logprobs = top_ids, top_values
         trajectory.timings["teacher"] = time.monotonic() - began
 
 
@@ -69,7 +78,8 @@ class Teachers:
     def __init__(self, algorithm: Algorithm, engines: Mapping[str, FrozenEngine], concurrency: int):
         """`concurrency`: requests to each teacher at once."""
         self._algorithm = algorithm
-        self._teachers = {name: Teacher(engines[name], concurrency) for name in algorithm.served_teachers}
+        top = algorithm.teacher_top_k
+        self._teachers = {name: Teacher(engines[name], concurrency, top) for name in algorithm.served_teachers}
 
     def of(self, prompt: Prompt) -> Teacher:
         """The teacher of `prompt`'s rollouts; raises SlimxError if it names none."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ class Targets:
     """fp32 [T]: logits are divided by it, as the engine does before it samples; None: 1."""
     support: KeptTokens | None = None
     """Tokens that sampling kept; None: all of them, everywhere."""
+    top: torch.Tensor | None = None
+    """int64 [T, k]: tokens, k different ones at each position, whose log-probs are wanted, too; None: no others."""
 
 
 class KeptTokens:
@@ -76,7 +79,7 @@ def label_logprobs(
     group: dist.ProcessGroup | None,
     chunk: int,
     exact: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Log-prob of every label and entropy of its distribution: softmax(hidden @ weight^T / temperature) over the
     support.
 
@@ -84,7 +87,11 @@ def label_logprobs(
     shares of the vocabulary in order (None: one rank). Returns two fp32 tensors [T], both differentiable with respect
     to hidden and weight and equal on all ranks. The gradient of hidden is this rank's part of a sum over the group.
     `exact`: log-probs (not entropies) by the contract of exact mode, for which every rank gathers whole rows of logits.
+    With `targets.top` two more: log-probs of these tokens [T, k], and of all others together [T], with a probability
+    of `LEAST` at least.
     """
+    if targets.top is None:
+        return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, exact)[:2]
     return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, exact)
 
 
@@ -95,7 +102,8 @@ class _LabelLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, group, chunk, exact):
         head = _Head(weight, targets, group, chunk, exact)
         count = len(hidden)
-        top, total, weighted, label, whole = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(5))
+        top, total, weighted, label, whole, rest = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(6))
+        wanted = hidden.new_zeros((count, 0 if targets.top is None else targets.top.shape[1]), dtype=torch.float32)
         for part, logits in head.chunks(hidden):
             if exact:
                 whole[part] = head.whole_logprobs(logits, part)
@@ -105,6 +113,11 @@ class _LabelLogprobs(torch.autograd.Function):
             exp = logits.exp()
             total[part] = exp.sum(1)
             weighted[part] = torch.linalg.vecdot(exp, logits)
+            if targets.top is not None:
+                places = head.places(part)
+                wanted[part].index_put_(places.slots, logits[places.columns])
+                exp[places.columns] = 0.0
+                rest[part] = exp.sum(1)
         if head.size > 1:
             own = top.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
@@ -112,23 +125,28 @@ class _LabelLogprobs(torch.autograd.Function):
             weighted = shift.exp() * (weighted + shift * total)
             total = shift.exp() * total
             label = torch.where(head.held, label - top, 0.0)
-            sums = torch.stack([total, weighted, label])
+            rest = shift.exp() * rest
+            # What this rank does not hold is 0 and stays so.
+            wanted = torch.where(head.holds_top(), wanted + shift[:, None], 0.0)
+            sums = torch.cat([torch.stack([total, weighted, label, rest], 1), wanted], 1)
             dist.all_reduce(sums, group=group)
-            total, weighted, label = sums
+            (total, weighted, label, rest), wanted = sums[:, :4].unbind(1), sums[:, 4:]
         else:
             label = label - top
         logprobs = whole if exact else label - total.log()
         entropy = total.log() - weighted / total
-        ctx.save_for_backward(hidden, weight, top, total, entropy)
+        tail = (rest / total).clamp_min(LEAST)
+        ctx.save_for_backward(hidden, weight, top, total, entropy, tail)
         ctx.targets, ctx.group, ctx.chunk, ctx.exact = targets, group, chunk, exact
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, wanted - total.log()[:, None], tail.log()
 
     @staticmethod
-    def backward(ctx, logprob_grad, entropy_grad):
-        hidden, weight, top, total, entropy = ctx.saved_tensors
+    def backward(ctx, logprob_grad, entropy_grad, top_grad, tail_grad):
+        hidden, weight, top, total, entropy, tail = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        if logprob_grad is None and entropy_grad is None:
+        with_top = top_grad is not None or tail_grad is not None
+        if logprob_grad is None and entropy_grad is None and not with_top:
             return None, None, None, None, None, None
         head = _Head(weight, ctx.targets, ctx.group, ctx.chunk, ctx.exact)
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
@@ -137,14 +155,21 @@ class _LabelLogprobs(torch.autograd.Function):
         for part, logits in head.chunks(hidden):
             logits -= top[part, None]
             probs = logits.exp().div_(total[part, None])
-            if entropy_grad is None:
-                grad = probs.mul_(-logprob_grad[part, None])
-            else:
+            if entropy_grad is not None:
                 # d entropy / d x = -p (log p + entropy), with x the scaled logits.
                 factor = logits.sub_((total[part].log() - entropy[part])[:, None]).mul_(-entropy_grad[part, None])
-                grad = probs.mul_(factor if logprob_grad is None else factor.sub_(logprob_grad[part, None]))
+            else:
+                factor = logits.zero_() if with_top else logits.new_zeros(len(logits), 1)
+            if logprob_grad is not None:
+                factor.sub_(logprob_grad[part, None])
+            if with_top:
+                head.add_top_(factor, part, top_grad, tail_grad, tail)
+            grad = probs.mul_(factor)
             if logprob_grad is not None:
                 head.add_at_labels_(grad, part, logprob_grad[part])
+            if top_grad is not None:
+                places = head.places(part)
+                grad.index_put_(places.columns, top_grad[part][places.slots], accumulate=True)
             if ctx.targets.temperature is not None:
                 grad.div_(ctx.targets.temperature[part, None])
             grad = grad.to(weight.dtype)
@@ -154,6 +179,19 @@ class _LabelLogprobs(torch.autograd.Function):
                 weight_grad += grad.t() @ hidden[part]
         of_weight = None if weight_grad is None else weight_grad.to(weight.dtype)
         return hidden_grad, of_weight, None, None, None, None
+
+
+LEAST = 1e-30
+"""Probability of all tokens beside `Targets.top` together, where it is less: its inverse is finite in fp32."""
+
+
+class _Places(NamedTuple):
+    """Tokens of `Targets.top` that a rank holds, as pairs of indices."""
+
+    slots: tuple[torch.Tensor, torch.Tensor]
+    """In [C, k]."""
+    columns: tuple[torch.Tensor, torch.Tensor]
+    """In the logits [C, V / TP]."""
 
 
 class _Head:
@@ -193,6 +231,37 @@ class _Head:
     def at_labels(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """[C]: each label's logit; where another rank holds it, something that is not used."""
         return logits.gather(1, self._columns[part, None])[:, 0]
+
+    def places(self, part: slice) -> _Places:
+        """Where `targets.top` of the positions `part` lie in this rank's share."""
+        ids = self.targets.top[part] - self.vocabulary.start
+        rows, slots = ((ids >= 0) & (ids < len(self.vocabulary))).nonzero(as_tuple=True)
+        return _Places((rows, slots), (rows, ids[rows, slots]))
+
+    def holds_top(self) -> torch.Tensor:
+        """bool [T, k]: whether the token is in this rank's share; [T, 0] where none are wanted."""
+        if self.targets.top is None:
+            return self.held.new_zeros((len(self.held), 0))
+        return (self.targets.top >= self.vocabulary.start) & (self.targets.top < self.vocabulary.stop)
+
+    def add_top_(
+        self,
+        factor: torch.Tensor,
+        part: slice,
+        top_grad: torch.Tensor | None,
+        tail_grad: torch.Tensor | None,
+        tail: torch.Tensor,
+    ) -> None:
+        """Add to `factor` [C, V / TP], by which probabilities are multiplied, what the log-probs of `targets.top` and
+        of the others together give: d log p_i / d x_j = [i = j] - p_j, without the first term; d log p_tail / d x_j =
+        [j in tail] p_j / p_tail - p_j."""
+        if top_grad is not None:
+            factor.sub_(top_grad[part].sum(1, keepdim=True))
+        if tail_grad is not None:
+            places = self.places(part)
+            kept = factor[places.columns] - tail_grad[part][places.columns[0]]
+            factor.add_((tail_grad[part] * (1 / tail[part] - 1))[:, None])
+            factor[places.columns] = kept
 
     def add_at_labels_(self, grad: torch.Tensor, part: slice, values: torch.Tensor) -> None:
         """Add to each label's column, on the rank that holds it."""

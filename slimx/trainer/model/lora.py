@@ -56,6 +56,8 @@ class Adapter:
         layout; B is zero. `gated`: the layer's rows are those of a gate and those of an up projection. `expert`: of a
         routed expert, whose layers no rank shares."""
         self.layer, self.scale, self.gated = layer, alpha / rank, gated
+        self.enabled = True
+        """False: the layer computes what its weight alone says."""
         self.column = isinstance(layer, ColumnParallelLinear)
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.sequence = layer.config.sequence_parallel and not expert
@@ -91,6 +93,8 @@ class Adapter:
         into.copy_(torch.addmm(layer.weight.float(), layer.lora_b.float(), layer.lora_a.float(), alpha=self.scale))
 
     def _add(self, layer: Linear, args: tuple[torch.Tensor, ...], output: Any) -> Any:
+        if not self.enabled:
+            return output
         x = args[0]
         if hasattr(layer, "layer_norm_weight"):
             x = layer.norm(x, layer.layer_norm_weight, layer.config.layernorm_epsilon)

@@ -28,8 +28,9 @@ class PolicyModel(GPTModel):
     """megatron-core's GPTModel for policy training.
 
     Upstream's returns logits, or the losses of labels. This one takes `Targets` in the place of labels and returns
-    their log-probs and entropies, a pair of fp32 tensors [T]; the logits exist for a chunk of tokens at a time
-    (`slimx.trainer.model.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to the backward pass.
+    their log-probs and entropies, fp32 tensors [T], and what else `label_logprobs` gives; the logits exist for a chunk
+    of tokens at a time (`slimx.trainer.model.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to
+    the backward pass.
     Without targets it returns all logits [1, T, V / TP], as upstream's does without labels.
     Written for megatron-core 0.19.2.
     """
@@ -53,7 +54,7 @@ class PolicyModel(GPTModel):
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Apply the parts behind the decoder; `loss_mask` [1, T] holds the weight of each label (0: not trained)."""
         if not self.post_process:
             return hidden_states
@@ -86,9 +87,7 @@ class PolicyModel(GPTModel):
                 hidden_states = MTPLossAutoScaler.apply(hidden_states, -scale * loss_mask[0] * logprobs)
         return self._logprobs(hidden_states, head, labels)
 
-    def _logprobs(
-        self, hidden_states: torch.Tensor, head: torch.Tensor, targets: Targets
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, hidden_states: torch.Tensor, head: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, ...]:
         """hidden_states [T, 1, h], or [T / TP, 1, h] under sequence parallelism; head [V / TP, h]."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:

@@ -73,6 +73,22 @@ class Weights:
         self.published: dict[str, torch.Tensor] = {**self.parameters, **merged}
         """Values that engines and exports get: the parameters, merged with their adapters where they have some."""
 
+    @property
+    def adapted(self) -> bool:
+        """True if adapters stand beside some of the weights."""
+        return bool(self._adapters)
+
+    @contextmanager
+    def base_alone(self) -> Iterator[None]:
+        """The model computes as if there were no adapters."""
+        for adapter in self._adapters.values():
+            adapter.enabled = False
+        try:
+            yield
+        finally:
+            for adapter in self._adapters.values():
+                adapter.enabled = True
+
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Parameters that are trained, by their Hugging Face names (joined where several are one parameter), in the
         order of the forward pass."""

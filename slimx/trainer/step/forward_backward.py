@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slimx.adapters.megatron.sparse import ChosenTokens, SparseSequences
-from slimx.algorithms.inputs import Loss, LossInputs
+from slimx.algorithms.inputs import Loss, LossInputs, TopLogprobs
 from slimx.data.batch import MicroBatch
 from slimx.trainer.device.transfer import to_device
 from slimx.trainer.model.logprobs import KeptTokens, Targets
@@ -79,7 +79,7 @@ class Pipeline:
         number = iter(range(len(batches)))
 
         def compute(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            logprobs, entropy = output
+            logprobs, entropy, *top = output
             rollout = self._tensor(batch.rollout_logprobs)
             given = {
                 "logprobs": logprobs,
@@ -89,6 +89,7 @@ class Pipeline:
                 "old_logprobs": rollout,
                 "rollout_logprobs": rollout,
                 "teacher_logprobs": self._optional(batch.teacher_logprobs),
+                "top": TopLogprobs(*top, self._tensor(batch.teacher_top_logprobs)) if top else None,
                 "selected": self._optional(batch.selected),
                 "sequence_sum": self._sequence_sum and partial(self._sequence_sum, lengths=batch.lengths),
             }
@@ -139,7 +140,10 @@ class Pipeline:
         )
         support = None if batch.support is None else KeptTokens(batch.support, self.device)
         targets = Targets(
-            labels=self._tensor(batch.labels), temperature=self._tensor(batch.temperature), support=support
+            labels=self._tensor(batch.labels),
+            temperature=self._tensor(batch.temperature),
+            support=support,
+            top=self._optional(batch.teacher_top_ids) if training else None,
         )
         # What layers of multi-token prediction, if there are any, learn from (slimx.trainer.model.policy_model).
         learned = {"loss_mask": self._tensor(batch.loss_weight).unsqueeze(0)} if training else {}

@@ -50,7 +50,9 @@ class ForwardPasses:
         self._indexer_replay = indexer_replay
         self._recompute = algorithm.old_logprobs == "recompute" and not known
         self._copies: dict[str, HostCopy] = {}
-        if algorithm.reference:
+        self._base = algorithm.reference and weights.adapted
+        """The reference is the base, which no update moves."""
+        if algorithm.reference and not self._base:
             self._copies["reference"] = weights.snapshot()
         if algorithm.teacher:
             self._copies["teacher"] = weights.copy_of(algorithm.teacher)
@@ -70,6 +72,9 @@ class ForwardPasses:
         """
         if under == "policy":
             return self._pipeline.scores(batches)
+        if under == "reference" and self._base:
+            with self._weights.base_alone():
+                return self._pipeline.scores(batches)
         if under not in self._copies:
             raise SlimxError(
                 f"this run has no {under}; set algorithm.{under}", code="trainer.no_weights", about=f"algorithm.{under}"
@@ -90,6 +95,8 @@ class ForwardPasses:
                 fields["old_logprobs"] = old
             if self._replay == "R2":
                 routes = self._routing.chosen()
+        if self._base:
+            fields["reference_logprobs"] = self.scores(batches, under="reference")
         with self._weights.switching() as switch:
             for name, copy in self._copies.items():
                 switch(copy)

@@ -8,8 +8,10 @@ import pytest
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.preflight.checks import RULES, model_facts
+from slimx.preflight.memory.trainer import trainer_memory
 from tests.refusals import invalid
 
 LORA = {"rank": 4, "alpha": 8}
@@ -41,7 +43,7 @@ def test_layouts_and_options_that_were_never_proven_are_refused(trainer, about):
     ("sections", "about"),
     [
         ({"publish": {"quantise": "ieee"}}, "publish.quantise"),
-        ({"algorithm": {"name": "grpo", "reference": True}}, "algorithm.reference"),
+        ({"algorithm": {"reference": True, "reference_refresh": 2}}, "algorithm.reference_refresh"),
     ],
 )
 def test_runs_that_were_never_proven_are_refused(sections, about):
@@ -52,6 +54,14 @@ def test_runs_that_were_never_proven_are_refused(sections, about):
 def test_frozen_parameters_and_adapters_exclude_each_other():
     with invalid("lora.frozen", about="trainer.freeze"):
         config("m", {"freeze": ["*"]})
+
+
+def test_a_reference_beside_adapters_costs_no_copy_of_the_weights(qwen):
+    def copies(**trainer: Any) -> int:
+        given = config(str(qwen), trainer, algorithm={"reference": True})
+        return trainer_memory(given, read_model(str(qwen)), Sizes(), "cpu")[0].host_copies
+
+    assert copies() == 0 < copies(lora=None)
 
 
 def test_what_the_model_does_not_have_is_refused(qwen):

@@ -32,6 +32,7 @@ from slimx.preflight.checks import teacher as teacher_rules
 from slimx.preflight.effects.effects import effects
 from slimx.rollout import single_turn
 from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.sending import input_top_logprobs
 from slimx.rollout.client.teacher import Teacher, check_taught, check_vocabulary, make_teachers
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
@@ -57,6 +58,11 @@ class FakeTeacher:
         if self.error is not None:
             raise self.error
         return [-position / 8 for position in range(start, len(token_ids))]
+
+    async def top_logprobs(self, token_ids: Sequence[int], *, top: int, start: int) -> tuple[Any, ...]:
+        """The likeliest token of position p is p, then p + 1 and so on."""
+        ids = np.arange(start, len(token_ids))[:, None] + np.arange(top)
+        return await self.logprobs(token_ids, start=start), ids, -ids / 8
 
 
 def maker(teacher: FakeTeacher, generate: Generate = single_turn.generate, **changes: Any) -> GroupMaker:
@@ -93,6 +99,53 @@ async def test_each_rollout_is_scored_from_its_first_trained_token_on_and_the_sc
         assert asked == first and np.isnan(scored.teacher_logprobs[:first]).all()
         assert scored.teacher_logprobs[first:].tolist() == [-n / 8 for n in range(first, len(scored.token_ids))]
         assert scored.timings["teacher"] >= 0
+
+
+LIKELIEST = {"algorithm__teacher_top_k": 3, "algorithm__teacher_kl_coef": 0.5, "algorithm__teacher_coef": 0.0}
+
+
+async def test_the_likeliest_tokens_of_each_place_are_kept_and_reach_the_trainers():
+    outcome = await maker(FakeTeacher(), **LIKELIEST).make(prompts()[0], group_id="g", number=0)
+    assert outcome.reason is None
+    trajectories = decode_groups(encode_groups([outcome.group]))[0].trajectories
+    for scored in trajectories:
+        first, length = int(np.flatnonzero(scored.loss_mask)[0]), len(scored.token_ids)
+        ids = np.arange(first, length)[:, None] + np.arange(3)
+        assert scored.teacher_top_ids.dtype == np.int32 and scored.teacher_top_ids[first:].tolist() == ids.tolist()
+        assert np.isnan(scored.teacher_top_logprobs[:first]).all()
+        assert scored.teacher_top_logprobs[first:].tolist() == (-ids / 8).tolist()
+    weights = loss_weights(trajectories, "token")
+    rows = make_rows(trajectories, [0.0] * 2, weights, taught=True, top=3)
+    lone = pack(rows[:1], data_size=1, max_tokens=64, count_multiple=2).shards[0]
+    assert lone[1].teacher_top_ids.shape == lone[1].teacher_top_logprobs.shape == (1, 3), "padding alone"
+    assert lone[0].teacher_top_ids.tolist() == trajectories[0].teacher_top_ids[1:].tolist()
+    assert np.isfinite(lone[0].teacher_top_logprobs).all()
+    with refused("data.teacher_top", about=trajectories[0].id):
+        make_rows(trajectories, [0.0] * 2, weights, taught=True, top=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "about"),
+    [
+        ({"algorithm__teacher_top_k": 0}, "algorithm.teacher_kl", "algorithm.teacher_top_k"),
+        ({"algorithm__teacher_engine": None}, "algorithm.teacher_kl", "algorithm.teacher_engine"),
+        (
+            {"algorithm__teacher_kl_coef": 0.0, "algorithm__teacher_coef": 1.0},
+            "algorithm.unused",
+            "algorithm.teacher_top_k",
+        ),
+    ],
+)
+def test_a_kl_without_likeliest_tokens_and_they_without_a_kl_are_refused(changes, code, about):
+    config_of(**SERVED, **LIKELIEST)
+    with invalid(code, about=about):
+        config_of(**{**SERVED, **LIKELIEST, **changes})
+
+
+def test_the_kl_is_looked_at_by_the_effect_check():
+    found = effects(config_of(**{**SERVED, **LIKELIEST, "reward__function": None}))
+    shares = {effect.key: effect.share for effect in found}
+    assert shares["algorithm.teacher_kl_coef"] == 1.0 and 0 < shares["algorithm.teacher_kl"] < 2
 
 
 async def test_what_is_not_trained_is_not_scored():
@@ -277,7 +330,10 @@ async def server(texts: Sequence[str] = ()) -> AsyncIterator[tuple[str, list[dic
         bodies.append(body := await request.json())
         ids = body["input_ids"][body["logprob_start_len"] :]
         scored = [[None if not n else -float(token), token, None] for n, token in enumerate(ids)]
-        return web.json_response({"meta_info": {"input_token_logprobs": scored}})
+        top = range(body.get("top_logprobs_num", 0))
+        likeliest = [None if not n else [[-n - k / 4, 10 * n + k, None] for k in top] for n in range(len(ids))]
+        answer = {"input_token_logprobs": scored, "input_top_logprobs": likeliest}
+        return web.json_response({"meta_info": answer})
 
     async def detokenize(request: web.Request) -> web.Response:
         bodies.append(body := await request.json())
@@ -302,6 +358,19 @@ async def test_logits_of_tokens_before_the_first_one_asked_for_are_not_computed(
         assert await engine.logprobs([5, 6, 7, 8]) == [-6.0, -7.0, -8.0]
     assert [body["logprob_start_len"] for body in bodies] == [2, 0]
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in bodies)
+
+
+async def test_the_likeliest_tokens_are_asked_for_with_the_log_probs():
+    async with server() as (url, bodies):
+        engine = FrozenEngine("wise", url, deadline_s=10, retries=0)
+        values, ids, logprobs = await engine.top_logprobs([5, 6, 7, 8], top=2, start=2)
+    assert values == [-7.0, -8.0] and ids.tolist() == [[10, 11], [20, 21]]
+    assert logprobs.tolist() == [[-1.0, -1.25], [-2.0, -2.25]]
+    (body,) = bodies
+    assert body["top_logprobs_num"] == 2 and body["logprob_start_len"] == 1
+    for rows in (None, [None, [[0.0, 1, None]] * 2], [None, [[0.0, 1, None]], [[0.0, 1, None]] * 2]):
+        with refused("answer.top_scores", about="wise"):
+            input_top_logprobs({"input_top_logprobs": rows}, 2, 2, "wise")
 
 
 # Refused before a run -------------------------------------------------------------------------------------------------

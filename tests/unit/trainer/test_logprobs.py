@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from slimx.algorithms.inputs import TopLogprobs
+from slimx.algorithms.losses.top_kl import DIRECTIONS
 from slimx.data.support import Support
 from slimx.trainer.model.logprobs import SMALLEST_CHUNK, KeptTokens, Targets, chunk_tokens, label_logprobs
 
@@ -80,6 +82,72 @@ def test_values_and_gradients_are_those_of_whole_logits(chunk, restricted):
             found = torch.autograd.grad(loss(values), (hidden, weight), retain_graph=True)
             expected = torch.autograd.grad(loss(wanted), inputs, retain_graph=True)
             assert max(relative(f, e) for f, e in zip(found, expected, strict=True)) <= limit
+
+
+def top_of(top: int) -> torch.Tensor:
+    """int64 [T, top]: different tokens at each position."""
+    return torch.stack([torch.randperm(VOCABULARY)[:top] for _ in range(TOKENS)])
+
+
+def plain_top(hidden, weight, temperature, top):
+    logprobs = ((hidden @ weight.t()) / temperature[:, None]).log_softmax(-1)
+    others = torch.ones_like(logprobs, dtype=torch.bool).scatter_(1, top, False)
+    return logprobs.gather(1, top), logprobs.masked_fill(~others, -torch.inf).logsumexp(-1)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("chunk", (1, 7, 64))
+def test_chosen_tokens_and_all_others_together_have_the_log_probs_of_whole_logits(chunk, together):
+    """Alone, then beside the label's log-prob and the entropy, whose gradients come through the same logits."""
+    hidden, weight, labels, temperature, _, up, sideways = problem()
+    top = top_of(5)
+    targets = Targets(labels=labels, temperature=temperature, top=top)
+    values = label_logprobs(hidden, weight, targets, group=None, chunk=chunk)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    truth = plain(*exact, labels, temperature.double(), None) + plain_top(*exact, temperature.double(), top)
+    directions = [up, sideways, torch.randn(TOKENS, 5), torch.randn(TOKENS)]
+    for found, expected in zip(values, truth, strict=True):
+        assert relative(found, expected) <= 3e-6
+    for chosen in ((0, 1, 2, 3),) if together else ((2,), (3,), (2, 3)):
+        found, expected = (
+            torch.autograd.grad(sum((directions[i] * each[i]).sum() for i in chosen), leaves, retain_graph=True)
+            for each, leaves in ((values, (hidden, weight)), (truth, exact))
+        )
+        assert max(relative(f, e) for f, e in zip(found, expected, strict=True)) <= 3e-6
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_over_the_whole_vocabulary_the_kl_with_a_teacher_is_the_whole_kl(direction):
+    """Value and gradients of hidden states and weight; over fewer tokens it is less, and never negative."""
+    hidden, weight, labels, _, _, up, _ = problem()
+    teacher = (2 * torch.randn(TOKENS, VOCABULARY)).log_softmax(-1)
+    found, exact = {}, [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    for top in (1, 8, VOCABULARY):
+        values, ids = teacher.topk(top)
+        out = label_logprobs(hidden, weight, Targets(labels=labels, top=ids), group=None, chunk=16)
+        found[top] = DIRECTIONS[direction](TopLogprobs(*out[2:], values))
+    policy, other = (exact[0] @ exact[1].t()).log_softmax(-1), teacher.double()
+    pair = (other, policy) if direction == "forward" else (policy, other)
+    expected = (pair[0].exp() * (pair[0] - pair[1])).sum(-1)
+    assert relative(found[VOCABULARY], expected) <= 1e-6
+    weights = up.abs()
+    gradients = torch.autograd.grad((weights * found[VOCABULARY]).sum(), (hidden, weight))
+    for each, wanted in zip(gradients, torch.autograd.grad((weights * expected).sum(), exact), strict=True):
+        assert relative(each, wanted) <= 1e-5
+    assert (found[1] > 0).all() and (found[1] < found[8]).all() and (found[8] < expected).all()
+
+
+def test_a_policy_that_says_nothing_but_the_chosen_tokens_has_finite_gradients():
+    hidden, weight, labels, _, _, _, _ = problem()
+    with torch.no_grad():
+        weight[5:] = 0.0
+        weight[:5] = hidden.new_ones(WIDTH)
+        hidden.fill_(20.0)
+    targets = Targets(labels=labels, top=torch.arange(5).expand(TOKENS, 5))
+    *_, top, rest = label_logprobs(hidden, weight, targets, group=None, chunk=16)
+    assert rest.isfinite().all() and rest.max() < -60
+    loss = sum(kl(TopLogprobs(top, rest, torch.full((TOKENS, 5), -2.0))).sum() for kl in DIRECTIONS.values())
+    assert all(part.isfinite().all() for part in torch.autograd.grad(loss, (hidden, weight)))
 
 
 def test_in_bfloat16_chunks_are_as_near_to_the_truth_as_one_product():

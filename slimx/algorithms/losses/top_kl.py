@@ -1,0 +1,49 @@
+"""KL between a teacher and the policy over the teacher's k likeliest tokens and all others together.
+
+With q the teacher, p the policy, K the k tokens, and one bucket for the tail, q_t = 1 - sum_K q and p_t = 1 - sum_K p:
+
+    forward   sum_K q log(q / p) + q_t log(q_t / p_t)          KL(teacher || policy)
+    reverse   sum_K p log(p / q) + p_t log(p_t / q_t)          KL(policy || teacher)
+
+Both are KLs of distributions that were made coarser: by the log sum inequality (Cover and Thomas, Elements of
+Information Theory, theorem 2.7.1) never above the KL over the whole vocabulary, and 0 wherever that is. The tail keeps
+the policy from moving its probability to tokens outside K, which sums over K alone, with or without being scaled to 1,
+do not see. Where K is the whole vocabulary, both are the whole KL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from slimx.algorithms.inputs import TopLogprobs
+
+TopKL = Callable[[TopLogprobs], torch.Tensor]
+"""[T], with gradient of the policy's log-probs."""
+ROUNDING = 2.0**-23
+"""The teacher's tail is 1 minus a sum of fp32 numbers: at or below this it is rounding."""
+
+
+def forward(top: TopLogprobs) -> torch.Tensor:
+    """KL(teacher || policy), [T]."""
+    tail, log_tail = _teacher_tail(top)
+    divergence = (top.teacher.exp() * (top.teacher - top.policy)).sum(-1)
+    return divergence + torch.where(tail > 0, tail * (log_tail - top.policy_rest), 0.0)
+
+
+def reverse(top: TopLogprobs) -> torch.Tensor:
+    """KL(policy || teacher), [T]. A tail of the teacher's that is rounding counts as `ROUNDING`."""
+    _, log_tail = _teacher_tail(top)
+    divergence = (top.policy.exp() * (top.policy - top.teacher)).sum(-1)
+    return divergence + top.policy_rest.exp() * (top.policy_rest - log_tail)
+
+
+def _teacher_tail(top: TopLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The teacher's probability of all other tokens, 0 where it is rounding, and its logarithm, at least that of
+    `ROUNDING`; each [T]."""
+    tail = 1 - top.teacher.exp().sum(-1)
+    return torch.where(tail > ROUNDING, tail, 0.0), tail.clamp_min(ROUNDING).log()
+
+
+DIRECTIONS: dict[str, TopKL] = {"forward": forward, "reverse": reverse}
