@@ -150,6 +150,30 @@ def hf_to_fp8(
     )
 
 
+@app.command()
+def adapters_to_peft(
+    source: Annotated[Path, typer.Argument(help="RUN/checkpoints of a run with trainer.lora.")],
+    out: Out,
+    original: Annotated[Path, typer.Option(help="Hugging Face directory of the base.")],
+    debug: Debug = False,
+) -> None:
+    """Low-rank adapters of SOURCE to OUT, a directory that the package peft loads beside the base."""
+    from slimx.convert.peft import export_adapters
+    from slimx.models.files.megatron_directory import find_checkpoint
+    from slimx.orchestration.state.saves import read_state
+
+    state = read_state(find_checkpoint(source))
+    if state.lora is None:
+        raise SlimxError(
+            f"{source} is of a run without trainer.lora and holds no adapters; take its weights by `slimx convert "
+            "megatron-to-hf`",
+            code="convert.no_adapters",
+            about=str(source),
+        )
+    count = export_adapters(source, out, original, state.lora["alpha"])
+    Console().print(f"{out}: {count:,} parameters of adapters, rank {state.lora['rank']}", highlight=False)
+
+
 def _bytes(gigabytes: float) -> int:
     return int(gigabytes * 1e9)
 

@@ -85,7 +85,7 @@ class TorchDistReader:
                 raise self._damaged(name, f"is truncated: {size} bytes, .metadata wants {end}")
 
     def _damaged(self, file: str, what: str, code: str = "megatron.file") -> SlimxError:
-        return SlimxError(f"{self.path / file}: {what}; restore the file from its source", code=code, about=file)
+        return _damaged(self.path, file, what, code)
 
     @property
     def names(self) -> Collection[str]:
@@ -130,12 +130,7 @@ class TorchDistReader:
             view[first:last, start:stop].view(torch.uint8).copy_(held)
             filled += (last - first) * (stop - start)
         if filled != view.numel():
-            raise SlimxError(
-                f"{self.path}: tensor {place.key} is not whole in it (at {list(place.index)}: {filled} of "
-                f"{view.numel()} elements); save it again",
-                code="megatron.incomplete",
-                about=place.key,
-            )
+            raise _incomplete(self.path, place.key, f"at {list(place.index)}: {filled} of {view.numel()} elements")
 
     def _bytes(self, piece: _Stored, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The matrix of `piece` that stands at `index` in the whole tensor, uint8 [rows, bytes of a row]."""
@@ -170,14 +165,43 @@ class TorchDistReader:
         return self._load(piece).contiguous().view(-1).view(torch.uint8)
 
     def _load(self, piece: _Stored) -> torch.Tensor:
-        try:
-            with (self.path / piece.file).open("rb") as file:
-                view = _create_file_view(file, piece.start, piece.length)
-                return torch.load(view, map_location="cpu", weights_only=True)
-        # A damaged file raises nearly anything.
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise self._damaged(piece.file, f"damaged at byte {piece.start} ({reason})") from error
+        return _load(self.path, piece)
+
+
+def read_whole(path: Path, key: str, metadata: Metadata) -> torch.Tensor:
+    """A copy of the tensor `key` of the checkpoint in `path`, whose pieces `metadata` describes: for one that fits into
+    memory and is in no weight table. No byte is run as code."""
+    described = metadata.state_dict_metadata[key]
+    out = torch.empty(described.size, dtype=described.properties.dtype)
+    filled = 0
+    for piece in (_stored(path, key, chunk, metadata) for chunk in described.chunks):
+        target = out[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))]
+        target.copy_(_load(path, piece))
+        filled += target.numel()
+    if filled != out.numel():
+        raise _incomplete(path, key, f"{filled} of {out.numel()} elements")
+    return out
+
+
+def _load(path: Path, piece: _Stored) -> torch.Tensor:
+    try:
+        with (path / piece.file).open("rb") as file:
+            view = _create_file_view(file, piece.start, piece.length)
+            return torch.load(view, map_location="cpu", weights_only=True)
+    # A damaged file raises nearly anything.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise _damaged(path, piece.file, f"damaged at byte {piece.start} ({reason})") from error
+
+
+def _damaged(path: Path, file: str, what: str, code: str = "megatron.file") -> SlimxError:
+    return SlimxError(f"{path / file}: {what}; restore the file from its source", code=code, about=file)
+
+
+def _incomplete(path: Path, key: str, what: str) -> SlimxError:
+    return SlimxError(
+        f"{path}: tensor {key} is not whole in it ({what}); save it again", code="megatron.incomplete", about=key
+    )
 
 
 class _Pieces:

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from slimx.convert.peft import export_adapters
 from tests.integration.conftest import free_port
 from tests.integration.engine_families import make_model
-from tests.integration.lora_rank import ASKED, STEPS
+from tests.integration.lora_rank import ASKED, LORA, STEPS
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import Oracle, write_model
 from tests.integration.trainer_rank import demonstrations
+from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
 
@@ -101,6 +104,30 @@ def test_another_layout_restores_the_same_merged_weights(trained, there, here):
     moved = load_file(trained[here][0] / "moved.safetensors")
     assert saved.keys() == moved.keys()
     assert all(torch.equal(moved[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("layout", ["TP2-EP2", "dense-TP2"])
+def test_peft_loads_exported_adapters_and_computes_what_the_merged_weights_do(trained, layout, tmp_path):
+    """Logits before PEFT merges them, and the weights after; over a sequence in which experts are chosen by all."""
+    peft = pytest.importorskip("peft", reason="peft is in the lock, and not in this environment")
+    directory = trained[layout][0]
+    base = json.loads((directory / "job.json").read_text())["model"]
+    out = tmp_path / "adapters"
+    assert export_adapters(directory / "checkpoint", out, Path(base), LORA["alpha"]) > 0
+    with refused("convert.exists", about=str(out)):
+        export_adapters(directory / "checkpoint", out, Path(base), LORA["alpha"])
+    merged = write_model(tmp_path / "merged", Path(base), load_file(directory / "saved.safetensors"))
+    plain, wanted = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (base, merged))
+    ids = torch.arange(64)[None] % 100
+    with torch.no_grad():
+        logits, without = wanted(ids).logits, plain(ids).logits
+        model = peft.PeftModel.from_pretrained(plain, out)
+        found = model(ids).logits
+        assert (found - logits).abs().max() <= 1e-5 * logits.abs().max() < (without - logits).abs().max()
+        again = model.merge_and_unload().state_dict()
+    assert again.keys() == wanted.state_dict().keys()
+    for name, value in wanted.state_dict().items():
+        assert torch.allclose(again[name], value, rtol=0, atol=1e-6), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -3,12 +3,15 @@ belongs to its adapters."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from slimx.commands.convert import app
 from slimx.config.load import load_config
 from slimx.layout.ranks import sizes_of
 from slimx.orchestration.state.checkpoints import check_resume
@@ -48,6 +51,14 @@ def test_engines_serve_merged_weights_and_a_run_goes_on_with_its_adapters(tiny_m
     other = load_config(config, ["trainer.lora.rank=8"])
     with refused("resume.lora"):
         check_resume(other, sizes_of(other.trainer), saved, state)
+
+    told = CliRunner().invoke(
+        app, f"adapters-to-peft {directory}/checkpoints {tmp_path}/peft --original {tiny_model}".split()
+    )
+    assert told.exit_code == 0, told.output
+    written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (4, 8)
+    assert written["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 
     resumed = TrainProcess(config, "schedule.steps=3")
     assert resumed.wait() == 0, resumed.text()

@@ -233,7 +233,7 @@ class _Head:
         return logits.gather(1, self._columns[part, None])[:, 0]
 
     def places(self, part: slice) -> _Places:
-        """Where `targets.top` of the positions `part` lie in this rank's share."""
+        """The places that `targets.top` of the positions `part` have in this rank's share."""
         ids = self.targets.top[part] - self.vocabulary.start
         rows, slots = ((ids >= 0) & (ids < len(self.vocabulary))).nonzero(as_tuple=True)
         return _Places((rows, slots), (rows, ids[rows, slots]))

@@ -1,0 +1,121 @@
+"""Adapters of a checkpoint in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+PEFT adapts modules of transformers. One A of slimx's is that of several of them: of queries, keys and values, whose
+rows of B come apart; gate and up projection of a dense layer likewise. The experts of a layer are two stacked
+parameters in transformers 5 (`gate_up_proj` [E, 2 I, h], `down_proj` [E, h, I]), which PEFT wraps one around the other
+in this order (`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A as [E r, in] and B as
+[out, r E].
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from slimx.convert.torch_dist_reader import read_whole
+from slimx.errors import SlimxError
+from slimx.models.families import ModelSpec, read_model
+from slimx.models.files.megatron_directory import TensorPlace, find_checkpoint, places
+from slimx.models.files.safe_pickle import read_metadata
+
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+"""Models whose exported adapters were compared with PEFT's own merge."""
+_ROOT = "base_model.model."
+_STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+"""Parameter of transformers that a projection of an expert is in."""
+_WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
+
+
+def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> int:
+    """Write the adapters in the checkpoint `source` to the directory `out`, which must not exist; returns their number
+    of parameters. `original`: the Hugging Face directory of the base; `alpha`: `trainer.lora.alpha` of the run.
+
+    Raises SlimxError for a checkpoint without adapters, or a model whose export was never proven."""
+    if out.exists():
+        raise SlimxError(f"{out} exists; name a directory that does not", code="convert.exists", about=str(out))
+    spec, path = read_model(original), find_checkpoint(source)
+    if spec.family.ARCHITECTURE not in ARCHITECTURES:
+        raise SlimxError(
+            f"{original} is {spec.family.ARCHITECTURE}, whose adapters were never compared with PEFT's; it was done "
+            f"with {' and '.join(ARCHITECTURES)}",
+            code="convert.peft_family",
+            about=str(original),
+        )
+    tensors, targets, rank = _named(spec, path)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(original),
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        **{key: sorted(names) for key, names in targets.items()},
+    }
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
+    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    partial.rename(out)
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, set[str]], int]:
+    """Tensors by PEFT's names, PEFT's targets, and the rank of all of them."""
+    metadata = read_metadata(path / ".metadata")
+    keys = metadata.state_dict_metadata.keys()
+    per_layer = any(key.startswith("decoder.layers.0.") for key in keys)
+    whole: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    targets: dict[str, set[str]] = {"target_modules": set(), "target_parameters": set()}
+    stacks: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    rank = 0
+    for place in places(spec.table, per_layer=per_layer):
+        names = [f"{place.key.removesuffix('.weight')}.lora_{letter}" for letter in "ab"]
+        if not place.key.endswith(".weight") or names[0] not in keys:
+            continue
+        for name in names:
+            if name not in whole:
+                whole[name] = read_whole(path, name, metadata)
+        a, b = (whole[name][place.index] for name in names)
+        rank = len(a)
+        parts = _apart(place, b)
+        if ".experts." not in place.part.sources[0]:
+            for module, rows in parts.items():
+                tensors[f"{_ROOT}{module}.lora_A.weight"] = a.clone()
+                tensors[f"{_ROOT}{module}.lora_B.weight"] = rows
+                targets["target_modules"].add(module.rpartition(".")[2])
+            continue
+        module = next(iter(parts))
+        parameter = _STACKED[module.rpartition(".")[2]]
+        stacks[module.partition(".experts.")[0], parameter].append((a, torch.cat(list(parts.values()))))
+        targets["target_parameters"].add(f"mlp.experts.{parameter}")
+    for (layer, parameter), experts in stacks.items():
+        prefix = f"{_ROOT}{layer}.experts{_WRAPPED[parameter]}"
+        tensors[f"{prefix}.lora_A.weight"] = torch.cat([a for a, _ in experts])
+        tensors[f"{prefix}.lora_B.weight"] = torch.stack([b for _, b in experts], 2).flatten(1)
+    if not tensors:
+        raise SlimxError(
+            f"{path} holds no adapters; give a checkpoint of a run with trainer.lora",
+            code="convert.no_adapters",
+            about=str(path),
+        )
+    return tensors, targets, rank
+
+
+def _apart(place: TensorPlace, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows of B [out, r] by the module of transformers that they belong to, in the order of the checkpoint's names."""
+    rows: dict[int, Any] = defaultdict(dict)
+    for rect in place.part.rects:
+        for number in range(rect.rows):
+            rows[rect.source][rect.row + number * rect.step] = rect.local_row + number
+    return {
+        place.part.sources[source].removesuffix(".weight"): b[[found[row] for row in sorted(found)]].contiguous()
+        for source, found in sorted(rows.items())
+    }
