@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,8 +37,24 @@ LATER = ("tools", "template")
 """Fields that prompts of earlier releases lack: where they are empty, the identity of prompts is what it was."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one prompt's group, as a source that learns is told of it."""
+
+    prompt: str
+    """Id of the prompt."""
+    rewards: tuple[float, ...]
+    """Rewards of its rollouts; of a group that broke, of those that there are."""
+    dropped: str | None = None
+    """The reason why it is not trained, as in dropped.jsonl; None: it is."""
+
+
 class DataSource(Protocol):
-    """A source of prompts, as the loop uses it; a user's class needs no more than these three methods."""
+    """A source of prompts, as the loop uses it; a user's class needs no more than these three methods.
+
+    One whose next prompts depend on what became of the earlier ones has a fourth, `learn(outcomes)`: it is called with
+    a list of `Outcome` whenever the groups of a step are taken, in the order in which their prompts were. Prompts that
+    are in flight by then were chosen before; the state of a checkpoint is that after the last step's outcomes."""
 
     def next(self) -> Prompt:
         """The next prompt; a source never ends."""

@@ -21,12 +21,12 @@ from dataclasses import asdict
 from typing import Any
 
 from slimx.config.schema import Config
-from slimx.data.prompts import DataSource
+from slimx.data.prompts import DataSource, Outcome
 from slimx.data.records import Group, Trajectory
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.rollouts import STRAGGLER, GroupMaker, GroupOutcome
-from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket
+from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket, rewards_of
 from slimx.runtime.standing_clock import Clock
 
 TOO_OLD = "too old"
@@ -321,10 +321,27 @@ class RolloutManager:
             if self.rules.late(ticket, self.maker.version + 1):
                 self._regenerate(ticket)
                 self._regenerated += 1
+        self._teach(taken)
         dropped = Counter(each.reason for each in self._dropped)
         batch = Batch([ticket.outcome.group for ticket in taken], dropped, self._regenerated)
         self._dropped, self._failures, self._regenerated = [], [], 0
         return batch
+
+    def _teach(self, taken: Sequence[Ticket]) -> None:
+        """Tell a source that learns what became of the prompts of a batch, and of those dropped meanwhile."""
+        learn = getattr(self.source, "learn", None)
+        if learn is None:
+            return
+        ended = [(each.group, Outcome(each.prompt, each.rewards, each.reason)) for each in self._dropped]
+        for ticket in taken:
+            ended.append((f"g{ticket.number}", Outcome(ticket.prompt.id, rewards_of(ticket.outcome.group))))
+        try:
+            learn([outcome for _, outcome in sorted(ended, key=lambda one: int(one[0][1:]))])
+        except Exception as error:
+            name = self.config.rollout.source
+            raise SlimxError(
+                f"rollout.source: learn of {name} raised {raised(error)}", code="sources.raised", about="rollout.source"
+            ) from error
 
     def _regenerate(self, ticket: Ticket) -> None:
         """Forget what was made of `ticket`: it is begun again, with the same seeds, when a batch is waited for."""

@@ -76,6 +76,8 @@ class Dropped:
     reason: str
     detail: str | None = None
     """The first exception's text."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of its rollouts, as many as there are."""
 
     @property
     def failed(self) -> bool:
@@ -85,7 +87,18 @@ class Dropped:
     @classmethod
     def of(cls, outcome: GroupOutcome) -> Dropped:
         assert outcome.group is not None and outcome.reason is not None
-        return cls(group=outcome.group.id, prompt=outcome.group.prompt.id, reason=outcome.reason, detail=outcome.detail)
+        return cls(
+            group=outcome.group.id,
+            prompt=outcome.group.prompt.id,
+            reason=outcome.reason,
+            detail=outcome.detail,
+            rewards=rewards_of(outcome.group),
+        )
+
+
+def rewards_of(group: Group) -> tuple[float, ...]:
+    """Rewards of the rollouts of a group that have one, in their order."""
+    return tuple(float(each.reward) for each in group.trajectories if each.reward is not None)
 
 
 @dataclass(kw_only=True, slots=True)
