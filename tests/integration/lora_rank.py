@@ -92,11 +92,16 @@ class LoraRank(Rank):
         trainer.passes = ForwardPasses(trainer.pipeline, trainer.routing, trainer.weights, algorithm, "none")
         policy = trainer.logprobs(batches)
         given = trainer.passes.before_updates(trainer._local(batches)).fields
+        base, again = trainer.logprobs(batches, under="reference"), trainer.logprobs(batches)
+        if not self.parallel.last_stage:
+            return
+        parts = [each["reference_logprobs"] for each in given]
+        whole = [trainer.context.whole(part, b.lengths).numpy() for part, b in zip(parts, batches, strict=True)]
         self.said["reference"] = {
-            "is_base": same(trainer.logprobs(batches, under="reference"), first),
-            "is_given": same([each["reference_logprobs"].numpy() for each in given], first),
+            "is_base": same(base, first),
+            "is_given": same(whole, first),
             "policy_learned": not same(policy, first),
-            "policy_is_back": same(trainer.logprobs(batches), policy),
+            "policy_is_back": same(again, policy),
         }
 
     def resumed(self) -> None:

@@ -22,12 +22,13 @@ from tests.refusals import refused
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-def test_engines_serve_merged_weights_and_a_run_goes_on_with_its_adapters(tiny_model, task_of_sums, tmp_path):
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "expert": 1}], ids=["experts", "pipeline"])
+def test_engines_serve_merged_weights_and_a_run_goes_on_with_its_adapters(tiny_model, task_of_sums, tmp_path, layout):
     config = write_config(
         tmp_path,
         tiny_model,
         task_of_sums / "train.jsonl",
-        trainer={"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}},
+        trainer={"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}, **layout},
         schedule={"steps": 2},
         checkpoint={"export_hf": True},
         algorithm={"reference": True, "kl_coef": 0.01},

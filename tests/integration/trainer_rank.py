@@ -120,7 +120,8 @@ class Rank:
             rows,
             data_size=self.sizes.data,
             max_tokens=MAX_TOKENS,
-            multiple_of=self.sizes.tensor,
+            multiple_of=self.sizes.tensor * self.sizes.context,
+            sequence_multiple=self.sizes.sequence_multiple,
             # Interleaved pipelines go round in turns of as many micro-batches as there are stages.
             count_multiple=self.sizes.pipeline if self.sizes.virtual > 1 else 1,
         )

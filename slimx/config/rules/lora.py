@@ -27,10 +27,7 @@ def proven_trainer(trainer: Trainer) -> Iterator[Told]:
     if trainer.lora is None:
         return
     for key, given, plain in (
-        ("trainer.pipeline", trainer.pipeline, 1),
         ("trainer.virtual_pipeline", trainer.virtual_pipeline, 1),
-        ("trainer.context", trainer.context, 1),
-        ("trainer.recompute.granularity", trainer.recompute.granularity, "none"),
         ("trainer.moe.bias_update_rate", trainer.moe.bias_update_rate, 0),
         ("trainer.optimizer.offload_fraction", trainer.optimizer.offload_fraction, 0),
         ("trainer.distributed_optimizer", trainer.distributed_optimizer, True),

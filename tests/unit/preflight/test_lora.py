@@ -25,9 +25,7 @@ def config(model: str, trainer: dict[str, Any] | None = None, **sections: Any) -
 @pytest.mark.parametrize(
     ("trainer", "about"),
     [
-        ({"pipeline": 2, "world_size": 2}, "trainer.pipeline"),
-        ({"context": 2, "world_size": 2}, "trainer.context"),
-        ({"recompute": {"granularity": "full"}}, "trainer.recompute.granularity"),
+        ({"pipeline": 2, "virtual_pipeline": 2, "world_size": 2}, "trainer.virtual_pipeline"),
         ({"moe": {"bias_update_rate": 0.1}}, "trainer.moe.bias_update_rate"),
         ({"optimizer": {"offload_fraction": 0.5}}, "trainer.optimizer.offload_fraction"),
         ({"distributed_optimizer": False}, "trainer.distributed_optimizer"),
