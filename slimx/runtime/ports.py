@@ -22,9 +22,16 @@ TRIES = 500
 def free_port(host: str = "127.0.0.1") -> int:
     """A random port of `LISTENING` on which nobody listens now, and which no other process that asks here is given
     while this process lives."""
+    port, claim = claimed_port(host)
+    claim.detach()  # stays open as long as this process
+    return port
+
+
+def claimed_port(host: str) -> tuple[int, socket.socket]:
+    """A port as `free_port` gives it, and the claim on it, which ends when it is closed."""
     for port in random.SystemRandom().sample(LISTENING, TRIES):
-        if _is_free(host, port) and _claim(port):
-            return port
+        if _is_free(host, port) and (claim := _claim(port)) is not None:
+            return port, claim
     raise SlimxError(
         f"none of {TRIES} ports from {LISTENING.start} to {LISTENING.stop} on {host} is free; end what listens there",
         code="ports.none",
@@ -41,8 +48,8 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _claim(port: int) -> bool:
-    """Claim `port` among all processes of this network namespace; False if another one has it.
+def _claim(port: int) -> socket.socket | None:
+    """Claim `port` among all processes of this network namespace; None if another one has it.
 
     The claim is a name of an abstract Unix socket: it belongs to the same namespace as the port, and the kernel gives
     it back when the process ends, however it ends.
@@ -52,9 +59,8 @@ def _claim(port: int) -> bool:
         claim.bind(f"\0slimx-port-{port}")
     except OSError:
         claim.close()
-        return False
-    claim.detach()  # stays open as long as this process
-    return True
+        return None
+    return claim
 
 
 def own_address(network: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost
 from slimx.runtime.logs import marked
-from slimx.runtime.ports import LOOPBACK, free_port, own_address
+from slimx.runtime.ports import LOOPBACK, claimed_port, own_address
 
 ANSWER_S = 5.0
 """Seconds in which a server that is alive says so."""
@@ -55,6 +56,8 @@ class EngineActor:
         self.values, self.log_path, self.call_deadline_s = values, log_path, call_deadline_s
         self.network, self.host, self.places, self.url = network, own_address(network), others, url
         self.channel = channel
+        self._claims: list[socket.socket] = []
+        """Claims on the ports of the present server; those of the one before are given back."""
         self.engine = Engine(self._spec(), log_path)
         self.epoch = -1
         """Membership epoch of the publication that was begun last."""
@@ -67,8 +70,14 @@ class EngineActor:
         if self.url is not None:
             where = urlsplit(self.url)
             return EngineSpec(port=where.port, host=where.hostname, external=True, **self.values)
-        bootstrap = free_port(self.host) if self.values.get("role") == "prefill" else None
-        return EngineSpec(port=free_port(self.host), host=self.host, bootstrap_port=bootstrap, node=node, **self.values)
+        prefill = self.values.get("role") == "prefill"
+        before, claimed = self._claims, [claimed_port(self.host) for _ in range(1 + prefill)]
+        self._claims = [claim for _, claim in claimed]
+        for claim in before:
+            claim.close()
+        (port, *others) = (port for port, _ in claimed)
+        bootstrap = others[0] if prefill else None
+        return EngineSpec(port=port, host=self.host, bootstrap_port=bootstrap, node=node, **self.values)
 
     def mark(self, text: str) -> None:
         """Write into the server's log what the lines that follow belong to."""

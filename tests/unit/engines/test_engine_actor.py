@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -291,3 +292,13 @@ async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(actor, 
     with pytest.raises(PortTaken):
         await actor.start(5)
     assert len(ports) == engine_actor.PORTS
+
+
+@pytest.mark.parametrize(("role", "ports"), [("regular", 1), ("prefill", 2)])
+def test_an_actor_keeps_the_ports_of_its_present_server_alone(role: str, ports: int) -> None:
+    """Each start takes new ones: a run of thousands of restarts would else hold all that there are."""
+    own = len(os.listdir("/proc/self/fd"))
+    actor = EngineActor({"name": "e0", "model_path": "/", "dtype": "float32", "device": "cpu", "role": role}, "", 1.0)
+    specs = [actor._spec() for _ in range(5)]
+    assert len(os.listdir("/proc/self/fd")) == own + ports
+    assert len({spec.port for spec in specs} | {spec.bootstrap_port for spec in specs} - {None}) > 1
