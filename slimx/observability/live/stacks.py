@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,8 @@ DIRECTORY = "stacks"
 DUMP_S = 10.0
 """Seconds for one process."""
 AT_ONCE = 4
+KEPT = 50
+"""Files in RUN/stacks; a run that loses engines for weeks fills no disk with them."""
 DRIVER = "driver"
 
 
@@ -73,10 +75,13 @@ def stacks(directory: Path) -> list[Stack]:
 
 
 def write_stacks(directory: Path, why: str) -> Path:
-    """Write the stacks to RUN/stacks/TIME.txt, after the line `why`; returns the file."""
-    file = directory / DIRECTORY / time.strftime("%Y%m%d-%H%M%S.txt")
+    """Write the stacks to RUN/stacks/TIME.txt, after the line `why`; returns the file. The newest `KEPT` files stay."""
+    # Microseconds: engines that are given up together have a file each.
+    file = directory / DIRECTORY / f"{datetime.now():%Y%m%d-%H%M%S-%f}.txt"
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"{why}\n\n{told(stacks(directory))}")
+    for old in sorted(file.parent.glob("*.txt"))[:-KEPT]:
+        old.unlink(missing_ok=True)
     return file
 
 

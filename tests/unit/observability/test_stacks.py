@@ -125,6 +125,14 @@ async def test_who_waited_in_vain_leaves_the_stacks_behind_and_other_errors_do_n
         file.unlink()
 
 
+def test_stacks_written_in_the_same_second_have_a_file_each_and_the_oldest_files_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", 3)
+    monkeypatch.setattr(module, "stacks", lambda directory: [])
+    files = [module.write_stacks(tmp_path, f"engine e{n}") for n in range(5)]
+    assert len(set(files)) == 5 and sorted((tmp_path / "stacks").iterdir()) == files[2:]
+    assert [file.read_text().split("\n")[0] for file in files[2:]] == ["engine e2", "engine e3", "engine e4"]
+
+
 def test_a_run_of_which_nothing_is_here_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {name: r}\nschedule: {steps: 1}\n")
     with refused("stacks.none", about=str(tmp_path)):
