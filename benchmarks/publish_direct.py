@@ -185,7 +185,7 @@ class Trainers:
     """The senders, as the delivery calls them."""
 
     def __init__(self, ranks: Sequence[Resident]):
-        self.ranks = ranks
+        self.ranks = self.actors = ranks
 
     async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
         data = dealt.to_bytes()
