@@ -33,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import ray
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
@@ -181,11 +182,22 @@ class EngineHost:
 # The publisher's parties ----------------------------------------------------------------------------------------------
 
 
+class Living:
+    """A process that answers as the ping of its actor would: with an error of Ray's once it has ended."""
+
+    def __init__(self, process: Any):
+        self.process, self.ping = process, self
+
+    async def remote(self) -> None:
+        if not self.process.is_alive():
+            raise ray.exceptions.ActorDiedError()
+
+
 class Trainers:
     """The senders, as the delivery calls them."""
 
     def __init__(self, ranks: Sequence[Resident]):
-        self.ranks = self.actors = ranks
+        self.ranks, self.actors = ranks, [Living(rank.process) for rank in ranks]
 
     async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
         data = dealt.to_bytes()

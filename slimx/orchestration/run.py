@@ -15,7 +15,6 @@ from slimx.data.records import Group
 from slimx.data.routes import check_routes
 from slimx.errors import Preempted
 from slimx.orchestration.batches import make_packer, make_update_rows
-from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.prepare import Prepared
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.publications import Publications, publication_metrics
@@ -75,7 +74,6 @@ class Run:
             recovery.on_replaced = self.publications.delivery.renew
         if self.engines is not None:
             self.engines.members.keeper.in_flight = self._in_flight
-            self.engines.members.before_ending = partial(keep_stacks, self.directory, records.table.note)
         self.step = self.current = 0
 
     def _make_rollouts(self, prepared: Prepared, maker: GroupMaker) -> RolloutManager | Replay:

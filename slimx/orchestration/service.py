@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +22,7 @@ from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.roster import follow
 from slimx.errors import SlimxError
 from slimx.orchestration.frozen import FrozenEngines
+from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.lifetime import stopping
 from slimx.orchestration.prepare import Sources
 from slimx.orchestration.waits import while_served
@@ -100,6 +102,7 @@ class EngineService:
         follow(groups, self.directory / "engines.json")
         for group in groups:
             group.members.on_lost = self._lost
+            group.members.before_ending = partial(keep_stacks, self.directory, self.note)
         if self.engines is not None:
             rollout = self.config.rollout
             self.client = GenerationClient(

@@ -13,8 +13,8 @@ from slimx.runtime.threads import in_thread
 WRITE_S = 45.0
 """Seconds for all stacks; the end of a run does not wait longer for them."""
 
-SILENT = ("rank.silent", "engine.silent")
-"""Codes of errors of parts that did not answer."""
+SILENT = ("rank.silent", "engine.silent", "engine.useless")
+"""Codes of errors of parts that did not answer, or not with what they were asked for."""
 
 
 def hangs(error: BaseException) -> bool:
