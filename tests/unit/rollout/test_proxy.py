@@ -103,7 +103,10 @@ async def test_sub_agents_summaries_and_second_tries_are_trajectories_of_one_rol
         await said(client, [{"role": "user", "content": "so far: 2"}])
 
     found = await rollout(Script("1", "2", "3", "4", "5", "6"), busy)
-    assert [trained(trajectory) for trajectory in found] == ["2<end>", "1<end>3<end>", "4<end>", "5<end>", "6<end>"]
+    texts = {trained(trajectory) for trajectory in found}
+    # Of the three that are asked at once any may be heard first; one of the two tries goes on with the first answer.
+    (tried,) = texts & {f"1<end>{answer}<end>" for answer in "234"}
+    assert texts == {tried, "2<end>", "3<end>", "4<end>", "5<end>", "6<end>"} - {tried.removeprefix("1<end>")}
     assert {trajectory.rollout_id for trajectory in found} == {"g/0"} and len({t.id for t in found}) == 5
     assert [trajectory.metadata["branch"] for trajectory in found] == [0, 1, 2, 3, 4]
 
