@@ -14,7 +14,7 @@ from tests.integration.runs import completed_steps
 from tests.integration.struck import Moment, Struck, config_of, ended_as, undisturbed
 from tools.soak.accounts import Ledger
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 STRIKES = [
     Moment("train", 1, signal.SIGKILL),
@@ -63,7 +63,6 @@ def struck(config: Path, moments: Sequence[Moment] = STRIKES) -> Struck:
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_struck_run_of_another_kind_has_the_metrics_of_one_that_was_left_alone(
     kind: str, tiny_model: Path, task_of_sums: Path, tmp_path: Path

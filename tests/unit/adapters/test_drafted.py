@@ -98,7 +98,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("hf", "fused"), [(HF, False), (HF, True), (GLM, False)], ids=["V3", "V3-fused", "GLM-4.5"])
+@pytest.mark.parametrize(
+    ("hf", "fused"),
+    [
+        pytest.param(HF, False, id="V3", marks=pytest.mark.slow),
+        pytest.param(HF, True, id="V3-fused"),
+        pytest.param(GLM, False, id="GLM-4.5"),
+    ],
+)
 def test_sglangs_own_draft_gets_the_trained_layer_and_one_wrong_number_in_it_is_seen(
     hf: dict[str, Any], fused: bool, tmp_path: Path, sglang: SGLang
 ) -> None:
