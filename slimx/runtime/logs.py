@@ -7,4 +7,4 @@ from datetime import UTC, datetime
 
 def marked(text: str) -> str:
     """A line that is found by its first four characters, with the time in UTC."""
-    return f"==== {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, {text}\n"
+    return f"==== {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, {text}"

@@ -46,8 +46,7 @@ class TrainerWorker:
 
     def mark(self, text: str) -> None:
         """Write into the log what the lines that follow belong to."""
-        sys.stdout.write(marked(f"rank {self.rank}, {text}"))
-        sys.stdout.flush()
+        print(marked(f"rank {self.rank}, {text}"), flush=True)
 
     def rendezvous(self) -> str:
         """Address on this rank's node at which all ranks meet: an init_method for torch.distributed."""

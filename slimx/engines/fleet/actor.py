@@ -82,7 +82,7 @@ class EngineActor:
     def mark(self, text: str) -> None:
         """Write into the server's log what the lines that follow belong to."""
         with open(self.log_path, "a") as log:
-            log.write(marked(f"engine {self.values['name']}, {text}"))
+            print(marked(f"engine {self.values['name']}, {text}"), file=log)
 
     async def start(self, deadline_s: float) -> dict[str, Any]:
         """Start a server and wait until it attests the plugin; its URL and attestation.

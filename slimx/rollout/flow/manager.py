@@ -321,18 +321,20 @@ class RolloutManager:
             if self.rules.late(ticket, self.maker.version + 1):
                 self._regenerate(ticket)
                 self._regenerated += 1
-        self._teach(taken)
+        self._tell_source(taken)
         dropped = Counter(each.reason for each in self._dropped)
         batch = Batch([ticket.outcome.group for ticket in taken], dropped, self._regenerated)
         self._dropped, self._failures, self._regenerated = [], [], 0
         return batch
 
-    def _teach(self, taken: Sequence[Ticket]) -> None:
-        """Tell a source that learns what became of the prompts of a batch, and of those dropped meanwhile."""
+    def _tell_source(self, taken: Sequence[Ticket]) -> None:
+        """Tell a source that learns what became of the prompts of a batch, and of those dropped meanwhile. One that was
+        too old is generated again, and told of when it has ended."""
         learn = getattr(self.source, "learn", None)
         if learn is None:
             return
-        ended = [(each.group, Outcome(each.prompt, each.rewards, each.reason)) for each in self._dropped]
+        dropped = [each for each in self._dropped if each.reason != TOO_OLD]
+        ended = [(each.group, Outcome(each.prompt, each.rewards, each.reason)) for each in dropped]
         for ticket in taken:
             ended.append((f"g{ticket.number}", Outcome(ticket.prompt.id, rewards_of(ticket.outcome.group))))
         try:

@@ -40,11 +40,11 @@ class World:
         self.dies: dict[str, int] = {}
         """Deaths that are to come, by the call in which they do."""
         self.shift = 0.0
-        """What later groups compute differently."""
+        """Difference of the metrics that later groups compute."""
         self.sends = 2
         """Ranks whose states reach their mirrors."""
         self.writes = True
-        """Whether ranks write their files."""
+        """True if ranks write their files."""
 
 
 class Group:

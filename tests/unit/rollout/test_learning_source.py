@@ -12,7 +12,8 @@ from examples.levels import DOWN, UP, WINDOW, Levels, make_source
 from slimx.data.codec import decode, encode
 from slimx.data.prompts import Outcome, PromptSource
 from slimx.data.records import Prompt
-from slimx.rollout.flow.tickets import SavedTicket
+from slimx.rollout.flow.manager import TOO_OLD
+from slimx.rollout.flow.tickets import Dropped, SavedTicket
 from tests.refusals import refused
 from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, kept, run_virtually
 from tests.unit.rollout.rollout_stand import config_of
@@ -77,6 +78,20 @@ def test_a_source_learns_every_end_once_in_the_order_of_its_prompts() -> None:
     assert {outcome.dropped for outcome in learnt} >= {None, "filter: unlucky"}
     whole = [outcome for outcome in learnt if outcome.dropped in (None, "filter: unlucky")]
     assert {len(outcome.rewards) for outcome in whole} == {config().rollout.group_size}
+
+
+def test_a_group_that_is_generated_again_has_not_ended() -> None:
+    source = Told(PROMPTS)
+
+    async def step() -> None:
+        run = flow(source)
+        run.manager._drop(Dropped(group="g0", prompt="p0", reason=TOO_OLD))
+        await run.manager.next_batch()
+        await run.manager.stop()
+
+    run_virtually(step())
+    (learnt,) = source.steps
+    assert learnt and TOO_OLD not in {outcome.dropped for outcome in learnt}
 
 
 def test_a_source_that_fails_to_learn_is_named() -> None:
