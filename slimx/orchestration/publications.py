@@ -62,7 +62,7 @@ class Publications:
             ranks=self.trainers.sizes.world,
             step_deadline_s=self.config.publish.engine_deadline,
             machines=self.config.rollout.policy_engines[0].nodes,
-            every_full=None if (delta := self.config.publish.delta) is None else delta.every_full,
+            changes=self.config.publish.changes,
         )
 
     async def stop(self) -> None:

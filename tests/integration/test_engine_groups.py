@@ -89,7 +89,7 @@ async def publishing_of(
         direct = DirectTrainers(model, config.cluster.network, step_deadline_s=300)
         plan = plan_for(model, EngineSizes(tensor=2, expert=2), 2**17)
         names, ranks = [engine.name], len(direct.actors)
-        to_both = DirectDelivery(direct, plan, names, ranks=ranks, step_deadline_s=300, machines=2, every_full=2)
+        to_both = DirectDelivery(direct, plan, names, ranks=ranks, step_deadline_s=300, machines=2, changes=(2, 2))
         await direct.hold(3)
         source = DirectSource(to_both)
         publisher = Publisher(source, group.members, to_both, deadline_s=600, step_deadline_s=300, encoding="local")

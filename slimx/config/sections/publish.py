@@ -49,14 +49,15 @@ class Publish(Section):
     """Seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined."""
 
     @property
-    def item(self) -> int:
-        """Bytes of the elements among which changes are looked for: most of what is published is fp8 codes, or bf16."""
-        return 2 if self.quantise is None else 1
+    def changes(self) -> tuple[int, int] | None:
+        """Bytes of the elements among which changes are looked for (most of what is published is fp8 codes, or bf16),
+        and every how many versions one is whole; None: all are."""
+        return None if self.delta is None else (2 if self.quantise is None else 1, self.delta.every_full)
 
     @property
-    def changes_on_disk(self) -> bool:
-        """True if versions are written as files of what has changed."""
-        return self.delta is not None and self.transport == "disk"
+    def changes_on_disk(self) -> tuple[int, int] | None:
+        """`changes`, where versions are written as files of what has changed; None elsewhere."""
+        return self.changes if self.transport == "disk" else None
 
     @property
     def on_device(self) -> bool:

@@ -44,8 +44,8 @@ class Courier:
         gpus: str | None,
         changes: tuple[int, int] | None = None,
     ):
-        """`directory`: of versions on disk; `changes`: None where these are whole, else bytes of an element, and of how
-        many one is (`ChangesShelf`); `network`: where meetings are held (`slimx.runtime.ports.own_address`);
+        """`directory`: of versions on disk; `changes`: None where these are whole, else of what
+        `ChangesShelf` is made; `network`: where meetings are held (`slimx.runtime.ports.own_address`);
         `deadline_s`: seconds for one step of a channel; what the process prints goes to `log_path`; `gpus`: those of
         the publisher, of which it shares the first."""
         with open(log_path, "ab", buffering=0) as log:
@@ -53,10 +53,7 @@ class Courier:
             os.dup2(log.fileno(), sys.stderr.fileno())
         if gpus is not None:
             os.environ[DEVICES] = gpus
-        self.shelf = Shelf(directory)
-        if changes is not None:
-            item, every_full = changes
-            self.shelf = ChangesShelf(directory, item=item, every_full=every_full)
+        self.shelf = Shelf(directory) if changes is None else ChangesShelf(directory, *changes)
         self.deadline_s = deadline_s
         self.host = own_address(network)
         self.openings: dict[str, Opening] = {}
@@ -144,16 +141,13 @@ class CourierHandle:
         )
         network = self.config.cluster.network
         gpus = None if place.gpus is None else ",".join(place.gpus)
-        deadline = self.config.publish.engine_deadline
-        courier = actor.remote(str(self.directory), network, deadline, str(self.log), gpus, self._changes())
+        publish, log = self.config.publish, str(self.log)
+        courier = actor.remote(
+            str(self.directory), network, publish.engine_deadline, log, gpus, publish.changes_on_disk
+        )
         await self._answer(courier.ready.remote(), "the start", limit)
         self._actor = courier
         self.incarnation += 1
-
-    def _changes(self) -> tuple[int, int] | None:
-        """Bytes of an element, and every how many versions are whole; None for a courier that writes no changes."""
-        publish = self.config.publish
-        return (publish.item, publish.delta.every_full) if publish.changes_on_disk else None
 
     def renew(self) -> None:
         """The publisher is another process from now on, maybe elsewhere: `start` looks, and the courier follows."""

@@ -89,14 +89,14 @@ class DirectDelivery(Delivery):
         step_deadline_s: float,
         links: Sequence[int] = (),
         machines: int = 1,
-        every_full: int | None = None,
+        changes: tuple[int, int] | None = None,
     ):
         """`plan`: for one engine. `engines`: names of all. `ranks`: of the trainer, which send through `links`
         (`slimx.reshard.plan.dealing.deal`). `step_deadline_s`: seconds for one call to one engine. `machines`: of each
-        engine, to all of which trainer ranks write. `every_full`: None for whole weights each time, else changes
-        travel, and each so many publications whole weights."""
-        self.senders, self.plan, self.step_deadline_s, self.every_full = senders, plan, step_deadline_s, every_full
-        self.item = item_of(plan) if every_full is not None else 0
+        engine, to all of which trainer ranks write. `changes`: None for whole weights each time, else as in
+        `slimx.config.sections.publish.Publish.changes`."""
+        self.senders, self.plan, self.step_deadline_s = senders, plan, step_deadline_s
+        self.item, self.every_full = changes or (0, 1)
         self.dealt = deal(plan, ranks=ranks, engines=len(engines), links=links)
         self.machines = machines
         self.engines = {name: number for number, name in enumerate(engines)}
@@ -135,7 +135,7 @@ class DirectDelivery(Delivery):
         number = self.engines[recipient.name]
         bases = [[NO_BASE] * self.plan.count] * self.machines
         if self._connected.get(recipient.name) == recipient.incarnation:
-            if self.every_full is not None and (self.transfer - 1) % self.every_full:
+            if (self.transfer - 1) % self.every_full:
                 attested = await recipient.perform("bases", epoch)
                 bases = _bases(recipient.name, attested, self.machines, self.plan.count)
         else:
@@ -318,11 +318,6 @@ class DirectSource:
 
     async def release(self, bucket: int | None = None) -> None:
         """Nothing: a slot of the ring is taken back when another bucket needs it."""
-
-
-def item_of(plan: Plan) -> int:
-    """Bytes of the elements among which changes are looked for: most of what `plan` brings is fp8 codes, or bf16."""
-    return 2 if plan.precision.quantisation is None else 1
 
 
 def _bases(engine: str, attested: object, machines: int, buckets: int) -> list[list[int]]:

@@ -115,7 +115,7 @@ class EngineGroup:
             url=group.urls[number] if group.urls else None,
             channel=config.publish.over_channel and not group.frozen,
             direct=config.publish.transport == "nixl" and not group.frozen,
-            item=config.publish.item if config.publish.changes_on_disk and not group.frozen else None,
+            item=changes[0] if (changes := config.publish.changes_on_disk) and not group.frozen else None,
         )
         return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=keys)
 

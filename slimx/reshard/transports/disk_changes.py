@@ -35,7 +35,7 @@ Chain = tuple[ChainFile, ...]
 class ChangesShelf(Shelf):
     """The versions in one directory, each a few files of changes to the one before."""
 
-    def __init__(self, directory: Path | str, *, item: int, every_full: int):
+    def __init__(self, directory: Path | str, item: int, every_full: int):
         """`item`: bytes of an element. Every `every_full`-th version that is complete is whole."""
         super().__init__(directory)
         self.item, self.every_full = item, every_full

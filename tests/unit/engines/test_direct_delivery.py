@@ -105,7 +105,7 @@ class Stand:
             ranks=WORLD,
             step_deadline_s=10,
             machines=machines,
-            every_full=every_full,
+            changes=None if every_full is None else (2, every_full),
         )
 
     async def publish(self, *engines: int) -> dict[int, int]:

@@ -130,7 +130,7 @@ def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytes
 
 def test_changes_on_disk_are_put_together_beside_engines_of_a_run() -> None:
     config = config_of(**DELTA_ON_DISK)
-    assert asked(config, "cpu") == [] and config.publish.changes_on_disk and config.publish.item == 2
+    assert asked(config, "cpu") == [] and config.publish.changes_on_disk == (2, 10)
     assert not config_of(**{"publish.transport": "disk"}).publish.changes_on_disk
 
 
