@@ -51,10 +51,10 @@ class TrainerProcess:
         }
 
     def open(self, encoding: Encoding, bucket: int) -> str:
-        return self.gatherers[encoding].open(bucket)
+        return self.gatherers[encoding].open(bucket)[0]
 
     def fill(self, encoding: Encoding, bucket: int, path: str) -> Share:
-        return self.gatherers[encoding].fill(bucket, path)
+        return self.gatherers[encoding].fill(bucket, [path])
 
     def release(self, encoding: Encoding, bucket: int | None) -> None:
         self.gatherers[encoding].release(bucket)

@@ -17,7 +17,6 @@ from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.outcome import Publication
-from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publisher
 from slimx.rollout.flow.rollouts import GroupMaker
@@ -47,7 +46,7 @@ class Publications:
             self.delivery = self._direct()
             source = DirectSource(self.delivery)
         else:
-            self.delivery = make_delivery(lambda: trainers.actors[PUBLISHER], self.config, service.logs, courier)
+            self.delivery = make_delivery(lambda: trainers.actors, self.config, service.logs, courier)
         self.publisher = None
         if self.engines is not None:
             vacate = self._give_turn if self.config.schedule.colocate else None

@@ -134,8 +134,8 @@ class PublicationFigures(Record):
     transport_note: str
     """Why this transport."""
     publisher_bytes: int
-    """Buckets beside trainer rank 0's own memory: its GPU's with cuda_ipc and nccl, else the host's. With nixl the ring
-    of the trainer rank that has the largest, of its host's memory."""
+    """Memory that buckets take, of the host of trainer rank 0: with cuda_ipc of each trainer rank's GPU, with nccl of
+    that of rank 0. With nixl the ring of the trainer rank that has the largest, of its host's memory."""
     kept_bytes: int = 0
     """With publish.delta, host memory of the trainer rank that keeps most: what it sent last, and part of a bucket.
     With disk that of the courier beside trainer rank 0."""

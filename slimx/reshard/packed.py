@@ -47,17 +47,18 @@ class ChainFile:
 
 @dataclass(frozen=True, slots=True)
 class PackedBucket:
-    """A bucket in the publisher's memory: one region per target, one after another."""
+    """A bucket in memory: one region per target, one after another, or each in memory of its own."""
 
     path: str
     """/proc/PID/fd/N: readable by processes of the same user on the same machine. Or memory of a GPU, `on_device`."""
     size: int
-    """Bytes, of all targets together."""
+    """Bytes of each memory."""
     targets: tuple[tuple[PackedTensor, ...], ...]
     """Per target its tensors: one target for Hugging Face names (every rank of every engine takes them all), one per
     engine rank for rank-local buckets."""
-    copies: tuple[str, ...] = ()
-    """Paths of the same bytes on the other machines of an engine that spans several; empty: every rank opens `path`."""
+    others: tuple[str, ...] = ()
+    """Paths of further memories, in the order of the engine ranks that open them: each other rank's own, or copies on
+    the other machines of an engine that spans several. Empty: every rank opens `path`."""
     chain: tuple[ChainFile, ...] = ()
     """Files that the bucket has to be made of first, the whole one and what has changed since; empty: `path` has it."""
 
@@ -71,14 +72,19 @@ class PackedBucket:
         """All tensors of all targets."""
         return tuple(tensor for target in self.targets for tensor in target)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def parts(self, encoding: Encoding, ranks: int) -> dict[str, Any]:
         """The bucket as JSON for each rank of an engine of `ranks`, by its number, or for "all": where the rank's
         machine has it, and which tensors the rank takes."""
-        paths = (self.path, *self.copies)
+        paths = (self.path, *self.others)
         if encoding == "hf" and len(paths) == 1:
             return {"all": self._part(self.path, self.targets[0])}
         targets = self.targets * ranks if encoding == "hf" else self.targets
-        # The ranks of a machine follow one another.
+        # The ranks that open the same memory follow one another.
         return {
             str(rank): self._part(paths[rank * len(paths) // len(targets)], tensors)
             for rank, tensors in enumerate(targets)

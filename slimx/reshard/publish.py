@@ -175,7 +175,7 @@ class _Attempt:
                     await self._each("load")
                 if held and (load or packed.on_device):  # engines have copies of what is on a device
                     await self._of_trainers("release", self.source.release(bucket))
-                self.out.nbytes += packed.size
+                self.out.nbytes += packed.nbytes
                 self.out.tensors += len(packed.tensors)
                 self.out.buckets += 1
         finally:

@@ -6,7 +6,9 @@ Imported by Ray's worker process; torch and megatron-core are imported in the co
 from __future__ import annotations
 
 import os
+import secrets
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from slimx.runtime.machine import machine
 from slimx.runtime.ports import address, free_port, is_loopback, own_address
 from slimx.trainer.process import install_adapters, prepare_process, redirect_output
 
-PROBE = b"slimx publisher"
+PROBE_BYTES = 16
 
 
 class TrainerWorker:
@@ -235,22 +237,24 @@ class TrainerWorker:
 
     # Weights leave by a plan ("publish" or "export"), bucket by bucket ---------------------------------------------
 
-    def probe(self, on_device: bool) -> str:
-        """Publisher only: memory, of its GPU or the host's, that the other ranks try to open."""
+    def probe(self, on_device: bool) -> tuple[str, bytes]:
+        """Memory, of this rank's GPU or the host's, that other ranks try to open: its path, and what is in it."""
         import torch
 
         from slimx.reshard.transports.device import DeviceMemory
         from slimx.reshard.transports.memory import MemoryFile
 
-        self._probe = DeviceMemory(len(PROBE), self._device()) if on_device else MemoryFile(len(PROBE))
-        self._probe.bytes.copy_(torch.frombuffer(bytearray(PROBE), dtype=torch.uint8))
+        self._probe = DeviceMemory(PROBE_BYTES, self._device()) if on_device else MemoryFile(PROBE_BYTES)
+        # At random: on another machine the same path may be another rank's.
+        content = secrets.token_bytes(PROBE_BYTES)
+        self._probe.bytes.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if on_device:
             torch.cuda.current_stream().synchronize()  # other processes wait for no stream of this one
-        return self._probe.path
+        return self._probe.path, content
 
-    def reaches(self, path: str) -> bool:
-        """Returns True if this rank can write into the publisher's memory: on the same machine, in the same namespace,
-        and for a GPU's memory within reach of this rank's GPU."""
+    def reaches(self, path: str, content: bytes) -> bool:
+        """Returns True if this rank can write into the memory that another one probes with: on the same machine, in the
+        same namespace, and for a GPU's memory within reach of this rank's GPU."""
         from slimx.errors import SlimxError
         from slimx.reshard.packed import ON_DEVICE
         from slimx.reshard.transports.device import fetch
@@ -258,39 +262,42 @@ class TrainerWorker:
 
         try:
             if path.startswith(ON_DEVICE):
-                found = fetch(path, 0, len(PROBE), self._device())
+                found = fetch(path, 0, PROBE_BYTES, self._device())
             else:
-                found = open_memory(path, len(PROBE))
-            return bytes(found.tolist()) == PROBE
+                found = open_memory(path, PROBE_BYTES)
+            return bytes(found.tolist()) == content
         except SlimxError:
             return False
 
-    def prepare(self, name: str, plan: bytes, remote: list[int], on_device: bool) -> None:
+    def prepare(self, name: str, plan: bytes, remote: list[int], on_device: bool, holders: int = 1) -> None:
         """Get ready for the buckets of a plan; `remote`: the ranks that cannot reach the publisher's memory;
-        `on_device`: whether that is its GPU's."""
+        `on_device`: whether that is its GPU's; `holders`: ranks whose memory buckets are in, if more than the
+        publisher's each engine rank's part of one in memory of its own."""
         from slimx.reshard.pack.gather import Gatherer
         from slimx.reshard.pack.gather_device import DeviceGatherer
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import Plan
 
-        packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.published)
+        weights = self._trainer.weights.published
+        packer = Packer(Plan.from_bytes(plan), self.rank, weights, apart=holders > 1)
         if on_device:  # the default group: NCCL over all ranks
-            self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None)
+            self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None, holders=holders)
         else:
-            self._gatherers[name] = Gatherer(packer, remote=remote, group=self._trainer.parallel.host_group)
+            group = self._trainer.parallel.host_group
+            self._gatherers[name] = Gatherer(packer, remote=remote, group=group, holders=holders)
 
-    def open_bucket(self, name: str, bucket: int) -> str:
-        """Publisher only: memory for a bucket; its path."""
+    def open_bucket(self, name: str, bucket: int) -> dict[int, str]:
+        """The paths of this rank's own memory for a bucket, by part of it."""
         return self._gatherers[name].open(bucket)
 
-    def fill_bucket(self, name: str, bucket: int, path: str) -> Any:
-        """This rank's part of a bucket, into the memory at `path`."""
+    def fill_bucket(self, name: str, bucket: int, paths: Sequence[str]) -> Any:
+        """Write this rank's share of a bucket into the memories at `paths`."""
         with self._memory.phase(name):
             self._resident(training=False)
-            return self._gatherers[name].fill(bucket, path)
+            return self._gatherers[name].fill(bucket, paths)
 
     def release_buckets(self, name: str, bucket: int | None) -> None:
-        """Publisher: the memory of one bucket may be used again. All ranks, None: a publication has ended. Calls of a
+        """This rank's memory of one bucket may be used again. None, for all ranks: a publication has ended. Calls of a
         rank run one after another: when all have answered, none still fills a bucket."""
         self._gatherers[name].release(bucket)
 

@@ -26,7 +26,7 @@ def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any)
     packer, group, world = Packer(plan, parallel.rank, tensors), parallel.host_group, parallel.sizes.world
     # The last rank as one on another machine: it sends its part.
     gatherer = Gatherer(packer, remote=[world - 1] if world > 1 else [], group=group)
-    opened = [gatherer.open(0) if parallel.rank == PUBLISHER else ""]
+    opened = [list(gatherer.open(0).values()) if parallel.rank == PUBLISHER else []]
     dist.broadcast_object_list(opened, src=PUBLISHER, group=group)
     shares = [None] * world
     dist.all_gather_object(shares, gatherer.fill(0, opened[0]), group=group)

@@ -97,7 +97,7 @@ async def publishing_of(
     trainers = Trainers(weights)
     trainers.version = 3
     restarts = Restarts("courier", config.rollout.health, note=print)
-    delivery = make_delivery(lambda: trainers.actors[0], config, directory, restarts)
+    delivery = make_delivery(lambda: trainers.actors, config, directory, restarts)
     stack.push_async_callback(delivery.stop)
     return Publisher(trainers, group.members, delivery, deadline_s=600, step_deadline_s=300), trainers.weights(3)
 

@@ -44,8 +44,8 @@ def main() -> None:
     worker.prepare("publish", plan.to_bytes(), [], False)
 
     def published() -> bytes:
-        path = worker.open_bucket("publish", 0)
-        worker.fill_bucket("publish", 0, path)
+        path = worker.open_bucket("publish", 0)[0]
+        worker.fill_bucket("publish", 0, [path])
         worker.release_buckets("publish", None)
         return Path(path).read_bytes()
 

@@ -1,7 +1,7 @@
 """Ways of packed buckets from the publisher to the engines: `publish.transport`.
 
-memory    engines map the publisher's memory: one machine
-cuda_ipc  engines copy from the memory of the publisher's GPU: one machine
+memory    engines map the memory of the trainer ranks: one machine
+cuda_ipc  engines copy from the memory of the trainer ranks' GPUs: one machine
 gloo      a courier beside the publisher sends each bucket to a process beside each engine, whose server maps it
 nccl      the same between GPUs: the server copies from the memory of the engine's first one
 nixl      every trainer rank writes to a process beside each engine: `slimx.engines.delivery.direct`
@@ -13,7 +13,7 @@ disk      the courier writes each bucket, or what has changed in it, to a file: 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +24,7 @@ from slimx.config.schema import Config
 from slimx.engines.delivery.courier import CourierHandle
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
+from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, Recipient, TransportLost
 from slimx.reshard.transports.collective import Backend, ChannelError
@@ -34,16 +35,16 @@ PATIENCE = 0.8
 
 
 class MemoryDelivery(Delivery):
-    """Buckets that engines open in the publisher's memory."""
+    """Buckets that engines open in the memory of trainer ranks."""
 
-    def __init__(self, publisher: Callable[[], Any]):
-        """`publisher`: gives the present actor of the publishing trainer rank."""
-        self.publisher = publisher
-        self._owner: Any = None
-        """The actor that packs the present publication."""
+    def __init__(self, owners: Callable[[], Sequence[Any]]):
+        """`owners`: gives the present actors of the trainer ranks whose memory that is."""
+        self.owners = owners
+        self._owners: Sequence[Any] = ()
+        """The actors that pack the present publication."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
-        self._owner = self.publisher()
+        self._owners = self.owners()
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
         async with self._owned():
@@ -57,9 +58,9 @@ class MemoryDelivery(Delivery):
         except TransportLost:
             raise
         except SlimxError as error:
-            if self._owner is not None and await has_died(self._owner):
+            if self._owners and await has_died(*self._owners):
                 raise TransportLost(
-                    f"trainer rank 0 died before a bucket was taken: {error}", code="publish.source", about="trainers"
+                    f"a trainer rank died before a bucket was taken: {error}", code="publish.source", about="trainers"
                 ) from error
             raise
 
@@ -68,7 +69,7 @@ class CourierDelivery(MemoryDelivery):
     """Buckets that a courier takes from the publisher's memory."""
 
     def __init__(self, courier: CourierHandle):
-        super().__init__(courier.publisher)
+        super().__init__(lambda: [courier.publisher()])
         self.courier = courier
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
@@ -160,19 +161,18 @@ class ChannelDelivery(CourierDelivery):
         raise ReceiverLost(error, code="channel.lost", about=recipient.name)
 
 
-def make_delivery(publisher: Callable[[], Any], config: Config, log_dir: Path, restarts: Restarts) -> Delivery:
+def make_delivery(ranks: Callable[[], Sequence[Any]], config: Config, log_dir: Path, restarts: Restarts) -> Delivery:
     """The delivery that `publish.transport` names. Raises SlimxError for a name that has none.
 
-    `publisher`: gives the present actor of the publishing trainer rank; `restarts`: those of the courier, where there
-    is one.
+    `ranks`: gives the present actors of all trainer ranks; `restarts`: those of the courier, where there is one.
     """
     options = config.publish
     # Buckets of memory and cuda_ipc differ, what is done with them does not. A run of nixl that comes here publishes to
     # no engine: else its delivery is `slimx.engines.delivery.direct.DirectDelivery`.
     if options.transport in ("memory", "cuda_ipc", "nixl"):
-        return MemoryDelivery(publisher)
+        return MemoryDelivery(ranks)
     directory = Path(options.directory or Path(config.run.dir, "publish")).absolute()
-    courier = CourierHandle(publisher, config, directory, log_dir / "courier.log", restarts)
+    courier = CourierHandle(lambda: ranks()[PUBLISHER], config, directory, log_dir / "courier.log", restarts)
     if options.transport == "disk":
         return DiskDelivery(courier)
     if options.transport in get_args(Backend):

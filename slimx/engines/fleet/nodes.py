@@ -244,7 +244,7 @@ class OtherNodes:
         try:
             async with end.landed(first) as landed:
                 parts = [landed, *await landing]
-                paths = [path for part in parts for path in (part.path, *part.copies)]
+                paths = [path for part in parts for path in (part.path, *part.others)]
                 targets = tuple(target for part in parts for target in part.targets)
                 yield PackedBucket(paths[0], landed.size, targets, tuple(paths[1:]))
         finally:
@@ -257,7 +257,7 @@ class OtherNodes:
         landing = asyncio.ensure_future(self._call("land", [(packed,)] * self.count, deadline_s))
         try:
             async with end.landed(packed) as landed:
-                yield replace(landed, copies=tuple(other.path for other in await landing))
+                yield replace(landed, others=tuple(other.path for other in await landing))
         finally:
             landing.cancel()
             await self._call("let_go", [()] * self.count, deadline_s)

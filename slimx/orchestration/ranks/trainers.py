@@ -53,6 +53,8 @@ class TrainerGroup(RankGroup):
         super().__init__("trainer", config, sizes, log_dir, device, worker=worker)
         self.table = table
         self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
+        self.holders = 1
+        """Ranks whose memory buckets are published from: the publisher, or all."""
         self.folds = 1
         """Shards of a batch that each data-parallel rank trains: more than one where there were more ranks."""
 
@@ -71,7 +73,7 @@ class TrainerGroup(RankGroup):
         super().adopt(successor)
         assert isinstance(successor, TrainerGroup)
         self.config, self.sizes, self.logs = successor.config, successor.sizes, successor.logs
-        self.folds, self.plans = successor.folds, successor.plans
+        self.folds, self.plans, self.holders = successor.folds, successor.plans, successor.holders
 
     def folded(self, shards: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """The micro-batches of a batch's shards by the data-parallel rank that trains them."""
@@ -193,8 +195,8 @@ class TrainerGroup(RankGroup):
         for bucket in range(buckets.plan.count):
             path = str(directory / shard_name(bucket, count))
             packed = await self._pack("export", bucket)
-            shards.append(await self._publisher("write_bucket", packed, path))
-            await self._publisher("release_buckets", "export", bucket)
+            shards += await self._of([PUBLISHER], "write_bucket", packed, path)
+            await self._holders("release_buckets", "export", bucket)
         if scores:
             head = self.metrics_of(await self.call("score_head", self.same(), "the head of the reward model"))
             shards.append(await in_thread(write_score, directory / shard_name(count - 1, count), head))
@@ -242,7 +244,7 @@ class TrainerGroup(RankGroup):
         if bucket is None:
             await self.call("release_buckets", self.same("publish", None), "the end of the publication")
         else:
-            await self._publisher("release_buckets", "publish", bucket)
+            await self._holders("release_buckets", "publish", bucket)
 
     # Weights that every rank writes to the engines itself (slimx.engines.delivery.direct) ----------------------------
 
@@ -265,29 +267,42 @@ class TrainerGroup(RankGroup):
         )
 
     async def _pack(self, name: str, bucket: int) -> PackedBucket:
-        """All ranks write their parts of a bucket of plan `name` into the publisher's memory, together."""
-        path = await self._publisher("open_bucket", name, bucket)
-        arguments = self.same(name, bucket, path)
+        """All ranks write what they have of a bucket of plan `name` into the memory of those that hold it, together."""
+        opened = dict(chain.from_iterable(own.items() for own in await self._holders("open_bucket", name, bucket)))
+        paths = [opened[part] for part in sorted(opened)]
+        arguments = self.same(name, bucket, paths)
         shares = await self.call("fill_bucket", arguments, f"the packing of bucket {bucket} ({name})")
-        return describe(self.plans[name].form(bucket), path, shares)
+        return describe(self.plans[name].form(bucket), paths, shares)
 
     async def _prepare(self) -> None:
-        """Bring the plans to all ranks, and find those that cannot reach the publisher's memory."""
+        """Bring the plans to all ranks, and find out whose memory buckets can be in."""
         for name, buckets in self.plans.items():
-            if name == "publish" and self.config.publish.transport == "nixl":
+            publish = self.config.publish if name == "publish" else None
+            if publish is not None and publish.transport == "nixl":
                 continue  # each rank writes to the engines by itself: `prepare_direct`
-            on_device = name == "publish" and self.config.publish.on_device
-            path = await self._publisher("probe", on_device)
-            reached = await self.call("reaches", self.same(path), "the look for the publisher's memory")
-            remote = [rank for rank, here in enumerate(reached) if not here]
+            on_device = publish is not None and publish.on_device
+            remote = [rank for rank, here in enumerate(await self._reach(PUBLISHER, on_device)) if not here]
+            holders = 1
+            if publish is not None and publish.one_machine and not remote:
+                others = [await self._reach(rank, on_device) for rank in range(1, self.sizes.world)]
+                holders = self.holders = self.sizes.world if all(map(all, others)) else 1
+                buckets = self.plans[name] = PlannedBuckets(buckets.plan, apart=holders > 1)
             (stored,) = await self.stored([buckets.plan.to_bytes()])
-            given = self.same(name, stored, remote, on_device)
+            given = self.same(name, stored, remote, on_device, holders)
             await self.call("prepare", given, f"the plan of the {name}")
 
-    async def _publisher(self, method: str, *arguments: Any) -> Any:
-        asked = [getattr(self.actors[PUBLISHER], method).remote(*arguments)]
-        (out,) = await self.answers(asked, [PUBLISHER], method.replace("_", " "))
-        return out
+    async def _reach(self, rank: int, on_device: bool) -> list[bool]:
+        """By rank whether it can write into the memory of `rank`."""
+        ((path, content),) = await self._of([rank], "probe", on_device)
+        return await self.call("reaches", self.same(path, content), f"the look for the memory of rank {rank}")
+
+    async def _holders(self, method: str, name: str, *arguments: Any) -> list[Any]:
+        """Call `method` on the ranks whose memory the buckets of plan `name` are in."""
+        return await self._of(range(self.holders if name == "publish" else 1), method, name, *arguments)
+
+    async def _of(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
+        asked = [getattr(self.actors[rank], method).remote(*arguments) for rank in ranks]
+        return await self.answers(asked, ranks, method.replace("_", " "))
 
     async def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
         """Per rank its data-parallel shard with the routes of its own pipeline stage, stored once for the ranks that

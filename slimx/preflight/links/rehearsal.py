@@ -124,8 +124,8 @@ class Rehearsal:
         return traffic_of(self.plan, sources=1, engines=1, engine_ranks=1, encoding="local")
 
     def pack(self, bucket: int) -> PackedBucket:
-        path = self.gatherer.open(bucket)
-        return describe(self.gatherer.packer.form(bucket), path, [self.gatherer.fill(bucket, path)])
+        path = self.gatherer.open(bucket)[0]
+        return describe(self.gatherer.packer.form(bucket), [path], [self.gatherer.fill(bucket, [path])])
 
     def stage(self, packed: PackedBucket) -> float:
         return self.engine.stage(packed.path, packed.size, packed.targets[0])

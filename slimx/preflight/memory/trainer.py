@@ -48,8 +48,8 @@ def trainer_memory(
     states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
     """Memory of one rank per pipeline stage, the fullest. `config`: with the `trainer` section that its ranks follow (a
-    critic's own); `publication`: bytes of buckets on the GPU of rank 0. `states`: as `stage_states` gives them for the
-    same sizes, where they are known already; only their stages are looked at."""
+    critic's own); `publication`: bytes of buckets on the GPU of rank 0, on one machine on each. `states`: as
+    `stage_states` gives them for the same sizes, where they are known already; only their stages are looked at."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)
@@ -61,8 +61,8 @@ def trainer_memory(
         )
         if model == "critic" or config.algorithm.scores:  # one value per token in the place of logits
             activations = replace(activations, head=0)
-        buckets = publication if found.rank == 0 and model == "trainer" else 0
-        out.append(_record(config, spec, setting, found, activations, model, device, buckets))
+        holds = model == "trainer" and (found.rank == 0 or config.publish.one_machine)
+        out.append(_record(config, spec, setting, found, activations, model, device, publication if holds else 0))
     return tuple(out)
 
 

@@ -230,7 +230,7 @@ def _figures(
     sent = wire.sent(sizes.world) * sum(group.count for group in groups)
     received = wire.received(plan.targets)
     copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
-    publisher_bytes, staged_bytes = _memory(publish, plan, int(received.max()))
+    publisher_bytes, staged_bytes = _memory(publish, plan, sizes.world, int(received.max()))
     landing = kept = held = 0
     if publish.transport == "nixl":  # the same buckets, at each engine instead of beside trainer rank 0
         engines = sum(group.count for group in groups)
@@ -265,8 +265,8 @@ def _figures(
     )
 
 
-def _memory(publish: Publish, plan: Plan, received: int) -> tuple[int, int]:
-    """`publisher_bytes` and `staged_bytes` of PublicationFigures."""
+def _memory(publish: Publish, plan: Plan, ranks: int, received: int) -> tuple[int, int]:
+    """`publisher_bytes` and `staged_bytes` of PublicationFigures; `ranks`: of the trainer."""
     whole = [sum(target[number].size for target in plan.buckets) for number in range(plan.count)]
     part = max(bucket.size for target in plan.buckets for bucket in target)
     two = 2 * max(whole)
@@ -274,7 +274,9 @@ def _memory(publish: Publish, plan: Plan, received: int) -> tuple[int, int]:
         given_back = publish.staging == "bucket" or publish.transport == "disk"
         return (min(two, sum(whole)) if given_back else sum(whole)), 0
     staged = received if publish.staging == "model" else part
-    return min(two, sum(whole)), staged + (max(whole) if publish.transport == "nccl" else 0)
+    if publish.one_machine:  # the ranks share a bucket's parts, and each has room for the largest
+        return min(2, plan.count) * math.ceil(plan.targets / ranks) * part, staged
+    return min(two, sum(whole)), staged + max(whole)
 
 
 def predictions(planned: Planned) -> tuple[Prediction, ...]:

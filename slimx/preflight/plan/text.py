@@ -192,8 +192,11 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
                 f"{_size(figures.held_bytes)} more beside each engine (publish.delta)"
             )
     else:
+        where = {"memory": "of the host", "cuda_ipc": "of each trainer rank's GPU"}.get(
+            figures.transport, "beside trainer rank 0"
+        )
         yield (
-            f"  memory    {_size(figures.publisher_bytes)} for buckets beside trainer rank 0, "
+            f"  memory    {_size(figures.publisher_bytes)} {where} for buckets, "
             f"{_size(figures.staged_bytes)} of an engine rank's GPU at most (publish.transport {figures.transport})"
         )
         if figures.kept_bytes:

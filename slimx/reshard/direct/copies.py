@@ -38,7 +38,7 @@ def describe_copies(
     sums = sum((share.sums for share in shares), np.zeros(engines * count, np.uint64)).reshape(engines, count)
     flags = np.bitwise_or.reduce([share.flags for share in shares]).reshape(engines, count)
     # Flags first: what is not finite need not be equal.
-    packed = describe(form, f"{IN_FLIGHT}{transfer}/{bucket}", [Share(sums[0], np.bitwise_or.reduce(flags))])
+    packed = describe(form, [f"{IN_FLIGHT}{transfer}/{bucket}"], [Share(sums[0], np.bitwise_or.reduce(flags))])
     if len(odd := np.flatnonzero((sums != sums[0]).any(axis=0))):
         name = form.tensors[odd[0]].name
         raise SlimxError(

@@ -3,7 +3,7 @@ bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,14 +31,18 @@ class Share:
 class Packer:
     """Packs the buckets of `plan` from `parameters`, whose memory must stay where it is."""
 
-    def __init__(self, plan: Plan, rank: int, parameters: Mapping[str, torch.Tensor]):
+    def __init__(self, plan: Plan, rank: int, parameters: Mapping[str, torch.Tensor], *, apart: bool = False):
+        """`apart`: what each target gets goes into memory of its own (`slimx.reshard.pack.pieces.BucketForm`)."""
         self.plan, self.rank, self.parameters = plan, rank, parameters
-        self.form = PlannedBuckets(plan).form
+        self.parts = plan.targets if apart else 1
+        """Memories of a bucket."""
+        self.form = PlannedBuckets(plan, apart=apart).form
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
-        self._pieces: dict[int, np.ndarray] = {}
-        self._device_plans: dict[tuple[int, bool], DevicePlan] = {}
-        """By bucket, and whether its pieces are compacted."""
+        self._pieces: dict[tuple[int, int], np.ndarray] = {}
+        """By bucket and part."""
+        self._device_plans: dict[tuple[int, int, bool], DevicePlan] = {}
+        """By bucket and part, and whether its pieces are compacted."""
 
     @property
     def device(self) -> torch.device:
@@ -53,40 +57,48 @@ class Packer:
             self._pieces.clear()
             self._device_plans.clear()
 
-    def pack(self, bucket: int, memory: torch.Tensor) -> Share:
-        """Write this rank's part of `bucket` into `memory`, uint8 [form(bucket).size], zero where nobody writes."""
+    def pack(self, bucket: int, *memories: torch.Tensor) -> Share:
+        """Write this rank's part of `bucket` into its `parts` memories, uint8 [form(bucket).size] each, zero where
+        nobody writes."""
+        return total([self._pack(bucket, part, memory) for part, memory in enumerate(memories)])
+
+    def _pack(self, bucket: int, part: int, memory: torch.Tensor) -> Share:
         if self._device is None:
-            return self._run(bucket, self._records(bucket), memory)
+            return self._run(bucket, self._records(bucket, part), memory)
         # Others write into the same memory: what the device packed crosses in one run and is put in its places here.
-        run, share = self.pack_run(bucket)
-        kernel.pack(spread(self._records(bucket), run), memory, np.zeros(1, np.uint64))
+        run, share = self.pack_run(bucket, part=part)
+        kernel.pack(spread(self._records(bucket, part), run), memory, np.zeros(1, np.uint64))
         return share
 
-    def pack_run(self, bucket: int, memory: torch.Tensor | None = None) -> tuple[torch.Tensor, Share]:
-        """The same bytes in one run in host memory, uint8 [bytes], for `slimx.reshard.pack.pieces.spread`: at the start
-        of `memory`, which has room for them, or in memory of its own."""
+    def pack_run(self, bucket: int, memory: torch.Tensor | None = None, *, part: int = 0) -> tuple[torch.Tensor, Share]:
+        """The bytes for one of a bucket's memories in one run in host memory, uint8 [bytes], for
+        `slimx.reshard.pack.pieces.spread`: at the start of `memory`, which has room for them, or in memory of its
+        own."""
         if self._device is None:
-            pieces, size = compact(self._records(bucket))
+            pieces, size = compact(self._records(bucket, part))
             run = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
             return run, self._run(bucket, pieces, run)
-        run, share = self.pack_device_run(bucket)
+        run, share = self.pack_device_run(bucket, part)
         place = torch.empty(len(run), dtype=torch.uint8, pin_memory=True) if memory is None else memory[: len(run)]
         return place.copy_(run), share
 
-    def pack_at(self, bucket: int, address: int) -> Share:
-        """`pack` into memory of a GPU, this rank's or another's, that its own reaches at `address`."""
-        return self._launch(bucket, self._records(bucket), self.form(bucket).size, address, compacted=False)
+    def pack_at(self, bucket: int, part: int, address: int) -> Share:
+        """Write one part of what `pack` does into memory of a GPU, this rank's or another's, which its own reaches at
+        `address`."""
+        return self._launch(bucket, part, self._records(bucket, part), self.form(bucket).size, address, compacted=False)
 
-    def pack_device_run(self, bucket: int) -> tuple[torch.Tensor, Share]:
+    def pack_device_run(self, bucket: int, part: int = 0) -> tuple[torch.Tensor, Share]:
         """`pack_run` into the memory of this rank's GPU."""
-        pieces, size = compact(self._records(bucket))
+        pieces, size = compact(self._records(bucket, part))
         run = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return run, self._launch(bucket, pieces, size, run.data_ptr(), compacted=True)
+        return run, self._launch(bucket, part, pieces, size, run.data_ptr(), compacted=True)
 
-    def _records(self, bucket: int) -> np.ndarray:
-        if bucket not in self._pieces:
+    def _records(self, bucket: int, part: int) -> np.ndarray:
+        if (bucket, part) not in self._pieces:
             moves = self.plan.moves_of(self.rank, bucket)
-            self._pieces[bucket] = pieces_of(self.plan, moves, self.form(bucket), self.parameters)
+            if self.parts > 1:
+                moves = moves[moves["target"] == part]
+            self._pieces[bucket, part] = pieces_of(self.plan, moves, self.form(bucket), self.parameters)
         for name, address in self._addresses.items():
             if self.parameters[name].data_ptr() != address:
                 raise SlimxError(
@@ -95,7 +107,7 @@ class Packer:
                     code="pack.moved",
                     about=name,
                 )
-        return self._pieces[bucket]
+        return self._pieces[bucket, part]
 
     def _run(self, bucket: int, pieces: np.ndarray, memory: torch.Tensor) -> Share:
         count = len(self.form(bucket).tensors)
@@ -104,37 +116,41 @@ class Packer:
             kernel.pack(pieces, memory, share.sums, share.flags)
         return share
 
-    def _launch(self, bucket: int, pieces: np.ndarray, size: int, address: int, *, compacted: bool) -> Share:
+    def _launch(self, bucket: int, part: int, pieces: np.ndarray, size: int, address: int, *, compacted: bool) -> Share:
         """`pieces` into the `size` bytes at `address` by one launch; returns when it has ended."""
         names = [tensor.name for tensor in self.form(bucket).tensors]
         none = np.zeros(len(names), np.uint32)
         if not len(pieces):
             return Share(np.zeros(len(names), np.uint64), none)
-        if (bucket, compacted) not in self._device_plans:
-            self._device_plans[bucket, compacted] = DevicePlan(
+        if (bucket, part, compacted) not in self._device_plans:
+            self._device_plans[bucket, part, compacted] = DevicePlan(
                 pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self.device
             )
-        plan = self._device_plans[bucket, compacted]
+        plan = self._device_plans[bucket, part, compacted]
         sums = torch.zeros(len(names), dtype=torch.int64, device=self.device)
         flags = torch.zeros(len(names), dtype=torch.int32, device=self.device)
         kernel_cuda.pack_at(plan, address, sums, flags)
         return Share(kernel_cuda.results(plan, sums, flags), none)
 
 
-def describe(form: BucketForm, path: str, shares: list[Share]) -> PackedBucket:
-    """The packed bucket in the memory file `path` that all ranks have written their part of.
+def total(shares: Sequence[Share]) -> Share:
+    """The contribution of all `shares`, at least one, together."""
+    sums = np.sum([share.sums for share in shares], axis=0, dtype=np.uint64)
+    return Share(sums, np.bitwise_or.reduce([share.flags for share in shares]))
+
+
+def describe(form: BucketForm, paths: Sequence[str], shares: Sequence[Share]) -> PackedBucket:
+    """The packed bucket in the memories at `paths` that all ranks have written their part of.
 
     Raises SlimxError naming a tensor that is not finite.
     """
-    sums, flags = kernel.seeds(form.nbytes), np.zeros(len(form.tensors), np.uint32)
-    for share in shares:
-        sums += share.sums
-        flags |= share.flags
-    kernel.refuse_nonfinite(flags, [tensor.name for tensor in form.tensors])
+    whole = total(shares)
+    sums = kernel.seeds(form.nbytes) + whole.sums
+    kernel.refuse_nonfinite(whole.flags, [tensor.name for tensor in form.tensors])
     tensors = [
         PackedTensor(t.name, t.dtype, t.shape, int(offset), t.nbytes, int(total))
         for t, offset, total in zip(form.tensors, form.offset, sums, strict=True)
     ]
     edges = form.first.tolist()
     targets = tuple(tuple(tensors[start:stop]) for start, stop in zip(edges, edges[1:], strict=False))
-    return PackedBucket(path, form.size, targets)
+    return PackedBucket(paths[0], form.size, targets, tuple(paths[1:]))

@@ -18,16 +18,19 @@ PAGE = 4096
 
 
 class BucketForm:
-    """All targets' regions of one bucket in one memory, as columns over its tensors."""
+    """All targets' regions of one bucket, as columns over its tensors."""
 
-    def __init__(self, buckets: list[Bucket]):
+    def __init__(self, buckets: list[Bucket], *, apart: bool = False):
+        """`apart`: each region in memory of its own, instead of one after another in one."""
         self.first = np.cumsum([0] + [len(bucket.tensors) for bucket in buckets])
         """Number of the first tensor of each target, counted through the bucket."""
         self.bases: list[int] = []
         self.size = 0
+        """Bytes of the memory; apart, of that for the largest region."""
         for bucket in buckets:
-            self.bases.append(self.size)
-            self.size += -(-bucket.size // PAGE) * PAGE
+            region = -(-bucket.size // PAGE) * PAGE
+            self.bases.append(0 if apart else self.size)
+            self.size = max(self.size, region) if apart else self.size + region
         self.tensors = [tensor for bucket in buckets for tensor in bucket.tensors]
         bases = [base for base, bucket in zip(self.bases, buckets, strict=True) for _ in bucket.tensors]
         self.offset = np.array([base + t.offset for base, t in zip(bases, self.tensors, strict=True)], dtype=np.int64)
@@ -40,14 +43,15 @@ class BucketForm:
 class PlannedBuckets:
     """A plan with the forms of its buckets, each made once."""
 
-    def __init__(self, plan: Plan):
-        self.plan = plan
+    def __init__(self, plan: Plan, *, apart: bool = False):
+        """`apart`: as in `BucketForm`."""
+        self.plan, self.apart = plan, apart
         self._forms: dict[int, BucketForm] = {}
 
     def form(self, bucket: int) -> BucketForm:
         """The layout of `bucket`."""
         if bucket not in self._forms:
-            self._forms[bucket] = BucketForm([target[bucket] for target in self.plan.buckets])
+            self._forms[bucket] = BucketForm([target[bucket] for target in self.plan.buckets], apart=self.apart)
         return self._forms[bucket]
 
     def forms(self) -> list[dict[str, str]]:

@@ -91,7 +91,7 @@ def stand(tmp_path: Path) -> tuple[ChannelDelivery, FakeCourier, FakeEngine]:
 
 def made(tmp_path: Path, transport: str) -> Delivery:
     restarts = Restarts("courier", Health(restarts=2), note=lambda text: None)
-    return make_delivery(lambda: None, config(tmp_path, transport), tmp_path, restarts)
+    return make_delivery(lambda: [None], config(tmp_path, transport), tmp_path, restarts)
 
 
 def test_a_transport_without_a_delivery_is_refused_by_name(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ async def test_a_bucket_whose_owner_died_is_no_engines_fault(tmp_path: Path, liv
             raise SlimxError("it cannot be opened", code="bucket.gone", about="e0")
 
     restarts = Restarts("courier", Health(restarts=2), note=lambda text: None)
-    delivery = make_delivery(Publisher, config(tmp_path, "memory"), tmp_path, restarts)
+    delivery = make_delivery(lambda: [Publisher()], config(tmp_path, "memory"), tmp_path, restarts)
     await delivery.begin(None, 1)
     kind, code = (SlimxError, "bucket.gone") if lives else (TransportLost, "publish.source")
     with refused(code, kind=kind):

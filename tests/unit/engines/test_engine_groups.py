@@ -208,13 +208,13 @@ def test_roles_machines_and_turns_become_arguments_of_the_server() -> None:
 
 def test_each_rank_is_told_where_its_own_machine_has_the_bucket() -> None:
     tensor = PackedTensor("w", "float32", (1,), 0, 4, 7)
-    bucket = PackedBucket("here", 64, ((tensor,),), copies=("there",))
+    bucket = PackedBucket("here", 64, ((tensor,),), others=("there",))
     told = bucket.parts("hf", 4)
     assert [told[str(rank)]["fd_path"] for rank in range(4)] == ["here", "here", "there", "there"]
     assert all(part["tensors"] == [tensor.to_json()] for part in told.values())
     own = replace(bucket, targets=((tensor,), ())).parts("local", 2)
     assert own["0"]["fd_path"] == "here" and own["1"] == {"fd_path": "there", "size": 64, "tensors": []}
-    assert replace(bucket, copies=()).parts("hf", 4).keys() == {"all"}
+    assert replace(bucket, others=()).parts("hf", 4).keys() == {"all"}
 
 
 def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:

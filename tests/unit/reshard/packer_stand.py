@@ -49,7 +49,7 @@ def pack_all(plan: Plan, trainers: list[Tensors]) -> Iterable[tuple[PackedBucket
     for bucket in range(plan.count):
         form = packers[0].form(bucket)
         memory = torch.zeros(form.size, dtype=torch.uint8)
-        yield describe(form, "/a/path", [packer.pack(bucket, memory) for packer in packers]), memory
+        yield describe(form, ["/a/path"], [packer.pack(bucket, memory) for packer in packers]), memory
 
 
 def assert_packed(plan: Plan, trainers: list[Tensors], expected: list[Tensors]) -> None:

@@ -37,17 +37,17 @@ def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, torch.T
         packer = Packer(plan(), rank, torch.load(directory / f"{rank}.pt"))
         gatherer = Gatherer(packer, remote=REMOTE, group=dist.group.WORLD)
         for bucket in range(packer.plan.count):
-            path = [gatherer.open(bucket) if rank == PUBLISHER else None]
+            path = [list(gatherer.open(bucket).values()) if rank == PUBLISHER else None]
             dist.broadcast_object_list(path, PUBLISHER)
             shares: list[Share | None] = [None] * WORLD
             share = gatherer.fill(bucket, path[0])
             dist.gather_object(share, shares if rank == PUBLISHER else None, PUBLISHER)
             if rank == PUBLISHER:
                 form = packer.form(bucket)
-                memory = torch.from_file(path[0], size=form.size, dtype=torch.uint8)
+                memory = torch.from_file(path[0][0], size=form.size, dtype=torch.uint8)
                 yield describe(form, path[0], shares), memory
                 gatherer.release(bucket)
-                assert not Path(path[0]).exists()
+                assert not Path(path[0][0]).exists()
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -92,9 +92,9 @@ def test_memory_stays_between_publications_and_a_new_file_under_an_old_name_is_m
     ranks = [Gatherer(Packer(plan(), rank, dressed(held[rank])), remote=(), group=None) for rank in range(WORLD)]
 
     def fill(bucket: int) -> tuple[str, torch.Tensor]:
-        path = ranks[PUBLISHER].open(bucket)
+        path = ranks[PUBLISHER].open(bucket)[0]
         for rank in ranks:
-            rank.fill(bucket, path)
+            rank.fill(bucket, [path])
         return path, torch.from_file(path, size=rank.packer.form(bucket).size, dtype=torch.uint8).clone()
 
     path, filled = fill(0)
@@ -105,3 +105,33 @@ def test_memory_stays_between_publications_and_a_new_file_under_an_old_name_is_m
     assert not Path(path).exists()
     again, refilled = fill(0)
     assert again == path and Path(path).stat().st_ino != inode and refilled.equal(filled)
+
+
+def test_every_rank_holds_parts_of_buckets_in_turn_and_they_are_those_of_buckets_in_one_memory():
+    held = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
+    alone = [Gatherer(Packer(plan(), rank, own), remote=(), group=None) for rank, own in enumerate(held)]
+    ranks = [
+        Gatherer(Packer(plan(), rank, own, apart=True), remote=(), group=None, holders=WORLD)
+        for rank, own in enumerate(held)
+    ]
+    holding = []
+    for bucket in range(plan().count):
+        opened = [rank.open(bucket) for rank in ranks]
+        holding += [(part, rank) for rank, own in enumerate(opened) for part in own]
+        paths = [path for _, path in sorted(item for own in opened for item in own.items())]
+        whole = [alone[PUBLISHER].open(bucket)[0]]
+        apart = describe(ranks[0].packer.form(bucket), paths, [rank.fill(bucket, paths) for rank in ranks])
+        one = describe(alone[0].packer.form(bucket), whole, [rank.fill(bucket, whole) for rank in alone])
+        assert apart.nbytes == one.nbytes and len(paths) == ENGINE.world
+        for target, tensors in enumerate(one.targets):
+            own = torch.from_file(paths[target], size=apart.size, dtype=torch.uint8)
+            for there, here in zip(apart.targets[target], tensors, strict=True):
+                assert (there.name, there.checksum) == (here.name, here.checksum)
+                memory = torch.from_file(whole[0], size=one.size, dtype=torch.uint8)
+                assert own[there.offset :][: there.nbytes].equal(memory[here.offset :][: here.nbytes])
+    times = [[rank for _, rank in holding].count(rank) for rank in range(WORLD)]
+    assert len(holding) == plan().count * ENGINE.world and max(times) - min(times) <= 1
+    (path,) = (own[0] for rank in ranks if 0 in (own := rank.open(0)))
+    for rank in ranks:
+        rank.release(0)
+    assert not Path(path).exists()

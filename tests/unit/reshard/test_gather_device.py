@@ -57,7 +57,7 @@ def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, DeviceG
         packer = Packer(plan(), rank, torch.load(directory / f"{rank}.pt"))
         gatherer = DeviceGatherer(packer, remote=REMOTE, group=dist.group.WORLD)
         for bucket in [*range(packer.plan.count)] * 2:
-            path = [gatherer.open(bucket) if rank == PUBLISHER else None]
+            path = [list(gatherer.open(bucket).values()) if rank == PUBLISHER else None]
             dist.broadcast_object_list(path, PUBLISHER)
             shares: list[Share | None] = [None] * WORLD
             share = gatherer.fill(bucket, path[0])
@@ -118,14 +118,14 @@ def test_ranks_that_reach_the_publishers_device_and_ranks_that_do_not_fill_the_s
 def test_a_bucket_keeps_its_memory_until_it_is_released_and_there_are_two(emulator):
     (held,) = [held for rank, held in enumerate(held_by_trainers(MODEL, SIZES)) if rank == PUBLISHER]
     gatherer = DeviceGatherer(Packer(plan(), PUBLISHER, dressed(held)), remote=(), group=None)
-    first, second = (gatherer.open(bucket) for bucket in range(SLOTS))
-    assert first != second and gatherer.open(0) == first
+    first, second = (gatherer.open(bucket)[0] for bucket in range(SLOTS))
+    assert first != second and gatherer.open(0)[0] == first
     with refused("pack.no_memory", about="bucket 2"):
         gatherer.open(2)
     gatherer.release(0)
-    assert gatherer.open(2) == first, "no third allocation"
+    assert gatherer.open(2)[0] == first, "no third allocation"
     gatherer.release()
-    assert {gatherer.open(bucket) for bucket in (3, 4)} == {first, second}
+    assert {gatherer.open(bucket)[0] for bucket in (3, 4)} == {first, second}
     gatherer.close()
     assert gatherer.open(0), "the next publication takes memory anew"
     gatherer.close()
@@ -136,7 +136,7 @@ def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
     held["embedding.word_embeddings.weight"][0, 0] = float("nan")
     gatherer = DeviceGatherer(Packer(plan(bucket_bytes=10**6), PUBLISHER, held), remote=(), group=None)
     with refused("kernel.nonfinite", about="model.embed_tokens.weight"):
-        gatherer.fill(0, gatherer.open(0))
+        gatherer.fill(0, [gatherer.open(0)[0]])
     gatherer.close()
 
 
@@ -154,14 +154,16 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
     worker.rank, worker._gatherers, worker._critic = PUBLISHER, {}, None
     worker._memory = PhaseMemory(ProcessMeter(), "generate")
     for on_device in (True, False):
-        path = worker.probe(on_device)
-        assert path.startswith("cuda-ipc:") == on_device and worker.reaches(path)
-        assert not worker.reaches(path.replace(path.split("/")[0], "cuda-ipc:elsewhere") if on_device else "/nowhere")
+        path, content = worker.probe(on_device)
+        assert path.startswith("cuda-ipc:") == on_device and worker.reaches(path, content)
+        assert not worker.reaches(path, bytes(len(content))), "another rank's memory at the same path"
+        elsewhere = path.replace(path.split("/")[0], "cuda-ipc:elsewhere") if on_device else "/nowhere"
+        assert not worker.reaches(elsewhere, content)
     for name, on_device in (("publish", True), ("export", False)):
         worker.prepare(name, plan().to_bytes(), [], on_device)
-    path = worker.open_bucket("publish", 0)
-    on_device = worker.fill_bucket("publish", 0, path)
-    on_host = worker.fill_bucket("export", 0, worker.open_bucket("export", 0))
+    on_device, on_host = (
+        worker.fill_bucket(name, 0, list(worker.open_bucket(name, 0).values())) for name in ("publish", "export")
+    )
     assert on_device.sums.any() and (on_device.sums == on_host.sums).all()
     worker.release_buckets("publish", None)
     (memory,) = worker._gatherers["publish"]._free

@@ -46,7 +46,7 @@ async def test_every_engine_goes_through_the_stages_in_order(staging, order):
     done = await stand.publish()
     for engine in ("e0", "e1"):
         assert stand.calls.of(engine) == ["inventory", *order]
-    assert (done.tensors, done.nbytes, done.buckets, done.lost) == (4, 128, 3, [])
+    assert (done.tensors, done.nbytes, done.buckets, done.lost) == (4, 96, 3, [])
     assert {name: outcome.tensors for name, outcome in done.engines.items()} == {"e0": 4, "e1": 4}
     stages = {"check", "begin", "gather", "stage", "pause", "load", "verify", "commit", "total"}
     assert done.seconds.keys() == stages and all(0 <= s <= done.seconds["total"] for s in done.seconds.values())

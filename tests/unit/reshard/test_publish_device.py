@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,8 @@ class Trainers:
 
     def __init__(self) -> None:
         self.held = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
-        packers = [Packer(plan(bucket_bytes=6_000), rank, held) for rank, held in enumerate(self.held)]
-        self.ranks = [DeviceGatherer(packer, remote=(), group=None) for packer in packers]
+        packers = [Packer(plan(bucket_bytes=6_000), rank, held, apart=True) for rank, held in enumerate(self.held)]
+        self.ranks = [DeviceGatherer(packer, remote=(), group=None, holders=len(packers)) for packer in packers]
         self.most = 0
         """Buckets that were held at once."""
 
@@ -63,14 +64,16 @@ class Trainers:
         return self.ranks[PUBLISHER].packer.plan.count
 
     async def gather(self, bucket: int) -> PackedBucket:
-        publisher = self.ranks[PUBLISHER]
-        path = publisher.open(bucket)
-        self.most = max(self.most, len(publisher._held))
+        opened = dict(chain.from_iterable(rank.open(bucket).items() for rank in self.ranks))
+        paths = [opened[part] for part in sorted(opened)]
+        self.most = max(self.most, *(len(rank._held) for rank in self.ranks))
         await asyncio.sleep(0)
-        return describe(publisher.packer.form(bucket), path, [rank.fill(bucket, path) for rank in self.ranks])
+        form = self.ranks[PUBLISHER].packer.form(bucket)
+        return describe(form, paths, [rank.fill(bucket, paths) for rank in self.ranks])
 
     async def release(self, bucket: int | None = None) -> None:
-        self.ranks[PUBLISHER].release(bucket)
+        for rank in self.ranks:
+            rank.release(bucket)
 
 
 class Engine(LocalRecipient):
@@ -93,7 +96,8 @@ class Engine(LocalRecipient):
         await asyncio.sleep(600 if bucket == self.hang else 0)
         for rank, tensors in enumerate(packed.targets):
             entries = [tensor.to_json() for tensor in tensors]
-            views, device = open_bucket(packed.path, packed.size, entries, DEVICE)
+            path = (packed.path, *packed.others)[rank]
+            views, device = open_bucket(path, packed.size, entries, DEVICE)
             if bucket == self.spoil and views:
                 next(iter(views.values())).view(torch.uint8)[..., 0] ^= 1
             sums = staged_sums(views, {name: place_of(view) for name, view in views.items()}, device)
