@@ -285,8 +285,10 @@ class TrainerGroup(RankGroup):
             holders = 1
             if publish is not None and publish.one_machine and not remote:
                 others = [await self._reach(rank, on_device) for rank in range(1, self.sizes.world)]
-                holders = self.holders = self.sizes.world if all(map(all, others)) else 1
+                holders = self.sizes.world if all(map(all, others)) else 1
                 buckets = self.plans[name] = PlannedBuckets(buckets.plan, apart=holders > 1)
+            if publish is not None:
+                self.holders = holders
             (stored,) = await self.stored([buckets.plan.to_bytes()])
             given = self.same(name, stored, remote, on_device, holders)
             await self.call("prepare", given, f"the plan of the {name}")

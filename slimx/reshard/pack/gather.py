@@ -32,9 +32,7 @@ def owned(bucket: int, packer: Packer, holders: int) -> list[int]:
 class Gatherer:
     """All ranks call `fill` together, in the same order of buckets."""
 
-    def __init__(
-        self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = PUBLISHER + 1
-    ):
+    def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
         """`remote`: ranks that cannot open the publisher's memory; they send through `group` (of host memory).
         `holders`: ranks, from the publisher on, whose memory buckets are in; more than it only if none is remote."""
         self.packer, self.remote, self.group, self.holders = packer, sorted(remote), group, holders

@@ -26,9 +26,7 @@ class DeviceGatherer:
     """Gathers buckets in GPU memory, as `slimx.reshard.pack.gather.Gatherer` does in host memory. All ranks call `fill`
     together, in the same order."""
 
-    def __init__(
-        self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = PUBLISHER + 1
-    ):
+    def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
         """`remote`: ranks that cannot reach the memory of the publisher's GPU; they send through `group` (of the
         trainers' GPUs). `holders`: as for `slimx.reshard.pack.gather.Gatherer`."""
         self.packer, self.remote, self.group, self.holders = packer, sorted(remote), group, holders
