@@ -171,7 +171,7 @@ class EngineHost:
 
     def receive(self, packed: PackedBucket) -> None:
         with self.receiver.landed(packed) as landed:
-            paths = (landed.path, *landed.copies)
+            paths = (landed.path, *landed.others)
             for rank, path, tensors in zip(self.ranks, paths, landed.targets, strict=True):
                 rank.stage(path, landed.size, tensors)
 

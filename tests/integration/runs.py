@@ -59,6 +59,10 @@ def write_config(directory: Path, model: Path, prompts: Path, **sections: dict[s
     return file
 
 
+OF_TESTS = "slimx-test-"
+"""Prefix of directories in /dev/shm that a unit test makes, which may run beside a run."""
+
+
 class TrainProcess:
     """One `slimx train` process."""
 
@@ -134,6 +138,7 @@ class TrainProcess:
         # What a living process has mapped now is somebody else's: everything of this run has ended.
         others = shared_memory_inodes(1)
         new = {name: Path("/dev/shm", name) for name in os.listdir("/dev/shm") if name not in self.shared_memory}
+        new = {name: path for name, path in new.items() if not name.startswith(OF_TESTS)}
         files = sorted(name for name, path in new.items() if path.exists() and path.stat().st_ino not in others)
         assert not files, files
 
