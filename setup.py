@@ -34,6 +34,9 @@ CPU = Extension(
 EXACT = Extension(
     "slimx._lib.libslimx_exact", sources=["csrc/exact_cpu.cpp"], depends=HEADERS, extra_compile_args=CPU_FLAGS
 )
+INT4 = Extension(
+    "slimx._lib.libslimx_int4", sources=["csrc/int4_cpu.cpp"], depends=HEADERS, extra_compile_args=CPU_FLAGS
+)
 
 # The static CUDA runtime keeps its symbols to itself: torch brings a runtime of its own into the same process.
 CUDA_FLAGS = [
@@ -53,6 +56,10 @@ CUDA = Extension(
 EXACT_CUDA = Extension(
     "slimx._lib.libslimx_exact_cuda", sources=["csrc/exact.cu"], depends=HEADERS, extra_compile_args=CUDA_FLAGS
 )
+INT4_CUDA = Extension(
+    "slimx._lib.libslimx_int4_cuda", sources=["csrc/int4.cu"], depends=HEADERS, extra_compile_args=CUDA_FLAGS
+)
+ON_GPUS = [CUDA, EXACT_CUDA, INT4_CUDA]
 
 
 def find_nvcc() -> str | None:
@@ -67,7 +74,7 @@ def extensions() -> list[Extension]:
         raise SystemExit(f"SLIMX_CUDA is {wanted!r}: set it to 0, 1 or auto")
     if wanted == "1" and find_nvcc() is None:
         raise SystemExit("SLIMX_CUDA is 1 and there is no nvcc: install CUDA 12.8 or later, or set CUDA_HOME")
-    return [CPU, EXACT, CUDA, EXACT_CUDA] if wanted != "0" and find_nvcc() else [CPU, EXACT]
+    return [CPU, EXACT, INT4, *(ON_GPUS if wanted != "0" and find_nvcc() else ())]
 
 
 class Build(build):
@@ -98,9 +105,7 @@ class BuildLibraries(build_ext):
         print(shlex.join(command), flush=True)
         if subprocess.run(command).returncode:
             advice = (
-                " (nvcc 12.8 is the first to know sm_100; SLIMX_CUDA=0 builds without CUDA)"
-                if ext in (CUDA, EXACT_CUDA)
-                else ""
+                " (nvcc 12.8 is the first to know sm_100; SLIMX_CUDA=0 builds without CUDA)" if ext in ON_GPUS else ""
             )
             raise SystemExit(
                 f"{compiler[0]} could not compile {shlex.join(ext.sources)}: its message stands above{advice}"
@@ -108,7 +113,7 @@ class BuildLibraries(build_ext):
 
     @staticmethod
     def _compiler_of(ext: Extension) -> list[str]:
-        if ext in (CUDA, EXACT_CUDA):
+        if ext in ON_GPUS:
             return [find_nvcc()]
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         if not compiler or shutil.which(compiler[0]) is None:

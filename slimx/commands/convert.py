@@ -151,6 +151,28 @@ def hf_to_fp8(
 
 
 @app.command()
+def hf_to_int4(
+    source: Source,
+    out: Out,
+    dtype: Dtype = "stored",
+    file_size: FileSize = 2,
+    verify: Verify = False,
+    threads: Threads = THREADS,
+    family: FamilyOption = "",
+    debug: Debug = False,
+) -> None:
+    """Hugging Face SOURCE to OUT with routed experts in INT4, groups of 32, as compressed-tensors stores them."""
+    from slimx.convert import run
+
+    _work(
+        lambda: run.hf_to_int4(source, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)),
+        out,
+        threads,
+        verify,
+    )
+
+
+@app.command()
 def adapters_to_peft(
     source: Annotated[Path, typer.Argument(help="RUN/checkpoints of a run with trainer.lora.")],
     out: Out,

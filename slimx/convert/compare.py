@@ -12,6 +12,7 @@ import torch
 
 from slimx.convert.sources import Reading, row_blocks
 from slimx.errors import SlimxError
+from slimx.models.files.int4 import GROUP
 from slimx.models.files.reader import bits
 
 _RELATIVE = 2.0**-4 + 2.0**-8
@@ -19,6 +20,11 @@ _RELATIVE = 2.0**-4 + 2.0**-8
 _OF_SCALE = 2.0**-8
 """Largest error in units of the scale: twice half the distance of e4m3's smallest numbers (2^-9), since ue8m0 may halve
 the scale after it has rounded; and bf16's rounding."""
+
+_OF_INT4_SCALE = 0.5 + 0.125
+"""Largest error of a value in INT4 in units of amax / 7: a code that is off by one is off by more."""
+_LEAST_BF16 = 2.0**-123
+"""Largest error of the zeros that groups with a subnormal scale become."""
 
 
 def compare_copied(
@@ -57,6 +63,21 @@ def compare_quantised(
         allowed = torch.maximum(wanted.abs() * _RELATIVE, spread * _OF_SCALE)
         if not bool(((part - wanted).abs() <= allowed).all()):
             raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in fp8")
+        advance(rect.rows * rect.cols)
+
+
+def compare_int4(
+    name: str, shape: tuple[int, ...], source: Reading, written: Reading, advance: Callable[[int], None]
+) -> None:
+    """Raises SlimxError unless every value of the tensor `name` in INT4 is within a rounding of the source's: half a
+    scale, and what bf16 rounds of an element, of its quotient and of its value."""
+    for rect in row_blocks(shape, 4):
+        wanted, part = source.read(name, rect).float(), written.read(name, rect).float()
+        groups = wanted.unflatten(1, (-1, GROUP))
+        scale = groups.abs().amax(-1, keepdim=True) / 7
+        allowed = _OF_INT4_SCALE * scale + _LEAST_BF16
+        if not bool(((part.unflatten(1, (-1, GROUP)) - groups).abs() <= allowed).all()):
+            raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in INT4")
         advance(rect.rows * rect.cols)
 
 

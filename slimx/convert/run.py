@@ -1,4 +1,4 @@
-"""The three conversions: everything that can be wrong with their input is found here, before anything is written."""
+"""The conversions: everything that can be wrong with their input is found here, before anything is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from slimx.convert import safetensors, torch_dist
+from slimx.convert import int4, safetensors, torch_dist
 from slimx.convert.fp8 import check_rule, dequantise, quantised, quantised_names, with_quantisation
 from slimx.convert.safetensors import ToHuggingFace, Unit, copied, stacked
 from slimx.convert.sources import Overlay
@@ -149,6 +149,47 @@ def hf_to_fp8(
         what=f"hf-to-fp8 {_content(source)} {rule} {dtype}",
         template=source,
         config=_stored_as(with_quantisation(spec.hf, quantisation, plain), dtypes),
+    )
+
+
+def hf_to_int4(
+    source: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = safetensors.FILE_BYTES,
+    family: Family | None = None,
+) -> ToHuggingFace:
+    """The Hugging Face directory `source` with its routed experts in INT4, the format of compressed-tensors.
+
+    `dtype`: of the other tensors; None: as stored. `family`: as of `hf_to_megatron`."""
+    spec, reader = _open(source, family)
+    names = int4.experts_of(spec.table)
+    if not names:
+        raise SlimxError(
+            f"{source}: {spec.family.ARCHITECTURE} has no routed experts whose matrices are stored one by one, and "
+            "nothing else becomes INT4",
+            code="convert.int4",
+            about=str(source),
+        )
+    units, plain, dtypes = [], [], set()
+    for name, (shape, own) in _tensors(spec).items():
+        if name in names:
+            units.append(int4.quantised(name, shape))
+            continue
+        kept = dtype if dtype is not None and own is None else reader.dtype(name)
+        if own is None:
+            dtypes.add(kept)
+        units.append(copied(name, shape, kept))
+        if len(shape) > 1:
+            plain.append(name)
+    units += _others(spec, reader, dtype)
+    return ToHuggingFace(
+        units,
+        reader,
+        file_bytes=file_bytes,
+        what=f"hf-to-int4 {_content(source)} {dtype}",
+        template=source,
+        config=_stored_as(int4.with_quantisation(without_quantisation(spec.hf), plain), dtypes),
     )
 
 

@@ -31,6 +31,7 @@ from slimx.models.files.writer import TENSOR_SUFFIXES, shard_name
 CONFIG = "config.json"
 FILE_BYTES = 2 * 10**9
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
+_NAMES |= {torch.int32: "I32", torch.int64: "I64"}
 """Dtypes by their names in safetensors files."""
 
 

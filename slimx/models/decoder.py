@@ -6,6 +6,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
+from slimx.models.files import int4
 from slimx.models.rows import Attention
 
 
@@ -90,8 +91,12 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantised_otherwise(hf: dict[str, Any]) -> str | None:
-    """The checkpoint's quantisation where it is not that in fp8 blocks, in words; None also if there is none."""
-    method = (hf.get("quantization_config") or {}).get("quant_method", "fp8")
+    """The checkpoint's quantisation where it is neither in fp8 blocks nor in INT4 groups of 32, in words; None also if
+    there is none."""
+    described = hf.get("quantization_config") or {}
+    method = described.get("quant_method", "fp8")
+    if method == "compressed-tensors":
+        return int4.other_scheme(described)
     return f"quantization_config.quant_method {method}" if method != "fp8" else None
 
 

@@ -111,6 +111,8 @@ CASES: dict[str, Sequence[str]] = {
         "megatron-to-hf empty out --original model",
         "hf-to-fp8 nowhere out",
         "hf-to-fp8 empty out",
+        "hf-to-int4 nowhere out",
+        "hf-to-int4 model out",
         "adapters-to-peft nowhere out --original model",
         "adapters-to-peft empty out --original model",
     ),

@@ -19,7 +19,8 @@ DTYPES = {CODES: ("I32",), SCALES: ("BF16",), SHAPE: ("I32", "I64")}
 """Dtypes of the three, by the names of safetensors files."""
 PER_WORD, GROUP = 8, 32
 """Codes in an int32; values that share a scale."""
-_SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+"""Fields of `weights` in a config group of compressed-tensors."""
 
 
 def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -38,7 +39,7 @@ def other_scheme(quantisation: Mapping[str, Any]) -> str | None:
         if group.get("input_activations") is not None:
             return f"{here}.input_activations"
         weights = group.get("weights") or {}
-        for key, only in {**_SCHEME, "actorder": None}.items():
+        for key, only in {**SCHEME, "actorder": None}.items():
             if weights.get(key) != only:
                 return f"{here}.weights.{key} {weights.get(key)}"
     return None

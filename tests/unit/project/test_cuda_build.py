@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 ARCHITECTURES = {"sm_90", "sm_100"}
 KERNELS = {
     **{"pack": r"7reshardILNS_6KernelE0EE", "checksum": r"7reshardILNS_6KernelE1EE", "scales": "13triton_scales"},
-    **{"delta": r"12delta_encodeI", "join": "10delta_join"},
+    **{"delta": r"12delta_encodeI", "join": "10delta_join", "int4": r"10int4_roundI"},
     **{name: rf"\d+exact_{name}I" for name in ("linear", "rms_norm", "silu_and_mul", "log_normaliser", "attend")},
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'(.*?)Compile time", re.S)
@@ -65,7 +65,7 @@ def build(checkout: Path, cuda: str, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("source", ["reshard_cpu.cpp", "delta_cpu.cpp", "exact_cpu.cpp"])
+@pytest.mark.parametrize("source", ["reshard_cpu.cpp", "delta_cpu.cpp", "exact_cpu.cpp", "int4_cpu.cpp"])
 def test_the_cpu_libraries_compile_without_a_warning(source: str) -> None:
     flags = [
         "-O2",
@@ -96,10 +96,10 @@ def test_no_kernel_spills_on_any_architecture(built: tuple[Path, str]) -> None:
 
 @nvcc_needed
 def test_the_library_exports_its_interface_and_nothing_else(built: tuple[Path, str]) -> None:
-    exact = built[0].with_name("libslimx_exact_cuda.so")
-    for library, header in ((built[0], "interface.cuh"), (exact, "exact_interface.cuh")):
+    for suffix, header in (("", "interface.cuh"), ("_exact", "exact_interface.cuh"), ("_int4", "int4_interface.cuh")):
+        library = built[0].with_name(f"libslimx{suffix}_cuda.so")
         listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
-        declared = re.findall(r"^[\w ]+?[ *]+(slimx_\w*cuda_\w+)\(", (ROOT / "csrc" / header).read_text(), re.M)
+        declared = re.findall(r"^[\w ]+?[ *]+(slimx_\w*cuda\w*)\(", (ROOT / "csrc" / header).read_text(), re.M)
         assert {line.split()[-1] for line in listed.stdout.splitlines()} == set(declared)
 
 
@@ -125,7 +125,7 @@ def test_a_build_without_cuda_leaves_no_cuda_library_of_an_earlier_one(built: tu
     with zipfile.ZipFile(next((checkout / "dist").glob("*.whl"))) as wheel:
         libraries = [name for name in wheel.namelist() if name.endswith(".so")]
     build(checkout, "0", "build_ext", "--inplace")
-    expected = ["libslimx_cpu.so", "libslimx_exact.so"]
+    expected = ["libslimx_cpu.so", "libslimx_exact.so", "libslimx_int4.so"]
     assert sorted(p.name for p in (checkout / "slimx" / "_lib").iterdir()) == expected
     assert sorted(libraries) == [f"slimx/_lib/{name}" for name in expected]
 

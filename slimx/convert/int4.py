@@ -1,0 +1,83 @@
+"""Routed experts of a Hugging Face directory in INT4, and the config.json that says so: compressed-tensors' format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slimx.convert.compare import compare_int4
+from slimx.convert.safetensors import Tensor, Unit
+from slimx.convert.sources import Reading, row_blocks
+from slimx.errors import SlimxError
+from slimx.layout.rounded import experts
+from slimx.layout.table import Table
+from slimx.models.files import int4
+from slimx.reshard.kernels import int4 as kernel
+
+
+def experts_of(table: Table) -> frozenset[str]:
+    """Checkpoint tensors that hold the matrices of routed experts.
+
+    Raises SlimxError naming one whose columns are no whole groups."""
+    names: set[str] = set()
+    for entry in experts(table):
+        for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
+            if shape[1] % int4.GROUP:
+                raise SlimxError(
+                    f"tensor {name} has {shape[1]} columns, no multiple of {int4.GROUP}: this model has no form in "
+                    "INT4",
+                    code="convert.groups",
+                    about=name,
+                )
+            names.add(name)
+    return frozenset(names)
+
+
+def quantised(name: str, shape: tuple[int, ...]) -> Unit:
+    """A matrix as INT4 codes, its scales and its shape behind them."""
+    packed = int4.packed_shapes(shape)
+
+    def parts(reading: Reading) -> Iterator[torch.Tensor]:
+        scales = []
+        for rect in row_blocks(shape, 4):
+            values = reading.read(name, rect)
+            if values.dtype == torch.float16:
+                values = values.float()
+            codes, own, finite = kernel.quantise(values.contiguous(), threads=1)
+            if not finite:
+                raise SlimxError(
+                    f"tensor {name} holds a value that is infinite or not a number: it cannot be quantised",
+                    code="convert.nonfinite",
+                    about=name,
+                )
+            scales.append(own)
+            yield codes
+        yield torch.cat(scales)
+        yield torch.tensor(shape)
+
+    def compare(source: Reading, written: Reading, advance: Callable[[int], None]) -> None:
+        compare_int4(name, shape, source, written, advance)
+
+    dtypes = {int4.CODES: torch.int32, int4.SCALES: torch.bfloat16, int4.SHAPE: torch.int64}
+    tensors = tuple(Tensor(name + suffix, dtype, packed[suffix]) for suffix, dtype in dtypes.items())
+    return Unit(tensors, parts, compare)
+
+
+def with_quantisation(hf: Mapping[str, Any], plain: Sequence[str]) -> dict[str, Any]:
+    """The config.json `hf` of a model in INT4 but for the matrices `plain`, as SGLang and transformers read it."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {**int4.SCHEME, "dynamic": False, "actorder": None},
+        "input_activations": None,
+        "output_activations": None,
+    }
+    described = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [name.removesuffix(".weight") for name in plain],
+    }
+    return {**hf, "quantization_config": described}

@@ -1,0 +1,124 @@
+"""INT4 with a bf16 scale per 32 columns, by the kernels of `csrc/int4.h`: codes and scales as compressed-tensors packs
+them, and the values that an engine computes with.
+
+A conversion writes the codes, a trainer computes with the values: both are one function, on the CPU and on a GPU.
+Rounding values again gives the same codes and scales.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch  # before the library is loaded: both then share one OpenMP runtime
+
+from slimx.errors import SlimxError
+from slimx.library import load_library
+from slimx.models.files.int4 import GROUP, PER_WORD
+from slimx.reshard.kernels.cpu import threads_of
+from slimx.reshard.kernels.record import element_bytes
+
+FOLDER = Path(__file__).parents[2] / "_lib"
+CPU_LIBRARY, CUDA_LIBRARY = FOLDER / "libslimx_int4.so", FOLDER / "libslimx_int4_cuda.so"
+ABI = 1
+
+_MATRIX = np.dtype(
+    [
+        ("src", np.uint64),
+        ("src_ld", np.int64),
+        ("rows", np.int64),
+        ("groups", np.int64),
+        ("codes", np.uint64),
+        ("scales", np.uint64),
+        ("values", np.uint64),
+        ("values_ld", np.int64),
+        ("item", np.int32),
+        ("reserved", np.int32),
+    ],
+    align=True,
+)
+"""SlimxInt4 of csrc/int4.h."""
+
+
+def quantise(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Codes, int32 [rows, cols / 8], and scales, bf16 [rows, cols / 32], of `weight` [rows, cols], bf16 or fp32, and
+    True if all of it is finite; they lie where it does.
+
+    A group that is not finite has a scale of NaN and codes of 0. Waits for a GPU. Raises SlimxError where 32 does not
+    divide the columns."""
+    rows, cols = _shape(weight)
+    codes = torch.empty(rows, cols // PER_WORD, dtype=torch.int32, device=weight.device)
+    scales = torch.empty(rows, cols // GROUP, dtype=torch.bfloat16, device=weight.device)
+    record = _record(weight)
+    record["codes"], record["scales"] = codes.data_ptr(), scales.data_ptr()
+    bad = _run(record, weight.device, threads)
+    return codes, scales, not bad
+
+
+def round_(weight: torch.Tensor, *, threads: int | None = None) -> None:
+    """Put the values of its codes in the place of `weight` [rows, cols], bf16 or fp32: what is not finite makes its
+    group NaN. On a GPU it is queued on the current stream."""
+    record = _record(weight)
+    record["values"], record["values_ld"] = record["src"], record["src_ld"]
+    _run(record, weight.device, threads, wait=False)
+
+
+def _shape(weight: torch.Tensor) -> tuple[int, int]:
+    if weight.dim() != 2 or weight.shape[1] % GROUP or (weight.shape[1] > 1 and weight.stride(1) != 1):
+        raise SlimxError(
+            f"a tensor of shape {list(weight.shape)} and strides {weight.stride()} has no INT4 form: pass a matrix "
+            f"whose columns {GROUP} divides, in rows",
+            code="int4.shape",
+            about=str(list(weight.shape)),
+        )
+    return weight.shape[0], weight.shape[1]
+
+
+def _record(weight: torch.Tensor) -> np.ndarray:
+    rows, cols = _shape(weight)
+    record = np.zeros(1, dtype=_MATRIX)
+    record["item"] = element_bytes("a matrix in INT4", weight, torch.bfloat16, torch.float32)
+    record["src"], record["src_ld"] = weight.data_ptr(), weight.stride(0) * weight.element_size()
+    record["rows"], record["groups"] = rows, cols // GROUP
+    return record
+
+
+def _run(record: np.ndarray, device: torch.device, threads: int | None, *, wait: bool = True) -> bool:
+    """Returns True if a group is not finite, as far as it waited for that."""
+    if device.type == "cpu":
+        return bool(_cpu().slimx_int4(record.ctypes.data, threads_of(threads)))
+    library = _cuda(CUDA_LIBRARY)
+    with torch.cuda.device(device):
+        flags = torch.zeros(1, dtype=torch.int32, device=device)
+        stream = torch.cuda.current_stream().cuda_stream
+        status = library.slimx_int4_cuda(record.ctypes.data, flags.data_ptr(), stream)
+    if status:
+        said = library.slimx_int4_cuda_error_string(status).decode()
+        raise SlimxError(
+            f"the INT4 kernel could not start on {device}: {said}; look at the device with nvidia-smi",
+            code="int4.cuda",
+            about=str(device),
+        )
+    return wait and bool(flags.item())
+
+
+@functools.cache
+def _cpu() -> ctypes.CDLL:
+    remedy = "run `make build` or `pip install --no-build-isolation -e .`, which need a C++ compiler"
+    library = load_library(CPU_LIBRARY, what="the INT4 library", version="slimx_int4_abi", abi=ABI, remedy=remedy)
+    library.slimx_int4.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    return library
+
+
+@functools.cache
+def _cuda(path: Path) -> ctypes.CDLL:
+    remedy = "run `make build` where nvcc of CUDA 12.8 or later is"
+    library = load_library(
+        path, what="the INT4 library for GPUs", version="slimx_int4_cuda_abi", abi=ABI, remedy=remedy
+    )
+    library.slimx_int4_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    library.slimx_int4_cuda_error_string.argtypes = [ctypes.c_int]
+    library.slimx_int4_cuda_error_string.restype = ctypes.c_char_p
+    return library
