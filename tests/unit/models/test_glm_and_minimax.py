@@ -195,7 +195,7 @@ def test_a_part_of_each_head_rotates_as_either_form_of_the_config_says():
         (GLM | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
         (GLM | {"norm_topk_prob": False}, "norm_topk_prob"),
         (GLM | {"n_group": 8, "topk_group": 2}, "num_experts_per_tok"),
-        (GLM | {"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config.quant_method"),
+        (GLM | {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
         (GLM | {"tie_word_embeddings": True}, "tie_word_embeddings"),
         (FLASH | {"mlp_layer_types": ["sparse"] * 47}, "mlp_layer_types"),
         (MINIMAX | {"use_qk_norm": False}, "use_qk_norm"),
