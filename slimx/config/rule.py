@@ -34,6 +34,7 @@ FACTS = {
     "weights": "weights",  # directory of the policy's
     "critic_weights": "weights",
     "teacher_weights": "weights",
+    "adapters": "weights",
     "tokenizer": "tokenizer",
 }
 """Facts that a rule can ask for beside the sections of a configuration (fields of `slimx.config.schema.Config`), and

@@ -1,11 +1,4 @@
-"""Adapters of a checkpoint in PEFT's format: adapter_config.json and adapter_model.safetensors.
-
-PEFT adapts modules of transformers. One A of slimx's is that of several of them: of queries, keys and values, whose
-rows of B come apart; gate and up projection of a dense layer likewise. The experts of a layer are two stacked
-parameters in transformers 5 (`gate_up_proj` [E, 2 I, h], `down_proj` [E, h, I]), which PEFT wraps one around the other
-in this order (`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A as [E r, in] and B as
-[out, r E].
-"""
+"""Writes the adapters of a checkpoint in PEFT's format, which `slimx.models.files.peft` describes and reads."""
 
 from __future__ import annotations
 
@@ -21,14 +14,11 @@ from slimx.convert.torch_dist_reader import read_whole
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.files.megatron_directory import TensorPlace, find_checkpoint, places
+from slimx.models.files.peft import CONFIG, ROOT, STACKED, TENSORS, WRAPPED
 from slimx.models.files.safe_pickle import read_metadata
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
 """Models whose exported adapters were compared with PEFT's own merge."""
-_ROOT = "base_model.model."
-_STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-"""Parameter of transformers that a projection of an expert is in."""
-_WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
 
 
 def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> int:
@@ -60,8 +50,8 @@ def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> in
     }
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
-    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, partial / TENSORS, {"format": "pt"})
+    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     partial.rename(out)
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -88,16 +78,16 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
         parts = _apart(place, b)
         if ".experts." not in place.part.sources[0]:
             for module, rows in parts.items():
-                tensors[f"{_ROOT}{module}.lora_A.weight"] = a.clone()
-                tensors[f"{_ROOT}{module}.lora_B.weight"] = rows
+                tensors[f"{ROOT}{module}.lora_A.weight"] = a.clone()
+                tensors[f"{ROOT}{module}.lora_B.weight"] = rows
                 targets["target_modules"].add(module.rpartition(".")[2])
             continue
         module = next(iter(parts))
-        parameter = _STACKED[module.rpartition(".")[2]]
+        parameter = STACKED[module.rpartition(".")[2]]
         stacks[module.partition(".experts.")[0], parameter].append((a, torch.cat(list(parts.values()))))
         targets["target_parameters"].add(f"mlp.experts.{parameter}")
     for (layer, parameter), experts in stacks.items():
-        prefix = f"{_ROOT}{layer}.experts{_WRAPPED[parameter]}"
+        prefix = f"{ROOT}{layer}.experts{WRAPPED[parameter]}"
         tensors[f"{prefix}.lora_A.weight"] = torch.cat([a for a, _ in experts])
         tensors[f"{prefix}.lora_B.weight"] = torch.stack([b for _, b in experts], 2).flatten(1)
     if not tensors:

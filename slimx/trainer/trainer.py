@@ -55,6 +55,8 @@ class PolicyTrainer(TrainedModel):
         if config.served_rule is not None:
             compute_as_served(weights, Quantisation(config.served_rule), config.numerics.dtype)
         _load(weights, Path(config.initial_weights), chunks)
+        if config.trainer.lora is not None and config.trainer.lora.load is not None:
+            weights.load_adapters(config.trainer.lora.load)
         options = config.trainer.optimizer
         undecayed = weights.matching(options.no_weight_decay, "trainer.optimizer.no_weight_decay")
         super().__init__(config, parallel, chunks, weights, build_optimizer(config, chunks, undecayed), "trainer")

@@ -20,6 +20,7 @@ from tests.integration.trainer_rank import Rank
 LORA = {"rank": 4, "alpha": 8.0}
 SCALE = LORA["alpha"] / LORA["rank"]
 STEPS = 2
+LR = 2e-2
 ASKED = "asked"
 """File of rank 0: it waits for transformers' gradients under the merged weights, in directory `merged`."""
 ANSWER_S = 300.0
@@ -29,8 +30,9 @@ class LoraRank(Rank):
     def config(self, **trainer: Any) -> Config:
         distributed = trainer.pop("distributed_optimizer", True)
         trainer.pop("algorithm", None)
-        optimizer = {"lr": 2e-2, "clip_grad": 0.0}
-        base = super().config(algorithm="sft", lora=LORA, optimizer=optimizer, **trainer)
+        optimizer = {"lr": LR, "clip_grad": 0.0}
+        lora = LORA | {"load": trainer.pop("load", None)}
+        base = super().config(algorithm="sft", lora=lora, optimizer=optimizer, **trainer)
         # Without the distributed optimizer every rank has whole gradients; a user's file is refused.
         changed = base.trainer.model_copy(update={"distributed_optimizer": distributed})
         return base.model_copy(update={"trainer": changed})
@@ -131,6 +133,27 @@ class LoraRank(Rank):
         if self.job["moved"]:
             fresh.restore(self.job["moved"], same_layout=False)
             self.write_tensors("moved", fresh.weights.published)
+            self.imported(adapters_in(fresh))
+
+    def imported(self, wanted: dict[str, Any]) -> None:
+        """Begin with the adapters in `peft`, and step once from there: a stale fp32 copy would step from elsewhere."""
+        trainer = self.trainer(self.config(load=str(self.out / "peft")))
+        found = adapters_in(trainer)
+        self.said["imported"] = equal(found, wanted)
+        self.steps(trainer, 0, 1)
+        after = adapters_in(trainer)
+        self.said["moved_by"] = max(float((after[name] - value).abs().max()) for name, value in found.items())
+
+
+def adapters_in(trainer: Any) -> dict[str, Any]:
+    from slimx.trainer.model.build import unwrap
+    from slimx.trainer.model.lora import adapters_of
+
+    return {
+        f"{name} {letter}": parameter.detach().clone()
+        for name, adapter in adapters_of(unwrap(trainer.chunks[0])).items()
+        for letter, parameter in zip("AB", adapter.parameters, strict=True)
+    }
 
 
 def same(one: list[Any], other: list[Any]) -> bool:

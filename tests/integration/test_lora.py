@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from slimx.convert.peft import export_adapters
 from tests.integration.conftest import free_port
 from tests.integration.engine_families import make_model
-from tests.integration.lora_rank import ASKED, LORA, STEPS
+from tests.integration.lora_rank import ASKED, LORA, LR, STEPS
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import Oracle, write_model
 from tests.integration.trainer_rank import demonstrations
@@ -56,6 +56,8 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
             "init_method": f"tcp://127.0.0.1:{free_port()}",
             "moved": str(before / "checkpoint") if before else None,
         }
+        if before:
+            export_adapters(before / "checkpoint", directory / "peft", Path(job["model"]), LORA["alpha"])
         (directory / "job.json").write_text(json.dumps(job))
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(run_ranks, "tests.integration.lora_rank", directory, world)
@@ -112,6 +114,13 @@ def test_another_layout_restores_the_same_merged_weights(trained, there, here):
     moved = load_file(trained[here][0] / "moved.safetensors")
     assert saved.keys() == moved.keys()
     assert all(torch.equal(moved[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("layout", ["DP2-EP2", "dense"])
+def test_exported_adapters_begin_a_trainer_of_another_layout_to_the_last_bit(trained, layout):
+    for said in trained[layout][1]:
+        assert said["imported"]
+        assert 0 < said["moved_by"] <= 1.01 * LR, "Adam's first step is at most the learning rate"
 
 
 @pytest.mark.parametrize("layout", ["TP2-EP2", "dense-TP2"])

@@ -115,6 +115,8 @@ class Lora(Section):
     targets: tuple[Literal["attention", "mlp", "experts"], ...] | None = None
     """Layers with adapters: attention (queries, keys and values in one, and the output), mlp (of dense layers), experts
     (routed ones); null: all of these that the model has."""
+    load: str | None = None
+    """Directory of adapters in PEFT's format to begin with, of the same rank, alpha and targets; null: new ones."""
 
 
 _PRECISION = (

@@ -265,8 +265,8 @@ def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[
 
 
 def _adapters(config: Config) -> dict[str, Any] | None:
-    """`trainer.lora` as a checkpoint keeps it."""
-    return None if config.trainer.lora is None else config.trainer.lora.model_dump(mode="json")
+    """`trainer.lora` as a checkpoint keeps it: what the adapters began with is not part of it."""
+    return None if config.trainer.lora is None else config.trainer.lora.model_dump(mode="json", exclude={"load"})
 
 
 def layout_of(sizes: Sizes) -> dict[str, Any]:

@@ -45,9 +45,10 @@ def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:
 
 def weight_facts(config: Config) -> dict[str, Any]:
     """Facts of the directories that initial weights are read from."""
-    teacher = config.algorithm.teacher
+    teacher, adapted = config.algorithm.teacher, config.trainer.lora
     return {
         "weights": Path(config.initial_weights),
+        "adapters": None if adapted is None or adapted.load is None else Path(adapted.load),
         "critic_weights": None if config.critic is None else Path(config.as_critic().initial_weights),
         "teacher_weights": None if teacher is None else Path(teacher),
     }

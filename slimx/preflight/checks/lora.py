@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from slimx.config.rule import Told, rule
 from slimx.config.sections.trainer import Trainer
@@ -31,6 +32,16 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Iterator[Told]:
         yield f"trainer.lora.targets names {target}, and {spec.path} has no such layers; leave it out"
     if trainer.lora.targets == ():
         yield "trainer.lora.targets is empty, so nothing would train; leave it out, or name layers"
+
+
+@rule("lora.load", about="trainer.lora.load")
+def has_adapters(trainer: Trainer, spec: ModelSpec, adapters: Path | None) -> Iterator[str]:
+    if trainer.lora is None or adapters is None:
+        return
+    from slimx.models.files.peft import PeftAdapters
+
+    PeftAdapters(adapters).check(spec.table, trainer.lora)
+    yield from ()
 
 
 @rule("lora.one_kind", about="trainer.lora.targets")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.patterns import select
 from slimx.models.families import ModelSpec
+from slimx.models.files.peft import PeftAdapters
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.pack.served import ServedWeights
 from slimx.trainer.model.freeze import names_of
@@ -113,6 +115,17 @@ class Weights:
     def load(self, path: str) -> None:
         """Fill the parameters from the safetensors in `path`; only the slices that this rank holds are read."""
         self._read(path, self.parameters)
+        self.changed()
+
+    @torch.no_grad()
+    def load_adapters(self, path: str) -> None:
+        """Fill the adapters from a directory in PEFT's format; A and B of this rank's rows and columns are read."""
+        found = PeftAdapters(Path(path))
+        for part in self.held:
+            if part.name in self._adapters:
+                pairs = zip(self._adapters[part.name].parameters, found.matrices(part), strict=True)
+                for parameter, value in pairs:
+                    parameter.copy_(value)
         self.changed()
 
     def changed(self) -> None:

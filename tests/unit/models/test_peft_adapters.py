@@ -1,0 +1,146 @@
+"""Adapters in PEFT's format: those of a whole model are cut as a rank holds them, and others are refused by name. That
+exported ones come back to the last bit is in tests/integration/test_lora.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimx.config.rule import broken
+from slimx.config.schema import Config
+from slimx.config.sections.trainer import Lora
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import Sizes
+from slimx.models.families import read_model
+from slimx.models.files.peft import PeftAdapters
+from slimx.preflight.checks import RULES, model_facts, weight_facts
+from tests.checkpoint_stand import QWEN3_MOE
+from tests.refusals import refused
+
+RANK, LAYERS, EXPERTS, HIDDEN, INNER = 2, 4, 8, 48, 32
+LORA = Lora(rank=RANK, alpha=4.0)
+ROWS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+O_PROJ = "base_model.model.model.layers.3.self_attn.o_proj"
+K_PROJ = "base_model.model.model.layers.1.self_attn.k_proj"
+Tensors = dict[str, torch.Tensor]
+
+
+def adapters() -> tuple[dict[str, Any], Tensors]:
+    """Configuration and tensors of adapters of the tiny Qwen3-MoE."""
+    made = torch.Generator().manual_seed(0)
+    tensors: Tensors = {}
+
+    def put(name: str, a: torch.Tensor, rows: int) -> None:
+        tensors[f"base_model.model.model.layers.{name}.lora_A.weight"] = a
+        rank = RANK * EXPERTS if ".experts" in name else RANK
+        tensors[f"base_model.model.model.layers.{name}.lora_B.weight"] = torch.randn(rows, rank, generator=made)
+
+    for layer in range(LAYERS):
+        shared = torch.randn(RANK, HIDDEN, generator=made)
+        for module, rows in ROWS.items():
+            put(f"{layer}.self_attn.{module}", shared.clone(), rows)
+        put(f"{layer}.self_attn.o_proj", torch.randn(RANK, 64, generator=made), HIDDEN)
+        put(f"{layer}.mlp.experts.base_layer", torch.randn(EXPERTS * RANK, HIDDEN, generator=made), 2 * INNER)
+        put(f"{layer}.mlp.experts", torch.randn(EXPERTS * RANK, INNER, generator=made), HIDDEN)
+    return {"peft_type": "LORA", "r": RANK, "lora_alpha": 4, "bias": "none", "rank_pattern": {}}, tensors
+
+
+def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def shares(product: torch.Tensor, heads: int) -> torch.Tensor:
+    return product.view(heads, -1, product.shape[-1])
+
+
+def test_a_rank_reads_the_rows_and_columns_that_it_holds(qwen, tmp_path):
+    _, tensors = given = adapters()
+    found = PeftAdapters(write(tmp_path / "peft", *given))
+    table = read_model(str(qwen)).table
+    found.check(table, LORA)
+    for rank in range(2):
+        held = MegatronLayout(table, Sizes(tensor=2, expert=2, expert_tensor=1)).held(rank)
+        parts = {part.name: part for part in held}
+
+        a, b = found.matrices(parts["decoder.layers.1.self_attention.linear_qkv.weight"])
+        whole = {m: tensors[f"{K_PROJ.replace('k_proj', m)}.lora_B.weight"] for m in ROWS}
+        # Of two groups of heads each rank has one: two heads of the query, one of key and of value.
+        q, k, v = (shares(whole[module], heads) for module, heads in zip(ROWS, (4, 2, 2), strict=True))
+        assert torch.equal(a, tensors[f"{K_PROJ}.lora_A.weight"])
+        assert torch.equal(b, torch.cat([q[2 * rank], q[2 * rank + 1], k[rank], v[rank]]))
+
+        a, b = found.matrices(parts["decoder.layers.3.self_attention.linear_proj.weight"])
+        assert torch.equal(a, tensors[f"{O_PROJ}.lora_A.weight"].chunk(2, 1)[rank])
+        assert torch.equal(b, tensors[f"{O_PROJ}.lora_B.weight"])
+
+        name = "base_model.model.model.layers.2.mlp.experts.base_layer"
+        for local in range(4):
+            expert = 4 * rank + local
+            a, b = found.matrices(parts[f"decoder.layers.2.mlp.experts.linear_fc1.weight{local}"])
+            assert torch.equal(a, tensors[f"{name}.lora_A.weight"][RANK * expert : RANK * expert + RANK])
+            assert torch.equal(b, tensors[f"{name}.lora_B.weight"][:, expert::EXPERTS])
+
+
+def changed(**fields: Any) -> Callable[[dict[str, Any], Tensors], None]:
+    return lambda config, _: config.update(fields)
+
+
+def extra(name: str) -> Callable[[dict[str, Any], Tensors], None]:
+    return lambda _, tensors: tensors.update({name: torch.zeros(RANK, HIDDEN)})
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "about"),
+    [
+        (changed(peft_type="LOHA"), "peft.kind", "peft_type"),
+        (changed(r=4), "peft.rank", "trainer.lora.rank"),
+        (changed(lora_alpha=8), "peft.alpha", "trainer.lora.alpha"),
+        (changed(rank_pattern={"q_proj": 8}), "peft.field", "rank_pattern"),
+        (changed(alpha_pattern={"q_proj": 8}), "peft.field", "alpha_pattern"),
+        (changed(use_rslora=True), "peft.field", "use_rslora"),
+        (changed(modules_to_save=["lm_head"]), "peft.field", "modules_to_save"),
+        (changed(init_lora_weights="pissa"), "peft.field", "init_lora_weights"),
+        (extra("base_model.model.lm_head.lora_A.weight"), "peft.unknown", "base_model.model.lm_head.lora_A.weight"),
+        (lambda _, tensors: tensors.pop(f"{O_PROJ}.lora_B.weight"), "peft.missing", f"{O_PROJ}.lora_B.weight"),
+        (extra(f"{O_PROJ}.lora_A.weight"), "peft.shape", f"{O_PROJ}.lora_A.weight"),
+        (extra(f"{K_PROJ}.lora_A.weight"), "peft.several_a", f"{K_PROJ}.lora_A.weight"),
+    ],
+)
+def test_adapters_that_a_run_cannot_go_on_with_are_refused(change, code, about, qwen, tmp_path):
+    config, tensors = adapters()
+    change(config, tensors)
+    found = PeftAdapters(write(tmp_path / "peft", config, tensors))
+    with refused(code, about=about):
+        found.check(read_model(str(qwen)).table, LORA)
+
+
+def test_directories_that_hold_no_adapters_are_refused_before_a_run(qwen, tmp_path):
+    def problems(path: Path) -> list[tuple[str | None, str | None]]:
+        lora = {"rank": RANK, "alpha": 4, "load": str(path)}
+        config = Config.model_validate(
+            {
+                "run": {"dir": "r"},
+                "model": {"path": str(qwen)},
+                "rollout": {"prompts": "p"},
+                "trainer": {"lora": lora},
+            }
+        )
+        facts = model_facts(config, read_model(str(qwen)))
+        found = broken(RULES, facts | weight_facts(config), before=facts)
+        return [(each.code, each.about) for each in found]
+
+    assert QWEN3_MOE["hidden_size"] == HIDDEN
+    assert problems(write(tmp_path / "good", *adapters())) == []
+    assert problems(tmp_path) == [("peft.none", str(tmp_path))]
+    damaged = write(tmp_path / "damaged", *adapters()) / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    assert problems(damaged.parent) == [("peft.file", "adapter_model.safetensors")]
