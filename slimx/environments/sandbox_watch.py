@@ -9,6 +9,7 @@ import selectors
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ import psutil
 
 from slimx.environments.memory_group import MemoryGroup
 
-Ended = Literal["exit", "time", "memory", "output", "stop"]
+Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
 """Between two looks at the memory of all processes together."""
 STOP_S = 5.0
@@ -35,7 +36,7 @@ class Limits:
     processes: int = 8
     """Besides the first one; threads count."""
     disk_mib: int = 16
-    """All files in /tmp together, in memory."""
+    """All files that it may write together: in memory in a sandbox's /tmp, on disk in a box."""
     output_kib: int = 64
     """KiB kept of stdout and of stderr, each."""
 
@@ -73,10 +74,12 @@ class SandboxWatch:
         group: MemoryGroup | None = None,
         go: int | None = None,
         stop: threading.Event | None = None,
+        disk_used: Callable[[int], int] | None = None,
     ):
         """`told`: the descriptor that bubblewrap reports on. `group`: where the processes belong; bubblewrap waits for
-        a byte on `go` until they are there. `stop`: ends it."""
+        a byte on `go` until they are there. `stop`: ends it. `disk_used`: bytes on disk, by the process's number."""
         self.process, self.limits, self.group, self._go, self._stop = process, limits, group, go, stop
+        self._disk_used = disk_used
         self.deadline = started + limits.seconds
         self.read = {"stdout": bytearray(), "stderr": bytearray(), "told": bytearray()}
         self._streams = {"stdout": process.stdout, "stderr": process.stderr, "told": told}
@@ -86,7 +89,7 @@ class SandboxWatch:
         return next((said["exit-code"] for said in self._told() if "exit-code" in said), None)
 
     def until_the_end(self, stdin: bytes) -> Ended:
-        rest, look = memoryview(stdin), time.monotonic()
+        rest, look, look_at_disk = memoryview(stdin), time.monotonic(), time.monotonic()
         with selectors.DefaultSelector() as ready:
             for name, stream in self._streams.items():
                 if stream is not None:
@@ -104,6 +107,11 @@ class SandboxWatch:
                     if self._memory() > self.limits.memory_mib * MIB or self._overflowed():
                         return "memory"
                     look = now + LOOK_S
+                if self._disk_used is not None and now > look_at_disk:
+                    if self._disk_full():
+                        return "disk"
+                    # A large tree takes long to count: at most a fifth of the time goes into it.
+                    look_at_disk = time.monotonic() + max(LOOK_S, 4 * (time.monotonic() - now))
                 for key, _ in ready.select(min(LOOK_S, max(0.0, self.deadline - now))):
                     if key.data == "stdin":
                         rest = self._feed(rest)
@@ -123,7 +131,9 @@ class SandboxWatch:
             self.process.wait(max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             return "time"
-        return "memory" if self._overflowed() else "exit"
+        if self._overflowed():
+            return "memory"
+        return "disk" if self._disk_full() else "exit"
 
     def _told(self) -> list[dict[str, int]]:
         """Reports of bubblewrap so far, of whole lines; nothing inside holds the descriptor that they come from."""
@@ -141,6 +151,9 @@ class SandboxWatch:
 
     def _overflowed(self) -> bool:
         return self.group is not None and self.group.overflowed()
+
+    def _disk_full(self) -> bool:
+        return self._disk_used is not None and self._disk_used(self.process.pid) > self.limits.disk_mib * MIB
 
     def _feed(self, rest: memoryview) -> memoryview | None:
         """Remaining bytes to write; None when there are none, or nobody reads them."""

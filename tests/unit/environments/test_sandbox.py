@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from slimx.environments import sandbox as module
-from slimx.environments.sandbox import Limits, Sandbox
+from slimx.environments import enclosure
+from slimx.environments.sandbox import Limits, Ran, Sandbox
 from slimx.errors import SlimxError
 from slimx.rewards import code
 from tests.refusals import refused
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit
 QUICK = Limits(seconds=2.0, memory_mib=256, processes=4, disk_mib=4, output_kib=4)
 
 
-def run(program: str, **options: object) -> module.Ran:
+def run(program: str, **options: object) -> Ran:
     return Sandbox(QUICK).run_blocking(program, **options)
 
 
@@ -132,23 +132,32 @@ def test_the_guarantees_hold_here():
 def without(*words: str) -> type[Sandbox]:
     """A sandbox whose programs lack some words."""
 
-    class Broken(Sandbox):
+    class Open(enclosure.Enclosure):
         def _limited(self) -> list[str]:
             return [word for word in super()._limited() if not word.startswith(words)]
 
-        def _enclosed(self, named: dict[str, int]) -> list[str]:
-            line = super()._enclosed(named)
+        def _enclosed(self) -> list[str]:
+            line = super()._enclosed()
             shared = {"net", "pid"} & set(words)
             if shared:
                 kept = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts") if name not in shared]
                 at = line.index("--unshare-all")
                 line[at : at + 1] = kept
+            return line
+
+    class Broken(Sandbox):
+        def __init__(self, limits: Limits) -> None:
+            super().__init__(limits)
+            self._enclosure = Open(limits, "python3")
+
+        def _enclosed(self, named: dict[str, int]) -> list[str]:
+            line = super()._enclosed(named)
             if "read-only" in words:
                 for _ in range(2):
                     at = line.index("--remount-ro")
                     del line[at : at + 2]
             if "etc" in words:
-                line[1:1] = ["--ro-bind", "/etc", "/etc"]
+                line[:0] = ["--ro-bind", "/etc", "/etc"]
             return line
 
     return Broken
@@ -181,7 +190,7 @@ def test_memory_is_guarded_twice():
 
 
 def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch):
-    monkeypatch.setattr(module.shutil, "which", lambda program, path: None if program == "bwrap" else program)
+    monkeypatch.setattr(enclosure.shutil, "which", lambda program, path: None if program == "bwrap" else program)
     with pytest.raises(SlimxError) as refused:
         Sandbox()
     assert (refused.value.code, refused.value.about) == ("sandbox.program", "bwrap")
@@ -189,7 +198,7 @@ def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch):
 
 def test_a_sandbox_that_cannot_start_is_no_result_of_the_program(monkeypatch):
     broken = Sandbox(QUICK)
-    monkeypatch.setattr(broken.__class__, "_enclosed", lambda self, named: [self._paths["bwrap"], "--no-such-option"])
+    monkeypatch.setattr(broken.__class__, "_enclosed", lambda self, named: ["--no-such-option"])
     with pytest.raises(SlimxError, match="Unknown option") as refused:
         broken.run_blocking("print(1)")
     assert refused.value.code == "sandbox.start"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.environments import memory_group, sandbox, seccomp
+from slimx.environments import enclosure, memory_group, sandbox, seccomp
 from slimx.environments.memory_group import Hierarchy
 from slimx.environments.sandbox import Limits, Sandbox
 from slimx.errors import SlimxError
@@ -137,7 +137,7 @@ def test_roots_own_groups_are_not_divided_unless_they_are_marked_as_delegated(sy
 
 def test_where_there_is_no_group_the_bound_is_named_and_programs_run(monkeypatch):
     with_group = Sandbox(SMALL)
-    monkeypatch.setattr(sandbox, "_place", lambda: None)
+    monkeypatch.setattr(enclosure, "_place", lambda: None)
     without = Sandbox(SMALL)
     assert without.memory_bound != with_group.memory_bound or memory_group.find() is None
     assert without.run_blocking("print(1)").ok
@@ -208,7 +208,7 @@ def test_calls_under_another_abis_numbers_end_the_program():
 
 def test_name_spaces_cannot_be_nested_even_without_the_filter(monkeypatch):
     """bubblewrap itself shuts them off where it can; a filter that allows all calls shows that."""
-    if not sandbox._can_disable_userns("/usr/bin/bwrap"):
+    if not enclosure._can_disable_userns("/usr/bin/bwrap"):
         pytest.skip("this bubblewrap has no --disable-userns")
     monkeypatch.setattr(seccomp, "program", lambda: seccomp._step(seccomp._RETURN, seccomp._ALLOW))
     assert run(CALL + "call((272, 97), 0x10000000)").stdout == "ENOSPC\n"
