@@ -60,6 +60,8 @@ class PolicyTrainer(TrainedModel):
         options = config.trainer.optimizer
         undecayed = weights.matching(options.no_weight_decay, "trainer.optimizer.no_weight_decay")
         super().__init__(config, parallel, chunks, weights, build_optimizer(config, chunks, undecayed), "trainer")
+        if config.trainer.qat is not None:
+            weights.compute_in_int4()
         self.optimizer_step = OptimizerStep(self.optimizer, options, weights.trainable(), parallel.host_group)
         self.loss = make_loss(config.algorithm)
         self._trained: list[list[tuple[torch.Tensor, torch.Tensor, list[int]]]] = []

@@ -240,6 +240,10 @@ class Trainer(RankLayout):
     freeze: tuple[str, ...] = ()
     """Globs over Megatron or Hugging Face names of parameters that are not trained, such as '*.mlp.gate.weight'; they
     still publish and stand in checkpoints."""
+    qat: Literal["int4"] | None = None
+    """int4: the model computes with routed experts rounded to INT4, in groups of 32 columns (docs/numerics.md), and the
+    optimizer's fp32 weights, which stay unrounded, get the gradients as they are; engines get the rounded values;
+    null: none."""
     lora: Lora | None = None
     """Train low-rank adapters (LoRA) instead of the weights; null: none."""
     optimizer: Optimizer = Optimizer()

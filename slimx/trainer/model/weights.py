@@ -12,9 +12,11 @@ from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.patterns import select
+from slimx.layout.rounded import rounded_parts
 from slimx.models.families import ModelSpec
 from slimx.models.files.peft import PeftAdapters
 from slimx.models.files.reader import CheckpointReader
+from slimx.reshard.kernels import int4
 from slimx.reshard.pack.served import ServedWeights
 from slimx.trainer.model.freeze import names_of
 from slimx.trainer.model.lora import Adapter
@@ -41,6 +43,7 @@ class Weights:
         self.spec = spec
         self.served: ServedWeights | None = None
         """Values that engines compute with, where these are not the parameters themselves."""
+        self._in_int4: list[str] = []
         self._present: HostCopy | None = None
         self.held: list[Part] = layout.held(rank)
         names = {held.name for held in self.held}
@@ -128,8 +131,18 @@ class Weights:
                     parameter.copy_(value)
         self.changed()
 
+    def compute_in_int4(self) -> None:
+        """From here on routed experts hold the values of INT4 (docs/numerics.md) whenever parameters were written.
+
+        Call when the optimizer has taken its fp32 weights from the parameters: it goes on from the unrounded ones, and
+        the gradients that it gets are those of the rounded ones, as they are."""
+        self._in_int4 = [part.name for part in rounded_parts(self.spec.table, self.held)]
+        self.changed()
+
     def changed(self) -> None:
         """Refresh what is derived from the parameters. Call after writing parameters in place."""
+        for name in self._in_int4:
+            int4.round_(self.parameters[name])
         for name, adapter in self._adapters.items():
             adapter.merge(self.published[name])
         if self.served is not None:

@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.checks import RULES, model_facts
 from tests.checkpoint_stand import QWEN3_MOE
+from tests.refusals import invalid
+from tests.unit.convert.convert_stand import QWEN3
 
 GROUPED = QWEN3_MOE | {"hidden_size": 64, "moe_intermediate_size": 64}
 INT4 = {
@@ -40,3 +44,36 @@ def test_engines_that_would_start_from_int4_are_refused(tmp_path: Path) -> None:
     assert found(tmp_path / "int4", packed, engines=[{"model": str(tmp_path / "bf16")}]) == set()
     fp8 = GROUPED | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert found(tmp_path / "fp8", fp8) == set()
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "about"),
+    [
+        (GROUPED, {}, None),
+        (GROUPED, {"world_size": 2, "tensor": 2, "expert_tensor": 2}, None),
+        (GROUPED, {"world_size": 4, "tensor": 4, "expert_tensor": 4}, ("qat.groups", "trainer.expert_tensor")),
+        (GROUPED, {"world_size": 4, "tensor": 4, "expert": 4, "expert_tensor": 1}, None),
+        (GROUPED | {"hidden_size": 72}, {}, ("qat.groups", "trainer.qat")),
+        (GROUPED | {"moe_intermediate_size": 40}, {}, ("qat.groups", "trainer.qat")),
+        (QWEN3, {}, ("qat.experts", "trainer.qat")),
+    ],
+)
+def test_groups_that_do_not_divide_are_refused(
+    tmp_path: Path, model: dict[str, Any], trainer: dict[str, Any], about: tuple | None
+) -> None:
+    assert found(tmp_path / "model", model, trainer | {"qat": "int4"}) == ({about} if about else set())
+    assert found(tmp_path / "model", model, trainer) == set()
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "about"),
+    [
+        ({"numerics": {"dtype": "float32"}}, "qat.dtype", "numerics.dtype"),
+        ({"publish": {"quantise": "ieee"}}, "qat.proven", "publish.quantise"),
+        ({"trainer": {"qat": "int4", "lora": {"rank": 4, "alpha": 8}}}, "qat.proven", "trainer.lora"),
+    ],
+)
+def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], code: str, about: str) -> None:
+    values = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "trainer": {"qat": "int4"}}
+    with invalid(code, about=about):
+        Config.model_validate({**values, **sections})
