@@ -25,6 +25,25 @@ __device__ __forceinline__ float multiply_add(float a, float b, float c) { retur
 __device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ __forceinline__ float root(float x) { return __fsqrt_rn(x); }
 
+// 16 bytes at an address that 16 divides, in one instruction.
+struct Words {
+  uint32_t at[4];
+};
+struct Floats {
+  float at[4];
+};
+__device__ __forceinline__ Words load_words(const void* from) {
+  const uint4 words = *static_cast<const uint4*>(from);
+  return {{words.x, words.y, words.z, words.w}};
+}
+__device__ __forceinline__ Floats load_floats(const float* from) {
+  const float4 floats = *reinterpret_cast<const float4*>(from);
+  return {{floats.x, floats.y, floats.z, floats.w}};
+}
+__device__ __forceinline__ void store_floats(float* to, float a, float b, float c, float d) {
+  *reinterpret_cast<float4*>(to) = make_float4(a, b, c, d);
+}
+
 // The thread block's memory whose size the launch gives.
 __device__ __forceinline__ float* shared_floats() {
   extern __shared__ float floats[];

@@ -7,7 +7,7 @@
 
 extern "C" {
 
-#define SLIMX_EXACT_CUDA_ABI (100 * SLIMX_EXACT_ABI + 1)  // also in slimx/numerics/exact/forward/kernel_cuda.py
+#define SLIMX_EXACT_CUDA_ABI (100 * SLIMX_EXACT_ABI + 2)  // also in slimx/numerics/exact/forward/kernel_cuda.py
 #define SLIMX_EXACT_MOST_WIDTH 524288  // elements of a row that is summed: its sums' sums are shared memory
 
 int slimx_exact_cuda_abi(void);
@@ -27,7 +27,9 @@ int slimx_exact_cuda_silu_and_mul(const void* x, int64_t rows, int64_t width, in
 int slimx_exact_cuda_log_normaliser(const void* logits, const float* temperature, int64_t rows, int64_t width, int wide,
                                     float* most, float* log_sum, void* stream);
 
-// `scores` [rows][heads][longest]: scratch; longest: the largest of call->length.
-int slimx_exact_cuda_attend(const SlimxExactAttention* call, float* scores, int64_t longest, void* stream);
+// `scores` [rows][heads][longest]: scratch; longest: the largest of call->length; together: 1 where neighbouring rows
+// read the same keys, as those of a sequence do, which is faster then and changes no bit.
+int slimx_exact_cuda_attend(const SlimxExactAttention* call, float* scores, int64_t longest, int together,
+                            void* stream);
 
 }  // extern "C"

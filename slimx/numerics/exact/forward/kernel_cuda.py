@@ -23,7 +23,7 @@ from slimx.numerics.exact.forward.reference import combine as combine
 from slimx.numerics.exact.forward.reference import rotate as rotate
 
 LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact_cuda.so"
-ABI = 101
+ABI = 102
 """SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
 MOST_WIDTH = 524288
 """SLIMX_EXACT_MOST_WIDTH there."""
@@ -88,11 +88,13 @@ def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
 
 
 def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Compute `reference.attend`; waits for the device once, to learn the largest length."""
+    """Compute `reference.attend`; waits for the device once, to learn the largest length and whether rows share keys."""
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     if not len(query):
         return out
-    longest, heads = int(read.length.max()), query.shape[1]
+    neighbours = (read.begin.diff() == 0).any()
+    longest, together = torch.stack((read.length.max(), neighbours.long())).tolist()
+    heads = query.shape[1]
     rows = max(1, _MOST_SCORES // (longest * heads))
     scores = torch.empty(min(rows, len(query)) * heads * longest, device=query.device)
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -100,7 +102,7 @@ def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tenso
         own = slice(first, first + rows)
         part = read._replace(begin=read.begin[own], length=read.length[own])
         call = AttentionCall.of(query[own], part, scale, sinks, out[own], _wide(query))
-        _call("attend", query, ctypes.byref(call), scores.data_ptr(), longest)
+        _call("attend", query, ctypes.byref(call), scores.data_ptr(), longest, together)
     return out
 
 
@@ -130,7 +132,7 @@ def load(path: Path) -> ctypes.CDLL:
     library.slimx_exact_cuda_rms_norm.argtypes = [address, address, count, count, real, code, address, address]
     library.slimx_exact_cuda_silu_and_mul.argtypes = [address, count, count, code, address, address]
     library.slimx_exact_cuda_log_normaliser.argtypes = [address, address, count, count, code, address, address, address]
-    library.slimx_exact_cuda_attend.argtypes = [address, address, count, address]
+    library.slimx_exact_cuda_attend.argtypes = [address, address, count, code, address]
     return library
 
 

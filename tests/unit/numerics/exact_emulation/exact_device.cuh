@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include <barrier>
 #include <memory>
@@ -56,6 +57,28 @@ inline float chain_add(float a, float b) {
 inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 inline float divide(float a, float b) { return a / b; }
 inline float root(float x) { return sqrtf(x); }
+struct Words {
+  uint32_t at[4];
+};
+struct Floats {
+  float at[4];
+};
+inline void check_alignment(const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % 16) abort();  // as a GPU would end the kernel
+}
+inline Words load_words(const void* from) {
+  check_alignment(from);
+  return *static_cast<const Words*>(from);
+}
+inline Floats load_floats(const float* from) {
+  check_alignment(from);
+  return *reinterpret_cast<const Floats*>(from);
+}
+inline void store_floats(float* to, float a, float b, float c, float d) {
+  check_alignment(to);
+  *reinterpret_cast<Floats*>(to) = {{a, b, c, d}};
+}
+
 inline float* shared_floats() { return shared_memory.data(); }
 
 template <class... Of, class... Given>
