@@ -108,9 +108,9 @@ class TrainerRank:
                 draw = torch.Generator().manual_seed(number)
                 self.held[part.name] = torch.randn(part.shape, generator=draw).to(torch.bfloat16)
 
-    def prepare(self, plan: bytes, item: int) -> None:
+    def prepare(self, plan: bytes, edges: list[int], item: int) -> None:
         packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
-        self.sender = Sender(packer, f"trainer rank {self.rank}", self.address, ranks=RANKS, item=item)
+        self.sender = Sender(packer, f"trainer rank {self.rank}", self.address, edges=edges, item=item)
 
     def connect(self, engine: int, offer: bytes) -> None:
         self.sender.connect(engine, Offer.from_bytes(offer))
@@ -225,10 +225,8 @@ class Stand:
         self.engines = [Engine(number, resident, self.plan) for number, resident in enumerate(self.residents)]
         self.members = Members(self.engines)
         self.delivery = DirectDelivery(
-            Trainers(self.ranks),
-            self.plan,
-            [engine.name for engine in self.engines],
-            ranks=len(self.ranks),
+            Trainers(self.ranks, self.plan),
+            dict.fromkeys((engine.name for engine in self.engines), 1),
             links=self.links,
             step_deadline_s=step_deadline_s,
         )
@@ -278,7 +276,7 @@ def predicted(stand: Stand, rate: float) -> float:
         calibrate(small)  # first touches
         here = calibrate(small)
     began = time.perf_counter()
-    asyncio.run(Trainers(stand.ranks)._all("answer", [()] * len(stand.ranks)))
+    asyncio.run(stand.delivery.senders._all("answer", [()] * len(stand.ranks)))
     control = time.perf_counter() - began
     links = replace(here, link=rate, control=control, ranks_per_link=RANKS, cores=None)
     traffic = direct_traffic(stand.plan, sources=len(stand.ranks), engines=len(stand.engines), ranks_per_link=RANKS)

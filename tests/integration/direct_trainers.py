@@ -78,9 +78,9 @@ class SendingRank:
         for part in self.parts:
             self.held[part.name].copy_(cut_out(part, whole))
 
-    def prepare(self, plan: bytes, ranks: int, item: int) -> None:
+    def prepare(self, plan: bytes, edges: list[int], item: int) -> None:
         packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
-        self.sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", self.host, ranks=ranks, item=item)
+        self.sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", self.host, edges=edges, item=item)
 
     def connect(self, engine: int, offer: bytes) -> None:
         self.sender.connect(engine, Offer.from_bytes(offer))
@@ -92,9 +92,10 @@ class SendingRank:
 class DirectTrainers:
     """All trainer ranks, as the delivery calls them (`slimx.engines.delivery.direct.Senders`)."""
 
-    def __init__(self, model: Path, network: str | None, *, step_deadline_s: float):
-        """`step_deadline_s`: seconds for one call of a publication."""
+    def __init__(self, model: Path, plan: Plan, network: str | None, *, step_deadline_s: float):
+        """`plan`: for one engine. `step_deadline_s`: seconds for one call of a publication."""
         self.model, self.network, self.step_deadline_s = model, network, step_deadline_s
+        self.published = plan
         self.actors = [self._make(rank) for rank in range(SIZES.world)]
 
     def _make(self, rank: int) -> Any:
@@ -111,8 +112,8 @@ class DirectTrainers:
     async def hold(self, version: int) -> None:
         await self._all("hold", [(version,)] * SIZES.world)
 
-    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
-        await self._all("prepare", [(dealt.to_bytes(), ranks, item)] * SIZES.world)
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int) -> None:
+        await self._all("prepare", [(dealt.to_bytes(), edges, item)] * SIZES.world)
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         await self._all("connect", [(engine, offer.of(rank).to_bytes()) for rank in range(SIZES.world)])

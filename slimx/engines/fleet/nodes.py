@@ -39,36 +39,6 @@ def share_of(ranks: Sequence[Placement], name: str) -> Placement:
     return Placement(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
 
 
-class ChannelEnd:
-    """This machine's end of a channel, at which buckets arrive over a network."""
-
-    def __init__(self) -> None:
-        self._channel: Any = None
-        self._landing: Any = None
-
-    async def prepare(self) -> None:
-        """Import torch, which nothing else needs here: seconds that no publication should wait for."""
-        await asyncio.to_thread(import_module, "slimx.reshard.transports.collective")
-
-    async def join(self, meeting: Any, rank: int) -> None:
-        """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective) as the engine's `rank`."""
-        from slimx.reshard.transports.collective import Receiving
-        from slimx.reshard.transports.landing import Landing
-
-        self._landing = self._landing or Landing()
-        self._channel = await asyncio.to_thread(Receiving.join, meeting, rank)
-
-    @asynccontextmanager
-    async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """A bucket from the channel in memory that the server opens, for the time of the block.
-
-        The server keeps host memory alive as long as it needs it, and copies what is on a GPU.
-        """
-        with self._landing.of(packed) as (landed, memory):
-            await asyncio.to_thread(self._channel.receive, memory)
-            yield landed
-
-
 class DirectEnd:
     """This machine's end of direct transfers, in which trainer ranks write into its memory."""
 
@@ -136,7 +106,7 @@ class NodeActor:
         """`values`: an EngineSpec without what differs between starts. `network`: in which it takes its address.
         `direct`: whether buckets come from every trainer rank."""
         self.values, self.log_path, self.host = values, log_path, own_address(network)
-        self.end: Any = DirectEnd() if direct else ChannelEnd()
+        self.end = DirectEnd() if direct else None
         self.process: SupervisedProcess | None = None
         self._held = AsyncExitStack()
 
@@ -150,7 +120,8 @@ class NodeActor:
         keys = spec.keys.to_bytes()
         self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec), keys)
         self.process.start()
-        await self.end.prepare()
+        if self.end is not None:
+            await self.end.prepare()
 
     async def ended(self) -> str | None:
         """The end of its process in words; None while it runs."""
@@ -161,9 +132,6 @@ class NodeActor:
     async def stop(self, grace_s: float) -> None:
         if self.process is not None:
             await asyncio.to_thread(self.process.stop, ending_grace(self.values["device"], grace_s))
-
-    async def join(self, meeting: Any, rank: int) -> None:
-        await self.end.join(meeting, rank)
 
     async def offer(self, invitation: Any) -> Any:
         """Offer memory to the trainer ranks, for the server's ranks on this machine."""
@@ -220,9 +188,6 @@ class OtherNodes:
         answers = await self._call("ended", [()] * self.count, deadline_s)
         return next((answer for answer in answers if answer is not None), None)
 
-    async def join(self, meeting: Any, deadline_s: float) -> None:
-        await self._call("join", [(meeting, rank) for rank in range(1, self.count + 1)], deadline_s)
-
     async def offer(self, invitations: Sequence[Any], deadline_s: float) -> list[Any]:
         """The offers of memory that they make, machine by machine."""
         return await self._call("offer", [(invitation,) for invitation in invitations], deadline_s)
@@ -231,33 +196,21 @@ class OtherNodes:
         return await self._call("bases", [()] * self.count, deadline_s)
 
     @asynccontextmanager
-    async def landed_parts(
-        self, end: DirectEnd, packed: PackedBucket, deadline_s: float
-    ) -> AsyncIterator[PackedBucket]:
-        """A bucket of direct transfers, of which each machine, the first (`end`) included, has what its ranks take."""
-        each = len(packed.targets) // (self.count + 1)
+    async def landed(self, end: DirectEnd, packed: PackedBucket, deadline_s: float) -> AsyncIterator[PackedBucket]:
+        """A bucket of direct transfers, of which each machine, the first (`end`) included, has what its ranks take:
+        their own targets, or the only one."""
+        each, whole = len(packed.targets) // (self.count + 1), len(packed.targets) == 1
         first, *rest = (
-            replace(packed, targets=packed.targets[start : start + each])
-            for start in range(0, len(packed.targets), each)
+            packed if whole else replace(packed, targets=packed.targets[at * each : (at + 1) * each])
+            for at in range(self.count + 1)
         )
         landing = asyncio.ensure_future(self._call("land", [(part,) for part in rest], deadline_s))
         try:
             async with end.landed(first) as landed:
                 parts = [landed, *await landing]
                 paths = [path for part in parts for path in (part.path, *part.others)]
-                targets = tuple(target for part in parts for target in part.targets)
+                targets = landed.targets if whole else tuple(target for part in parts for target in part.targets)
                 yield PackedBucket(paths[0], landed.size, targets, tuple(paths[1:]))
-        finally:
-            landing.cancel()
-            await self._call("let_go", [()] * self.count, deadline_s)
-
-    @asynccontextmanager
-    async def landed(self, end: ChannelEnd, packed: PackedBucket, deadline_s: float) -> AsyncIterator[PackedBucket]:
-        """A bucket from the channel on every machine, the first (`end`) included: all take part in each broadcast."""
-        landing = asyncio.ensure_future(self._call("land", [(packed,)] * self.count, deadline_s))
-        try:
-            async with end.landed(packed) as landed:
-                yield replace(landed, others=tuple(other.path for other in await landing))
         finally:
             landing.cancel()
             await self._call("let_go", [()] * self.count, deadline_s)

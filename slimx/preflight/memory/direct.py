@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from slimx.reshard.direct import SLOTS
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.dealing import deal
 from slimx.reshard.plan.wire import move_bytes, summed
 
 
@@ -18,21 +18,21 @@ class DirectMemory(NamedTuple):
     ring: int
     """Registered by the trainer rank that sends most of a bucket to all engines."""
     landing: int
-    """Registered by the process beside one engine, for buckets under way to all of its ranks."""
+    """Registered by the process beside one engine on one of its machines, for buckets under way to the ranks there."""
     kept: int = 0
     """With `publish.delta` kept by the fullest trainer rank: what it sent last, and its part of a bucket."""
     held: int = 0
-    """With `publish.delta` held beside one engine: what came last."""
+    """With `publish.delta` held beside one engine on one of its machines: what came last."""
 
 
-def direct_memory(plan: Plan, *, ranks: int, engines: int, delta: bool = False) -> DirectMemory:
-    """Memory that `ranks` trainer ranks and each of `engines` engines take for the publications of `plan`; `delta`:
-    for those that bring what has changed."""
-    dealt = deal(plan, ranks=ranks, engines=engines)
+def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool = False) -> DirectMemory:
+    """Memory that `ranks` trainer ranks and each machine of each engine take for the publications of a dealt plan;
+    `edges`: as `copies_of` gives them; `delta`: for publications that bring what has changed."""
     moved, nbytes = dealt.moved, move_bytes(dealt)
-    sent = summed((plan.count, ranks), (moved["bucket"], moved["source"]), nbytes)
-    received = summed((plan.count, engines), (moved["bucket"], moved["target"] // plan.targets), nbytes)
-    slots = min(SLOTS, plan.count)  # each has room for the largest bucket
+    machine = np.searchsorted(edges, moved["target"], side="right") - 1
+    sent = summed((dealt.count, ranks), (moved["bucket"], moved["source"]), nbytes)
+    received = summed((dealt.count, len(edges) - 1), (moved["bucket"], machine), nbytes)
+    slots = min(SLOTS, dealt.count)  # each has room for the largest bucket
     ring, landing = slots * int(np.max(sent)), slots * int(np.max(received))
     if not delta:
         return DirectMemory(ring, landing)

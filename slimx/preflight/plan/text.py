@@ -184,7 +184,7 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
     if figures.transport == "nixl":
         yield (
             f"  memory    {_size(figures.publisher_bytes)} of the host for buckets of a trainer rank at most, "
-            f"{_size(figures.landing_bytes)} beside each engine (publish.transport nixl)"
+            f"{_size(figures.landing_bytes)} beside each engine on each of its machines (publish.transport nixl)"
         )
         if figures.kept_bytes:
             yield (

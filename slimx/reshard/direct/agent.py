@@ -41,15 +41,16 @@ class Agent:
         except Exception as error:  # NIXL has no class of its own for what goes wrong in its library
             raise LinkError(
                 f"NIXL cannot start {name} at {host} ({first_words(error)}); check the network devices of this "
-                "machine, or set publish.transport=gloo",
+                "machine, or set publish.transport=disk",
                 code="direct.agent",
                 about=name,
             ) from None
         self._held: list[tuple[torch.Tensor, Any]] = []
 
-    def register(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8 [nbytes], that transfers read and write; it lives as long as the agent."""
-        memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+    def register(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """Host memory, uint8 [nbytes], that transfers read and write; it lives as long as the agent. `pinned`: the GPU
+        of this process copies into it at full rate."""
+        memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8, pin_memory=pinned)
         try:
             held = self._agent.register_memory([(memory.data_ptr(), len(memory), 0, "")], mem_type=HOST)
         except Exception as error:
@@ -154,7 +155,7 @@ def load_nixl() -> Any:
     except ImportError as error:
         raise SlimxError(
             f"publish.transport=nixl needs NIXL, which cannot be imported ({error}); install nixl-cu13 as "
-            "requirements/cpu.txt pins it, or set publish.transport=gloo",
+            "requirements/ pins it, or set publish.transport=disk",
             code="direct.nixl",
             about="publish.transport",
         ) from None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from bisect import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,15 +60,16 @@ class Engine:
 class Sender:
     """Packs this rank's part of each bucket for all engines in one go, and writes to each engine what is its own."""
 
-    def __init__(self, packer: Packer, name: str, host: str, *, ranks: int, item: int = 0):
-        """`packer`: of a plan whose targets are `ranks` ranks of each engine, engine by engine. `item`: bytes of an
+    def __init__(self, packer: Packer, name: str, host: str, *, edges: Sequence[int], item: int = 0):
+        """`packer`: of a plan of which engine e is written targets `edges[e]` to `edges[e + 1]`. `item`: bytes of an
         element where changes travel (`publish.delta`), 0 where whole runs do."""
-        self.packer, self.ranks, self.item, self.agent = packer, ranks, item, Agent(name, host)
+        self.packer, self.edges, self.item, self.agent = packer, edges, item, Agent(name, host)
         self._buckets = PlannedBuckets(packer.plan)
         self._known: dict[int, dict[int, int]] = {}
         sizes = [self._sizes(bucket).values() for bucket in range(packer.plan.count)]
         room = max(sum(room_of(nbytes, item) for nbytes in own) for own in sizes)
-        self._ring = [self.agent.register(room) for _ in range(min(SLOTS, packer.plan.count))]
+        pinned = packer.device.type == "cuda"
+        self._ring = [self.agent.register(room, pinned=pinned) for _ in range(min(SLOTS, packer.plan.count))]
         self._sent = Sent(item) if item else None
         self._packed = torch.empty(max(map(sum, sizes)), dtype=torch.uint8) if item else None
         """A part of a bucket, packed, before it is compared."""
@@ -97,12 +99,12 @@ class Sender:
         runs: dict[int, list[Run]] = {bucket: [] for bucket in range(self.packer.plan.count)}
         for run in offer.runs:
             runs.setdefault(run.bucket, []).append(run)
-        first = number * self.ranks
+        first, end = self.edges[number : number + 2]
         for bucket, own in runs.items():
             packed = self._sizes(bucket) if bucket < self.packer.plan.count else {}
             wanted = {first + run.rank: run.nbytes for run in own}
             if offer.item != self.item or wanted != {
-                t: nbytes for t, nbytes in packed.items() if first <= t < first + self.ranks
+                t: nbytes for t, nbytes in packed.items() if first <= t < end
             }:
                 raise SlimxError(
                     f"engine {offer.engine} expects other bytes of bucket {bucket} than trainer rank "
@@ -206,7 +208,7 @@ class Sender:
         """Write what has changed for the engines `taking` in `packed` into `slot`; by target where it is."""
         placed, start, offset = {}, 0, 0
         for target, nbytes in self._sizes(bucket).items():
-            if (base := taking.get(target // self.ranks)) is not None:
+            if (base := taking.get(bisect(self.edges, target) - 1)) is not None:
                 fresh, place = packed[start : start + nbytes], slot[offset : offset + room_of(nbytes, self.item)]
                 length = self._sent.write(bucket, target, fresh, place, transfer=transfer, base=base)
                 placed[target] = Region(place.data_ptr(), length)
@@ -227,7 +229,7 @@ class Sender:
         if not (runs := engine.runs[bucket]):
             return 0
         place = engine.offer.slots[bucket % len(engine.offer.slots)]
-        here = [placed[number * self.ranks + run.rank] for run in runs]
+        here = [placed[self.edges[number] + run.rank] for run in runs]
         there = [
             Region(place.address + run.offset, own.nbytes, place.device) for run, own in zip(runs, here, strict=True)
         ]

@@ -41,21 +41,23 @@ class Rank:
 class Senders:
     """Trainer ranks that note what they are asked to send."""
 
-    def __init__(self, plan: Plan, engines: int):
-        self.tensors = sum(len(target[0].tensors) for target in plan.buckets) * engines
-        self.item = self.ranks = -1
+    def __init__(self, plan: Plan, copies: int):
+        self.published = plan
+        self.tensors = sum(len(target[0].tensors) for target in plan.buckets) * copies
+        self.item, self.edges = -1, []
         self.met: list[int] = []
         """Numbers of what they got to know the memory of."""
         self.sent: list[dict[int, int]] = []
-        self.actors = [Rank()]
+        self.actors = [Rank() for _ in range(WORLD)]
         self.fails: SlimxError | None = None
         self.fails_to: dict[int, dict[int, str]] = {}
         """By rank the engines that it cannot write to, and why."""
         self.unmet: dict[int, SlimxError] = {}
         """Errors of the meeting with engines."""
 
-    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
-        self.item, self.ranks = item, ranks
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int) -> None:
+        assert dealt.targets == edges[-1]
+        self.item, self.edges = item, edges
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         self.met.append(engine)
@@ -93,18 +95,16 @@ class Engine(LocalRecipient):
 
 
 class Stand:
-    def __init__(self, every_full: int | None, machines: int = 1):
-        self.plan = plan(10**6)
-        assert self.plan.count == 1 and self.plan.targets == 2
-        self.engines = [Engine("e0", machines), Engine("e1", machines)]
-        self.senders = Senders(self.plan, len(self.engines))
+    def __init__(self, every_full: int | None, machines: tuple[int, int] = (1, 1), *, hf: bool = False):
+        """`machines`: of each engine. `hf`: a plan whose only target all ranks of an engine take."""
+        self.plan = hf_plan() if hf else plan(10**6)
+        assert self.plan.count == 1 and self.plan.targets == (1 if hf else 2)
+        self.engines = [Engine(f"e{number}", count) for number, count in enumerate(machines)]
+        self.senders = Senders(self.plan, sum(machines) if hf else len(machines))
         self.delivery = DirectDelivery(
             self.senders,
-            self.plan,
-            ["e0", "e1"],
-            ranks=WORLD,
+            {engine.name: engine.machines for engine in self.engines},
             step_deadline_s=10,
-            machines=machines,
             changes=None if every_full is None else (2, every_full),
         )
 
@@ -269,9 +269,9 @@ async def test_ranks_that_meet_no_engine_cost_none_and_one_that_no_rank_meets_is
 
 
 async def test_trainer_ranks_write_to_every_machine_of_an_engine_which_is_lost_with_one_of_them() -> None:
-    stand = Stand(EVERY_FULL, machines=2)
+    stand = Stand(EVERY_FULL, machines=(2, 2))
     assert await stand.publish(0, 1) == dict.fromkeys(range(4), 0)
-    assert stand.senders.ranks == 1 and sorted(stand.senders.met) == [0, 1, 2, 3]
+    assert stand.senders.edges == [0, 1, 2, 3, 4] and sorted(stand.senders.met) == [0, 1, 2, 3]
     assert await stand.publish(1) == {2: 1, 3: 1}
     stand.senders.fails_to = {0: {3: "the link broke"}}
     assert await stand.publish(0, 1) == {0: 1, 1: 1, 2: 2, 3: 2}

@@ -27,6 +27,7 @@ from tests.unit.reshard.transport_peer import check
 
 HOST = "127.0.0.1"
 ENGINES, RANKS = 2, ENGINE.world
+EDGES = range(0, (ENGINES + 1) * RANKS, RANKS)
 DEADLINE_S = 120
 
 
@@ -44,7 +45,7 @@ class MemoryAgent:
     def metadata(self) -> bytes:
         return self.name.encode()
 
-    def register(self, nbytes: int) -> torch.Tensor:
+    def register(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         return torch.zeros(max(nbytes, 1), dtype=torch.uint8)
 
     def meet(self, metadata: bytes) -> str:
@@ -83,7 +84,7 @@ class Stand:
         held = trainers or [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
         mark = time.monotonic_ns()
         self.senders = [
-            Sender(Packer(self.dealt, rank, own), f"trainer-{rank}-{mark}", HOST, ranks=RANKS, item=item)
+            Sender(Packer(self.dealt, rank, own), f"trainer-{rank}-{mark}", HOST, edges=EDGES, item=item)
             for rank, own in enumerate(held)
         ]
         self.receivers = [self.receiver(number, f"engine-{number}-{mark}") for number in range(ENGINES)]
