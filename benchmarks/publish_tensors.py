@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
 from slimx.reshard.transports.meeting import listen, serve
 
 TIMEOUT = timedelta(seconds=240)

@@ -57,7 +57,6 @@ def to_known_names(tree: Any, where: str) -> None:
                 told = f"{where}: {old} is called {new} now, and the next version knows no other name; write {new}"
                 warnings.warn(told, FutureWarning, stacklevel=3)
 
-
     for key, values in REPLACED.items():
         *path, last = key.split(".")
         for section in _sections(tree, path):

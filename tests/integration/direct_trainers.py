@@ -22,7 +22,7 @@ from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer
 from slimx.reshard.direct.sender import Sender
 from slimx.reshard.pack.packer import Packer
-from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.runtime.ports import own_address
 from tests.integration.conftest import Weights, perturbed
@@ -36,15 +36,16 @@ def config_in(model: Path) -> dict[str, Any]:
     return json.loads((model / "config.json").read_text())
 
 
-def plan_for(model: Path, sizes: EngineSizes, bucket_bytes: int) -> Plan:
-    """The plan of float32 weights for one engine."""
+def plan_for(model: Path, sizes: EngineSizes | None, bucket_bytes: int) -> Plan:
+    """The plan of float32 weights for one engine of `sizes`; None: under Hugging Face names."""
     hf = config_in(model)
+    table = weight_table(hf)
     return compile_plan(
-        MegatronLayout(weight_table(hf), SIZES).parts(),
-        EngineLayout(engine_table(hf), sizes).parts(),
+        MegatronLayout(table, SIZES).parts(),
+        checkpoint_parts(table) if sizes is None else EngineLayout(engine_table(hf), sizes).parts(),
         precision=Precision("float32", "float32"),
         bucket_bytes=bucket_bytes,
-        ranks=sizes.world,
+        ranks=1 if sizes is None else sizes.world,
     )
 
 

@@ -246,7 +246,7 @@ class TrainerGroup(RankGroup):
         else:
             await self._holders("release_buckets", "publish", bucket)
 
-    # Versions on disk (slimx.engines.delivery.deliveries) --------------------------------------------------------------
+    # Versions on disk (slimx.engines.delivery.deliveries) ------------------------------------------------------------
 
     async def begin_version(self, directory: Path, manifest: Manifest) -> None:
         """Have the rank whose memory buckets are in begin a version in `directory`."""

@@ -103,9 +103,7 @@ class Sender:
         for bucket, own in runs.items():
             packed = self._sizes(bucket) if bucket < self.packer.plan.count else {}
             wanted = {first + run.rank: run.nbytes for run in own}
-            if offer.item != self.item or wanted != {
-                t: nbytes for t, nbytes in packed.items() if first <= t < end
-            }:
+            if offer.item != self.item or wanted != {t: nbytes for t, nbytes in packed.items() if first <= t < end}:
                 raise SlimxError(
                     f"engine {offer.engine} expects other bytes of bucket {bucket} than trainer rank "
                     f"{self.packer.rank} packs for it; run the same slimx on every machine",

@@ -12,6 +12,8 @@ import ray
 from slimx.cluster import waiting
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource
 from slimx.errors import PartLost, SlimxError
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import Sizes
 from slimx.reshard.direct.agent import LinkError
 from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer
@@ -19,11 +21,22 @@ from slimx.reshard.direct.receiver import Invitation
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Share
 from slimx.reshard.parties import LocalRecipient, TransportLost
-from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
-from tests.unit.reshard.gather_stand import WORLD, plan
+from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, plan
 
 EVERY_FULL = 4
+
+
+def hf_plan() -> Plan:
+    """The plan of tensors with Hugging Face names."""
+    return compile_plan(
+        MegatronLayout(MODEL.table, SIZES).parts(),
+        checkpoint_parts(MODEL.table),
+        precision=Precision("float32", "bfloat16"),
+        bucket_bytes=10**6,
+    )
 
 
 class Rank:
@@ -76,11 +89,14 @@ class Engine(LocalRecipient):
     def __init__(self, name: str, machines: int):
         self.name, self.asked, self.held, self.machines = name, 0, [0], machines
         self.invited: list[int] = []
+        self.parts: list[int] = []
+        """By invitation the ranks whose bytes it brings."""
         self.waits = False
         self.fails: SlimxError | None = None
 
     async def join(self, invitations: list[Invitation]) -> list[Offer]:
         self.invited += [invitation.item for invitation in invitations]
+        self.parts += [len(invitation.parts) for invitation in invitations]
         return [Offer(invitation.name, b"", (), ()) for invitation in invitations]
 
     async def receive(self, packed: object, bucket: int) -> None:
@@ -279,3 +295,23 @@ async def test_trainer_ranks_write_to_every_machine_of_an_engine_which_is_lost_w
     assert ours is None and (theirs.code, theirs.about) == ("direct.unreached", "trainer rank 0")
     await DirectSource(stand.delivery).gather(0)
     assert stand.senders.sent[-1] == {0: 1, 1: 1}, "neither of its machines gets anything more"
+
+
+async def test_every_machine_of_an_engine_gets_all_tensors_that_have_hugging_faces_names() -> None:
+    """Engines over other numbers of machines take such a plan: no layout fits them all."""
+    stand = Stand(EVERY_FULL, machines=(2, 1), hf=True)
+    assert await stand.publish(0, 1) == dict.fromkeys(range(3), 0)
+    assert stand.senders.edges == [0, 1, 2, 3] and sorted(stand.senders.met) == [0, 1, 2]
+    assert [engine.parts for engine in stand.engines] == [[1, 1], [1]]
+    assert await stand.publish(1) == {2: 1}
+
+
+async def test_fewer_ranks_deal_out_their_own_plan() -> None:
+    stand = Stand(None)
+    await stand.publish(0, 1)
+    assert set(stand.delivery.dealt.moved["source"].tolist()) == set(range(WORLD))
+    stand.senders.actors.pop()
+    stand.senders.published = plan(10**6, Sizes(data=WORLD - 1))
+    stand.delivery.renew()
+    await stand.publish(0, 1)
+    assert set(stand.delivery.dealt.moved["source"].tolist()) == set(range(WORLD - 1))
