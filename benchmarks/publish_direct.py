@@ -5,9 +5,8 @@
 Network namespaces are the machines, with two ranks each and one link of `--mbit` Mbit/s (`tc ... tbf`) that the two
 share. Trainer hosts hold a small Qwen3-MoE (data parallel, experts on two ranks); each engine host is an engine of two
 ranks with SGLang's fused parameters. *direct* is slimx's own publisher, dealing, senders and receivers (NIXL over tcp),
-with every tensor proven in staging and as it is held.
-*Per tensor* is what a trainer does without a plan (`publish_tensors.py`): one gather and one
-broadcast for each.
+with every tensor proven in staging and as it is held. *Per tensor* is what a trainer does without a plan
+(`publish_tensors.py`): one gather and one broadcast for each.
 
     link limit     bytes of the busiest link, as they were dealt out, over its rate
     of limit       seconds of the buckets over that (goal: 1.15)
@@ -199,7 +198,7 @@ class Stand:
         self.members = Members(self.engines)
         self.delivery = DirectDelivery(
             Trainers(self.ranks, self.plan),
-            dict.fromkeys((engine.name for engine in self.engines), 1),
+            dict.fromkeys((engine.name for engine in self.engines), [None]),
             links=self.links,
             step_deadline_s=step_deadline_s,
         )

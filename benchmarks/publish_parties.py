@@ -38,7 +38,7 @@ class Trainers:
         self.published = plan
         self.ranks, self.actors = ranks, [Living(rank.process) for rank in ranks]
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int) -> None:
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
         data = dealt.to_bytes()
         await self._all("prepare", [(data, edges, item)] * len(self.ranks))
 

@@ -52,10 +52,17 @@ class Publications:
             self.publisher = self._publisher(source, self.engines.members, self.delivery, vacate)
 
     def _direct(self, engines: EngineGroup) -> DirectDelivery:
-        """The delivery by which every trainer rank writes to every engine."""
+        """The delivery by which every trainer rank writes to every engine: into host memory on each of its machines, or
+        into the memory of its GPUs, of each rank's own or, with Hugging Face names, of the first on each machine."""
+        on_gpus = self.config.publish.on_gpus(engines.device, colocate=self.config.schedule.colocate)
+        receivers: dict[str, list[int | None]] = {}
+        for engine in engines.engines:
+            each = 1 if self._encoding == "hf" else self.trainers.published.targets // engine.nodes
+            gpus = list(range(each)) if on_gpus else [None]
+            receivers[engine.name] = gpus * engine.nodes
         return DirectDelivery(
             self.trainers,
-            {engine.name: engine.nodes for engine in engines.engines},
+            receivers,
             step_deadline_s=self.config.publish.engine_deadline,
             changes=self.config.publish.changes,
         )

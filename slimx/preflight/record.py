@@ -133,9 +133,11 @@ class PublicationFigures(Record):
     transport: str
     transport_note: str
     """Why this transport."""
+    on_gpus: bool
+    """True if buckets lie in the memory of GPUs."""
     publisher_bytes: int
     """Memory that buckets take, of the host of trainer rank 0; with cuda_ipc of each trainer rank's GPU. With nixl the
-    ring of the trainer rank that has the largest, of its host's memory."""
+    ring of the trainer rank that has the largest, of its host's memory or its GPU's."""
     kept_bytes: int = 0
     """With publish.delta, host memory of the trainer rank that keeps most: what it sent last, and part of a bucket.
     With disk that of trainer rank 0."""

@@ -65,11 +65,11 @@ class Receiver(Protocol):
         ...
 
     async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Offer memory to the trainer ranks, machine by machine (`slimx.reshard.direct.receiver.Invitation`)."""
+        """Offer memory to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks."""
         ...
 
     async def bases(self) -> list[list[int]]:
-        """By machine and bucket the number of the transfer whose bytes are held, to which changes can be applied; 0:
+        """By receiver and bucket the number of the transfer whose bytes are held, to which changes can be applied; 0:
         none are (`publish.delta`)."""
         ...
 

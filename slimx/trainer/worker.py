@@ -323,8 +323,8 @@ class TrainerWorker:
     def complete_version(self) -> None:
         self._shelf.commit()
 
-    def prepare_direct(self, plan: bytes, edges: list[int], item: int) -> None:
-        """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`: as in
+    def prepare_direct(self, plan: bytes, edges: list[int], item: int, on_gpu: bool) -> None:
+        """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`, `on_gpu`: as in
         `slimx.reshard.direct.sender.Sender`."""
         from slimx.config.sections.run import Cluster
         from slimx.reshard.direct.sender import Sender
@@ -333,7 +333,8 @@ class TrainerWorker:
 
         packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.published)
         host = own_address(Cluster.model_validate(self._values["cluster"]).network)
-        self._sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", host, edges=edges, item=item)
+        name = f"trainer rank {self.rank} ({os.getpid()})"
+        self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
 
     def connect_direct(self, engine: int, offer: bytes) -> None:
         """Get to know the memory that `engine` offers (`slimx.reshard.direct.offer.Offer`)."""

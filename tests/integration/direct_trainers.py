@@ -113,7 +113,8 @@ class DirectTrainers:
     async def hold(self, version: int) -> None:
         await self._all("hold", [(version,)] * SIZES.world)
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int) -> None:
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+        assert not on_gpus
         await self._all("prepare", [(dealt.to_bytes(), edges, item)] * SIZES.world)
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:

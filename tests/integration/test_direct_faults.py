@@ -84,8 +84,8 @@ class Stand:
 
     def __init__(self, group: EngineGroup, trainers: DirectTrainers, weights: Weights):
         self.group, self.trainers, self.weights = group, trainers, weights
-        machines = {engine.name: engine.nodes for engine in group.engines}
-        self.delivery = DirectDelivery(trainers, machines, step_deadline_s=STEP_S)
+        receivers = {engine.name: [None] for engine in group.engines}
+        self.delivery = DirectDelivery(trainers, receivers, step_deadline_s=STEP_S)
         self.publisher = Publisher(
             DirectSource(self.delivery),
             group.members,

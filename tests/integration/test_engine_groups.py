@@ -86,7 +86,7 @@ async def publishing_of(
     (engine,) = group.engines
     plan = plan_for(model, EngineSizes(tensor=2, expert=2) if encoding == "local" else None, 2**17)
     trainers = DirectTrainers(model, plan, config.cluster.network, step_deadline_s=300)
-    to_both = DirectDelivery(trainers, {engine.name: engine.nodes}, step_deadline_s=300, changes=(2, 2))
+    to_both = DirectDelivery(trainers, {engine.name: [None] * engine.nodes}, step_deadline_s=300, changes=(2, 2))
     await trainers.hold(3)
     source = DirectSource(to_both)
     publisher = Publisher(source, group.members, to_both, deadline_s=600, step_deadline_s=300, encoding=encoding)

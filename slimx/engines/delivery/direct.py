@@ -53,7 +53,7 @@ class Senders(Protocol):
         """The plan by which weights leave the present ranks for one engine."""
         ...
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int) -> None: ...
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None: ...
 
     async def connect_direct(self, engine: int, offer: Offer) -> None: ...
 
@@ -90,29 +90,33 @@ class DirectDelivery(Delivery):
     def __init__(
         self,
         senders: Senders,
-        engines: Mapping[str, int],
+        engines: Mapping[str, Sequence[int | None]],
         *,
         step_deadline_s: float,
         links: Sequence[int] = (),
         changes: tuple[int, int] | None = None,
     ):
-        """`engines`: by name the machines that each spans, to all of which trainer ranks write. `step_deadline_s`:
-        seconds for one call to one engine. `links`: through which the ranks send (`slimx.reshard.plan.dealing.deal`).
-        `changes`: None for whole weights each time, else as in `slimx.config.sections.publish.Publish.changes`."""
+        """`engines`: by name the receivers of each, to all of which trainer ranks write, as many on each of its
+        machines: for each the GPU, as that machine's process counts them, in whose memory it takes them, None for host
+        memory. `step_deadline_s`: seconds for one call to one engine. `links`: through which the ranks send
+        (`slimx.reshard.plan.dealing.deal`). `changes`: None for whole weights each time, else as in
+        `slimx.config.sections.publish.Publish.changes`."""
         self.senders, self.step_deadline_s, self.links = senders, step_deadline_s, links
         self.item, self.every_full = changes or (0, 1)
         self.engines = {name: number for number, name in enumerate(engines)}
-        ends = np.cumsum([0, *engines.values()]).tolist()
-        self._machines = [range(first, end) for first, end in pairwise(ends)]
-        """By engine the numbers of its machines, which are counted through all engines."""
+        ends = np.cumsum([0, *map(len, engines.values())]).tolist()
+        self._receivers = [range(first, end) for first, end in pairwise(ends)]
+        """By engine the numbers of its receivers, which are counted through all engines."""
+        self._gpus = [gpu for gpus in engines.values() for gpu in gpus]
+        self.on_gpus = any(gpu is not None for gpu in self._gpus)
         self._deal()
         self.transfer = 0
         """Number of the publication under way, or of the last one."""
         self.taking: dict[int, list[int]] = {}
-        """By machine of an engine that takes part in it, for each bucket the transfer whose bytes it attests to hold
+        """By receiver of an engine that takes part in it, for each bucket the transfer whose bytes it attests to hold
         (0: none)."""
         self.failed: dict[int, tuple[str, str]] = {}
-        """By machine of an engine the trainer rank that could not write to it, and why."""
+        """By receiver of an engine the trainer rank that could not write to it, and why."""
         self.broken: SlimxError | None = None
         """Why the trainers cannot send any more."""
         self._connected: dict[str, int] = {}
@@ -129,8 +133,9 @@ class DirectDelivery(Delivery):
 
     def _deal(self) -> None:
         """Deal out what the present ranks send."""
-        plan, counts = self.senders.published, [len(machines) for machines in self._machines]
-        self.buckets, self.copies, self.edges = PlannedBuckets(plan), *copies_of(plan, counts)
+        plan, counts = self.senders.published, list(map(len, self._receivers))
+        # Every engine rank has memory of its own.
+        self.buckets, (self.copies, self.edges) = PlannedBuckets(plan, apart=True), copies_of(plan, counts)
         self.dealt = deal(plan, ranks=len(self.senders.actors), engines=self.copies, links=self.links)
 
     @property
@@ -143,45 +148,45 @@ class DirectDelivery(Delivery):
             raise self.broken
         self._owners, self._replaced = list(self.senders.actors), asyncio.Event()
         if not self._prepared:
-            await self.senders.prepare_direct(self.dealt, self.edges, self.item)
+            await self.senders.prepare_direct(self.dealt, self.edges, self.item, self.on_gpus)
             self._prepared = True
         self.transfer += 1
         self.taking, self.failed, self._fates, self.wire = {}, {}, {}, 0
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
         number = self.engines[recipient.name]
-        machines = self._machines[number]
-        bases = [[NO_BASE] * self.plan.count] * len(machines)
+        receivers = self._receivers[number]
+        bases = [[NO_BASE] * self.plan.count] * len(receivers)
         if self._connected.get(recipient.name) == recipient.incarnation:
             if (self.transfer - 1) % self.every_full:
                 attested = await recipient.perform("bases", epoch)
-                bases = _bases(recipient.name, attested, len(machines), self.plan.count)
+                bases = _bases(recipient.name, attested, len(receivers), self.plan.count)
         else:
             self._connected.pop(recipient.name, None)
             name = f"engine {recipient.name} (start {recipient.incarnation}, transfer {self.transfer})"
             invitations = [
                 Invitation(
-                    name if len(machines) == 1 else f"{name}, machine {at}",
-                    tuple(only(self.dealt, target).to_bytes() for target in range(*self.edges[machine : machine + 2])),
+                    name if len(receivers) == 1 else f"{name}, receiver {at}",
+                    tuple(only(self.dealt, target).to_bytes() for target in range(*self.edges[each : each + 2])),
                     PATIENCE * self.step_deadline_s,
                     self.item,
-                    len(machines),
+                    self._gpus[each],
                 )
-                for at, machine in enumerate(machines)
+                for at, each in enumerate(receivers)
             ]
             async with self._judged(MEETING, number):
                 offers: list[Offer] = await recipient.perform("join", epoch, invitations)
                 async with self._owned():
-                    for machine, offer in zip(machines, offers, strict=True):
+                    for machine, offer in zip(receivers, offers, strict=True):
                         await self._meet(recipient.name, machine, offer)
             self._connected[recipient.name] = recipient.incarnation
-        self.taking.update(zip(machines, bases, strict=True))
+        self.taking.update(zip(receivers, bases, strict=True))
 
-    async def _meet(self, name: str, machine: int, offer: Offer) -> None:
+    async def _meet(self, name: str, receiver: int, offer: Offer) -> None:
         patience = PATIENCE * self.step_deadline_s
         try:
             async with asyncio.timeout(patience):
-                await self.senders.connect_direct(machine, offer)
+                await self.senders.connect_direct(receiver, offer)
         except TimeoutError:
             raise SlimxError(
                 f"trainer ranks have not reached engine {name} within {patience:.0f} s",
@@ -193,10 +198,10 @@ class DirectDelivery(Delivery):
         number = self.engines[recipient.name]
         async with self._judged(bucket, number):
             try:
-                for machine in self._machines[number]:
-                    if machine not in self.failed:
+                for each in self._receivers[number]:
+                    if each not in self.failed:
                         continue
-                    rank, why = self.failed[machine]
+                    rank, why = self.failed[each]
                     raise ReceiverLost(
                         f"engine {recipient.name} cannot be reached by {rank} with bucket {bucket}: {why}",
                         code="direct.unreached",
@@ -206,8 +211,8 @@ class DirectDelivery(Delivery):
                     await self._unless_replaced(recipient.perform("receive", epoch, packed, bucket))
             except BaseException:
                 # Its memory may be gone, or still be written to: it has to offer another.
-                for machine in self._machines[number]:
-                    self.taking.pop(machine, None)
+                for each in self._receivers[number]:
+                    self.taking.pop(each, None)
                 self._connected.pop(recipient.name, None)
                 raise
         if bucket == self.plan.count - 1:
@@ -333,11 +338,11 @@ class DirectSource:
         """Nothing: a slot of the ring is taken back when another bucket needs it."""
 
 
-def _bases(engine: str, attested: object, machines: int, buckets: int) -> list[list[int]]:
-    """Check an answer to `bases`: a transfer for each machine and bucket. Raises SlimxError for anything else."""
+def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[list[int]]:
+    """Check an answer to `bases`: a transfer for each receiver and bucket. Raises SlimxError for anything else."""
     if (
         isinstance(attested, list)
-        and len(attested) == machines
+        and len(attested) == receivers
         and all(isinstance(each, list) and len(each) == buckets for each in attested)
         and all(type(base) is int for each in attested for base in each)
     ):

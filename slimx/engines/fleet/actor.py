@@ -155,17 +155,18 @@ class EngineActor:
             self.epoch = epoch
 
     async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Offer memory to the trainer ranks, as an `Invitation` of slimx.reshard.direct.receiver for each machine asks;
-        the offers."""
-        own, *rest = invitations
+        """Offer memory to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks, of which every
+        machine takes as many; the offers."""
+        each = len(invitations) // (1 + len(self.places))
+        own, *rest = (invitations[at : at + each] for at in range(0, len(invitations), each))
         others = self.others.offer(rest, self.call_deadline_s) if self.others is not None else _none()
         first, offers = await asyncio.gather(self.end.join(own, self.host), others)
-        return [first, *offers]
+        return [*first, *offers]
 
     async def bases(self) -> list[list[int]]:
-        """By machine and bucket the transfer whose bytes are held there (`slimx.reshard.direct.receiver`)."""
+        """By receiver and bucket the transfer whose bytes are held there (`slimx.reshard.direct.receiver`)."""
         others = self.others.bases(self.call_deadline_s) if self.others is not None else _none()
-        return [self.end.bases(), *await others]
+        return [*self.end.bases(), *await others]
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
         """Take a bucket into memory that the server opens, and have it staged."""

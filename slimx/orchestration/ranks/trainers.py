@@ -268,11 +268,12 @@ class TrainerGroup(RankGroup):
         """The plan of a publication to one engine."""
         return self.plans["publish"].plan
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int) -> None:
-        """Bring a dealt plan to all ranks, in which the targets of each machine of an engine begin at one of `edges`;
-        `item`: bytes of an element where changes travel, 0 where whole weights do."""
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+        """Bring a dealt plan to all ranks, in which the targets of each receiver of an engine begin at one of `edges`;
+        `item`: bytes of an element where changes travel, 0 where whole weights do; `on_gpus`: whether bytes travel
+        from the memory of GPUs."""
         (stored,) = await self.stored([dealt.to_bytes()])
-        await self.call("prepare_direct", self.same(stored, edges, item), "the plan of direct transfers")
+        await self.call("prepare_direct", self.same(stored, edges, item, on_gpus), "the plan of direct transfers")
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         """Have every rank get to know the memory of `engine`."""

@@ -67,12 +67,13 @@ def leaves_no_node_idle(
 
 
 @rule("recovery.transport", about="publish.transport")
-def recovers_beside(recovery: Recovery, publish: Publish, device: str) -> Iterator[str]:
+def recovers_beside(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Iterator[str]:
     """Asked of the transport that is chosen, where the configuration leaves it open."""
-    if recovery.trainers and publish.on_device:
+    if recovery.trainers and publish.on_gpus(device, colocate=schedule.colocate):
         yield (
-            f"publish.transport {publish.transport} was never proven with recovery.trainers, which replaces the rank "
-            "that packs buckets; set publish.transport=memory or nixl, or recovery.trainers=0"
+            f"publish.transport {publish.transport} with buckets in the memory of GPUs was never proven with "
+            "recovery.trainers, which replaces the ranks that pack them; set publish.staging=model and "
+            "publish.transport=auto, or recovery.trainers=0"
         )
 
 

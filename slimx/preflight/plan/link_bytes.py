@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,24 +49,30 @@ def link_bytes(
     )
 
 
-def direct_link_bytes(
-    dealt: Plan, edges: Sequence[int], places: RankMap, machines: Sequence[int], machine: Machine
-) -> tuple[LinkBytes, ...]:
-    """Bytes by kind of link with `nixl`: over the network, or within a machine through its memory. `machines`: of each
-    engine; `dealt`, `edges`: as `slimx.reshard.plan.dealing` makes them for these."""
-    wire, gpu = wire_bytes(dealt), machine.gpu
-    each, ends = places.per_node, np.array(edges)
-    node = np.zeros(dealt.targets, dtype=np.int64)
-    engines = zip(places.engines, machines, strict=True)
+class DealtPlan(NamedTuple):
+    """A plan dealt out for all engines of a run (`slimx.reshard.plan.dealing`)."""
+
+    plan: Plan
+    receivers: list[int]
+    """Of each engine."""
+    edges: list[int]
+    """First target of each receiver, and the end of all."""
+
+
+def direct_link_bytes(dealt: DealtPlan, places: RankMap, machine: Machine, *, on_gpus: bool) -> tuple[LinkBytes, ...]:
+    """Bytes by kind of link with `nixl`: over the network, or within a node through its memory, with `on_gpus` over
+    NVLink."""
+    wire, gpu = wire_bytes(dealt.plan), machine.gpu
+    each = places.per_node
+    node = np.zeros(dealt.plan.targets, dtype=np.int64)
+    engines = zip(places.engines, dealt.receivers, strict=True)
     shares = [gpus for place, count in engines for gpus in np.split(np.array(place.gpus), count)]
-    for number, gpus in enumerate(shares):
-        node[ends[number] : ends[number + 1]] = gpus[0] // each
+    for gpus, (first, end) in zip(shares, pairwise(dealt.edges), strict=True):
+        node[first:end] = gpus[0] // each
     within = wire.sources // each == node[wire.targets]
+    inside = ("NVLink", gpu and gpu.nvlink) if on_gpus else (_HOST, gpu and gpu.host)
     out = []
-    for link, taken, rate in (
-        (_HOST, within, gpu.host if gpu else None),
-        ("network", ~within, gpu.network if gpu else None),
-    ):
+    for (link, rate), taken in ((inside, within), (("network", gpu and gpu.network), ~within)):
         if taken.any():
             sides = (np.bincount(ranks[taken], weights=wire.nbytes[taken]) for ranks in (wire.sources, wire.targets))
             out.append(_made(link, int(wire.nbytes[taken].sum()), int(max(side.max() for side in sides)), rate))

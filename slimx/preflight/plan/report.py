@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
@@ -36,13 +36,13 @@ from slimx.preflight.links.model import (
 )
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
-from slimx.preflight.memory.direct import changes_memory, direct_memory
+from slimx.preflight.memory.direct import CONTEXT, changes_memory, direct_memory
 from slimx.preflight.memory.engine import engine_memory
 from slimx.preflight.memory.node import disk_bytes, host_memory, kept_batches
 from slimx.preflight.memory.phases import phase_memory
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.memory_record import TrainerMemory
-from slimx.preflight.plan.link_bytes import direct_link_bytes, link_bytes
+from slimx.preflight.plan.link_bytes import DealtPlan, direct_link_bytes, link_bytes
 from slimx.preflight.plan.rank_map import rank_map
 from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
 from slimx.preflight.transport import ChosenTransport, choose_transport
@@ -105,12 +105,12 @@ def plan_report(config: Config) -> Planned:
     except SlimxError as error:
         problems.append(error)
     seconds = time.perf_counter() - began
-    direct = None
+    direct, on_gpus = None, config.publish.on_gpus(device, colocate=config.schedule.colocate)
     if published is not None and config.publish.transport == "nixl":
-        direct = _dealt(published.plan, sizes.world, report.engines)
+        direct = _dealt(published.plan, sizes.world, report.engines, on_gpus=on_gpus)
     figures = None
     if published is not None:
-        figures = _figures(config.publish, transport, published, sizes, report.engines, seconds, direct)
+        figures = _figures(config.publish, transport, published, sizes, report.engines, seconds, direct, on_gpus)
     own = None if critic is None else (facts["critic_spec"], critic)
     known = _of_layout(config, spec, sizes, own, device, machine, figures)
     places: RankMap = known["rank_map"]
@@ -119,7 +119,7 @@ def plan_report(config: Config) -> Planned:
     told = broken(RULES, placed, before=facts)
     links = ()
     if direct is not None:
-        links = direct_link_bytes(direct.plan, direct.edges, places, _machines(report.engines), machine)
+        links = direct_link_bytes(direct, places, machine, on_gpus=on_gpus)
     elif published is not None:
         links = link_bytes(published.plan, places, report.engines, machine, config.publish.transport)
     runs = device == "cuda" and not problems and not told
@@ -155,8 +155,8 @@ def _of_layout(
 ) -> dict[str, Any]:
     """Fields of the report that follow from where everything stands."""
     own = critic[1] if critic and config.critic.placement == "own" else None
-    on_device = figures is not None and config.publish.on_device
-    trainers = trainer_memory(config, spec, sizes, device, publication=figures.publisher_bytes if on_device else 0)
+    on_gpus = figures is not None and figures.on_gpus
+    trainers = trainer_memory(config, spec, sizes, device, publication=figures.publisher_bytes if on_gpus else 0)
     critics: tuple[TrainerMemory, ...] = ()
     if critic is not None:
         critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
@@ -212,21 +212,12 @@ def _group(group: Engines, sizes: EngineSizes) -> PlannedGroup:
     )
 
 
-class _Dealt(NamedTuple):
-    """A plan dealt out for all engines of a run, and the first target of each machine (`copies_of`)."""
-
-    plan: Plan
-    edges: list[int]
-
-
-def _machines(groups: tuple[PlannedGroup, ...]) -> list[int]:
-    """Machines of each engine."""
-    return [group.nodes for group in groups for _ in range(group.count)]
-
-
-def _dealt(plan: Plan, ranks: int, groups: tuple[PlannedGroup, ...]) -> _Dealt:
-    copies, edges = copies_of(plan, _machines(groups))
-    return _Dealt(deal(plan, ranks=ranks, engines=copies), edges)
+def _dealt(plan: Plan, ranks: int, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> DealtPlan:
+    """`plan` dealt out for all engines of a run, as `slimx.orchestration.publications` has it done."""
+    each = [plan.targets if on_gpus and plan.targets > 1 else group.nodes for group in groups]
+    receivers = [count for group, count in zip(groups, each, strict=True) for _ in range(group.count)]
+    copies, edges = copies_of(plan, receivers)
+    return DealtPlan(deal(plan, ranks=ranks, engines=copies), receivers, edges)
 
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
@@ -250,7 +241,8 @@ def _figures(
     sizes: Sizes,
     groups: tuple[PlannedGroup, ...],
     seconds: float,
-    direct: _Dealt | None,
+    direct: DealtPlan | None,
+    on_gpus: bool,
 ) -> PublicationFigures:
     plan = published.plan
     tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
@@ -264,9 +256,12 @@ def _figures(
     landing = kept = held = 0
     if direct is not None:  # the same buckets, at each engine instead of beside trainer rank 0
         taken = direct_memory(direct.plan, ranks=sizes.world, edges=direct.edges, delta=publish.delta is not None)
-        split = 1 if plan.targets == 1 else min(group.nodes for group in groups)
-        publisher_bytes, landing = taken.ring, taken.landing + publisher_bytes // split
-        kept, held = taken.kept, taken.held
+        if on_gpus:  # a bucket is made of what came, and the server stages a copy of it
+            staged_bytes = CONTEXT + taken.landing + 2 * max(b.size for target in plan.buckets for b in target)
+        else:
+            split = 1 if plan.targets == 1 else min(group.nodes for group in groups)
+            landing = taken.landing + publisher_bytes // split
+        publisher_bytes, kept, held = taken.ring, taken.kept, taken.held
     elif publish.changes_on_disk:
         kept, held = changes_memory(plan)
         landing = held if publish.staging == "model" else publisher_bytes
@@ -285,6 +280,7 @@ def _figures(
         sent_mean=float(sent.mean()),
         transport=transport.name,
         transport_note=transport.why,
+        on_gpus=on_gpus,
         publisher_bytes=publisher_bytes,
         landing_bytes=landing,
         kept_bytes=kept,

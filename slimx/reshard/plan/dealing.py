@@ -81,16 +81,16 @@ def deal(plan: Plan, *, ranks: int, engines: int = 1, links: Sequence[int] = (),
     return Plan(plan.precision, plan.parameters, plan.buckets * engines, moved[order], plan.unread)
 
 
-def copies_of(plan: Plan, machines: Sequence[int]) -> tuple[int, list[int]]:
-    """(Copies of `plan`, one engine's, that engines over so many `machines` each take together; first target of each
-    machine in a plan dealt out for that many, and the end of all).
+def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
+    """(Copies of `plan`, one engine's, that engines of so many `receivers` each take together; first target of each
+    receiver in a plan dealt out for that many, and the end of all).
 
-    An engine's machines share the targets of its ranks; one target that all ranks take (Hugging Face names) goes to
-    each machine."""
+    An engine's receivers share the targets of its ranks; one target that all ranks take (Hugging Face names) goes to
+    each of them."""
     if plan.targets == 1:
-        return sum(machines), list(range(sum(machines) + 1))
-    edges = [e * plan.targets + at * plan.targets // count for e, count in enumerate(machines) for at in range(count)]
-    return len(machines), [*edges, len(machines) * plan.targets]
+        return sum(receivers), list(range(sum(receivers) + 1))
+    edges = [e * plan.targets + at * plan.targets // count for e, count in enumerate(receivers) for at in range(count)]
+    return len(receivers), [*edges, len(receivers) * plan.targets]
 
 
 def link_load(dealt: Plan, *, ranks: int, links: Sequence[int] = ()) -> LinkLoad:

@@ -68,8 +68,8 @@ class Senders:
         self.unmet: dict[int, SlimxError] = {}
         """Errors of the meeting with engines."""
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int) -> None:
-        assert dealt.targets == edges[-1]
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+        assert not on_gpus and dealt.targets == edges[-1]
         self.item, self.edges = item, edges
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
@@ -119,7 +119,7 @@ class Stand:
         self.senders = Senders(self.plan, sum(machines) if hf else len(machines))
         self.delivery = DirectDelivery(
             self.senders,
-            {engine.name: engine.machines for engine in self.engines},
+            {engine.name: [None] * engine.machines for engine in self.engines},
             step_deadline_s=10,
             changes=None if every_full is None else (2, every_full),
         )
