@@ -141,11 +141,11 @@ class Stand:
         return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
 
 
-def take(packed: PackedBucket, number: int) -> Tensors:
-    """What rank `number` finds of a landed bucket, by name, each tensor proven by its checksum."""
+def take(packed: PackedBucket, number: int, device: torch.device = DEVICE) -> Tensors:
+    """What rank `number`, on `device`, finds of a landed bucket, by name, each tensor proven by its checksum."""
     part = packed.parts("local", RANKS)[str(number)]
     if packed.on_device:
-        memory = fetch(part["fd_path"], 0, part["size"], DEVICE)
+        memory = fetch(part["fd_path"], 0, part["size"], device).cpu()
     else:
         memory = open_memory(part["fd_path"], part["size"], private=True)
     check(replace(packed, path=part["fd_path"]), number, memory)
