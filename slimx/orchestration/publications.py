@@ -7,7 +7,7 @@ from typing import Any
 
 from slimx.cluster.waiting import first_line
 from slimx.engines.delivery.deliveries import make_delivery
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource
+from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
@@ -52,17 +52,14 @@ class Publications:
             self.publisher = self._publisher(source, self.engines.members, self.delivery, vacate)
 
     def _direct(self, engines: EngineGroup) -> DirectDelivery:
-        """The delivery by which every trainer rank writes to every engine: into host memory on each of its machines, or
-        into the memory of its GPUs, of each rank's own or, with Hugging Face names, of the first on each machine."""
-        on_gpus = self.config.publish.on_gpus(engines.device, colocate=self.config.schedule.colocate)
-        receivers: dict[str, list[int | None]] = {}
-        for engine in engines.engines:
-            each = 1 if self._encoding == "hf" else self.trainers.published.targets // engine.nodes
-            gpus = list(range(each)) if on_gpus else [None]
-            receivers[engine.name] = gpus * engine.nodes
+        """The delivery by which every trainer rank writes to every engine."""
+        machines = {engine.name: engine.nodes for engine in engines.engines}
+        ranks = None
+        if self.config.publish.on_gpus(engines.device, colocate=self.config.schedule.colocate):
+            ranks = self.trainers.published.targets
         return DirectDelivery(
             self.trainers,
-            receivers,
+            receivers_of(machines, ranks),
             step_deadline_s=self.config.publish.engine_deadline,
             changes=self.config.publish.changes,
         )

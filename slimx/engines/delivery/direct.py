@@ -84,6 +84,15 @@ class Fate:
         return ", ".join(sorted(set(self.lacking.values()))) if len(self.lacking) > 1 and not self.reached else ""
 
 
+def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, list[int | None]]:
+    """The receivers of engines over so many `machines`: on each one for the host's memory, or, where each of `ranks`
+    targets of an engine has a GPU (1: all ranks take the same), one for each GPU that takes anything."""
+    return {
+        name: (list(range(max(1, ranks // count))) if ranks is not None else [None]) * count
+        for name, count in machines.items()
+    }
+
+
 class DirectDelivery(Delivery):
     """Direct transfers to the engines of a run, as the publisher sees them from the engines' end."""
 

@@ -51,9 +51,8 @@ def host_memory(
         here = max(1, ranks // (group.ranks // group.nodes))
     if figures is not None and config.publish.changes_on_disk:
         last = figures.kept_bytes + here * (figures.held_bytes + figures.landing_bytes)
-    if (
-        figures is not None and config.publish.transport == "nixl" and not figures.on_gpus
-    ):  # every rank has a ring, every engine here its own
+    if figures is not None and config.publish.transport == "nixl" and not figures.on_gpus:
+        # Every rank has a ring, every engine here its own.
         buckets = ranks * figures.publisher_bytes + here * figures.landing_bytes
         last = ranks * figures.kept_bytes + here * figures.held_bytes
     mirrored = rank.host_checkpoint if config.recovery.mirror_every else 0

@@ -170,6 +170,7 @@ class Receiver:
             if self._landing is not None:
                 self._landing.close()
             self._landing = DeviceMemory(size, slot.device)
+        self._landing.clear()  # of another bucket's bytes: nobody writes what pads a tensor, which is zero
         return self._landing
 
     def _put(self, rank: int, bucket: int, place: MemoryFile | DeviceMemory) -> None:

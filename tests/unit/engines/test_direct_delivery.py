@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from slimx.cluster import waiting
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource
+from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.errors import PartLost, SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
@@ -57,7 +57,7 @@ class Senders:
     def __init__(self, plan: Plan, copies: int):
         self.published = plan
         self.tensors = sum(len(target[0].tensors) for target in plan.buckets) * copies
-        self.item, self.edges = -1, []
+        self.item, self.edges, self.on_gpus = -1, [], False
         self.met: list[int] = []
         """Numbers of what they got to know the memory of."""
         self.sent: list[dict[int, int]] = []
@@ -69,8 +69,8 @@ class Senders:
         """Errors of the meeting with engines."""
 
     async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
-        assert not on_gpus and dealt.targets == edges[-1]
-        self.item, self.edges = item, edges
+        assert dealt.targets == edges[-1]
+        self.item, self.edges, self.on_gpus = item, edges, on_gpus
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         self.met.append(engine)
@@ -90,13 +90,15 @@ class Engine(LocalRecipient):
         self.name, self.asked, self.held, self.machines = name, 0, [0], machines
         self.invited: list[int] = []
         self.parts: list[int] = []
-        """By invitation the ranks whose bytes it brings."""
+        self.gpus: list[int | None] = []
+        """By invitation the ranks whose bytes it brings, and the GPU that takes them."""
         self.waits = False
         self.fails: SlimxError | None = None
 
     async def join(self, invitations: list[Invitation]) -> list[Offer]:
         self.invited += [invitation.item for invitation in invitations]
         self.parts += [len(invitation.parts) for invitation in invitations]
+        self.gpus += [invitation.gpu for invitation in invitations]
         return [Offer(invitation.name, b"", (), ()) for invitation in invitations]
 
     async def receive(self, packed: object, bucket: int) -> None:
@@ -315,3 +317,19 @@ async def test_fewer_ranks_deal_out_their_own_plan() -> None:
     stand.delivery.renew()
     await stand.publish(0, 1)
     assert set(stand.delivery.dealt.moved["source"].tolist()) == set(range(WORLD - 1))
+
+
+def test_receivers_are_one_a_machine_or_one_a_gpu_that_takes_anything() -> None:
+    machines = {"e0": 1, "e1": 2}
+    assert receivers_of(machines, None) == {"e0": [None], "e1": [None, None]}
+    assert receivers_of(machines, 4) == {"e0": [0, 1, 2, 3], "e1": [0, 1, 0, 1]}
+    assert receivers_of(machines, 1) == {"e0": [0], "e1": [0, 0]}, "the others copy from the first one"
+
+
+async def test_each_engine_rank_on_a_gpu_is_invited_by_itself() -> None:
+    stand = Stand(None)
+    stand.delivery = DirectDelivery(stand.senders, receivers_of({"e0": 1, "e1": 1}, 2), step_deadline_s=10)
+    assert await stand.publish(0, 1) == dict.fromkeys(range(4), 0)
+    assert stand.senders.on_gpus and stand.senders.edges == [0, 1, 2, 3, 4]
+    assert [engine.gpus for engine in stand.engines] == [[0, 1]] * 2
+    assert [engine.parts for engine in stand.engines] == [[1, 1]] * 2
