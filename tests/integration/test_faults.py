@@ -81,8 +81,8 @@ async def process_of(engine: EngineHandle) -> int:
 
 @asynccontextmanager
 async def engines_and_clients(tiny_model: Path, weights: Weights, directory: Path) -> AsyncIterator[Stand]:
-    health = {"interval": 1, "timeout": 60}
-    begun = two_engines(tiny_model, directory, start_deadline=RESTART_S, health=health)
+    publish, health = {"transport": "memory"}, {"interval": 1, "timeout": 60}
+    begun = two_engines(tiny_model, directory, start_deadline=RESTART_S, publish=publish, health=health)
     async with begun as (group, _), AsyncExitStack() as stack:
         shape = ModelShape.of(read_model(tiny_model))
         client = GenerationClient(

@@ -186,8 +186,8 @@ class DirectDelivery(Delivery):
             async with self._judged(MEETING, number):
                 offers: list[Offer] = await recipient.perform("join", epoch, invitations)
                 async with self._owned():
-                    for machine, offer in zip(receivers, offers, strict=True):
-                        await self._meet(recipient.name, machine, offer)
+                    for each, offer in zip(receivers, offers, strict=True):
+                        await self._meet(recipient.name, each, offer)
             self._connected[recipient.name] = recipient.incarnation
         self.taking.update(zip(receivers, bases, strict=True))
 
