@@ -1,6 +1,6 @@
 """Changes against whole weights: bytes of a publication that are left by learning rate, and the cost of finding them.
 
-    python benchmarks/publish_delta.py [--steps 12] [--warm 4] [--rates 1e-6 1e-5 1e-4] [--layers 15]
+    python benchmarks/publish_delta.py [--steps 12] [--warm 4] [--rates 1e-6 1e-5 1e-4] [--layers 15] [--disk DIRECTORY]
 
 A transformer of 106 million parameters learns the text of docs/, byte by byte, by Adam: fp32 main weights, bf16 weights
 that compute and are published, gradients clipped at 1. After each step the published bytes are compared with those of
@@ -13,11 +13,18 @@ be the published bytes, every time. Whole weights and changes alternate in one p
     copy        seconds to copy all weights once, which a publication of whole weights costs each side
     faster on   the rate of a link below which changes arrive earlier, if finding, sending and applying follow one
                 another (they overlap by bucket in a run, which raises it)
+
+With `--disk` the same versions are also written as files below DIRECTORY, as `publish.transport: disk` has them (each
+file synchronised), and read as beside an engine: what has changed, and everything.
+
+    write       seconds until a version is complete: changes, and whole
+    read        seconds to have the whole bytes in memory: of changes, and of whole files
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -31,6 +38,11 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
 
 from slimx.reshard.kernels import delta  # noqa: E402
+from slimx.reshard.manifest import Manifest  # noqa: E402
+from slimx.reshard.packed import PackedBucket, PackedTensor  # noqa: E402
+from slimx.reshard.transports.disk import Shelf  # noqa: E402
+from slimx.reshard.transports.disk_changes import ChainReader, ChangesShelf  # noqa: E402
+from slimx.reshard.transports.memory import open_memory  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 WIDTH, HEADS, VOCABULARY, ITEM = 768, 12, 256, 2
@@ -135,16 +147,71 @@ def publish(kept: torch.Tensor, held: torch.Tensor, fresh: torch.Tensor, frame: 
     return Round(changed, sent / len(fresh), find, take, time.perf_counter() - began)
 
 
+class Files:
+    """Versions as files, of changes and whole, and a reader of either."""
+
+    def __init__(self, directory: Path):
+        self.shelves = {
+            "changes": ChangesShelf(directory / "changes", ITEM, every_full=1_000_000),
+            "whole": Shelf(directory / "whole"),
+        }
+        self.reader = ChainReader(ITEM)
+        self.seconds: dict[str, list[float]] = {}
+        """By what was done, of every version."""
+
+    def publish(self, version: int, fresh: torch.Tensor, *, count: bool) -> None:
+        """Write `fresh`, uint8 [bytes], and read it; `count`: whether it is measured."""
+        for kind, shelf in self.shelves.items():
+            began = time.perf_counter()
+            shelf.begin(Manifest(policy="actor", version=version, trainer_step=version, membership_epoch=version))
+            packed = [shelf.add(number, described(part), part) for number, part in enumerate(fresh.split(BUCKET))]
+            shelf.commit()
+            written = time.perf_counter()
+            read = [self._read(shelf._buckets[number]) for number in range(len(packed))]
+            ended = time.perf_counter()
+            assert torch.equal(torch.cat(read), fresh), f"{kind} made other bytes than were published"
+            if count:
+                self.seconds.setdefault(f"write {kind}", []).append(written - began)
+                self.seconds.setdefault(f"read {kind}", []).append(ended - written)
+
+    def _read(self, packed: PackedBucket) -> torch.Tensor:
+        """The bytes of a bucket, in memory of their own."""
+        if not packed.chain:
+            (tensor,) = packed.tensors
+            return open_memory(packed.path, packed.size, private=True)[tensor.offset :].clone()
+        with self.reader.landed(packed) as landed:
+            return open_memory(landed.path, landed.size, private=True).clone()
+
+    def __str__(self) -> str:
+        each = {name: median(seconds) for name, seconds in self.seconds.items()}
+        return "          files: " + ", ".join(
+            f"{what} {each[f'{what} changes']:.3f} (whole {each[f'{what} whole']:.3f})" for what in ("write", "read")
+        )
+
+
+def described(data: torch.Tensor) -> PackedBucket:
+    """A bucket whose only tensor is `data`."""
+    tensor = PackedTensor("weights", "uint8", (len(data),), 0, len(data), checksum=0)
+    return PackedBucket("", len(data), ((tensor,),))
+
+
 def measure(rate: float, arguments: argparse.Namespace) -> None:
     training = Training(arguments.layers, rate)
     frame = torch.zeros(delta.room(BUCKET), dtype=torch.uint8)
     shape = {"rows": arguments.rows, "length": arguments.length}
     losses = [training.step(number, **shape) for number in range(arguments.warm)]
     kept, held = training.bytes.clone(), training.bytes.clone()
-    rounds = []
+    rounds, files = [], None
+    if arguments.disk is not None:
+        directory = arguments.disk / f"rate-{rate:.0e}"
+        shutil.rmtree(directory, ignore_errors=True)
+        files = Files(directory)
+        files.publish(0, kept, count=False)
     for number in range(arguments.warm, arguments.warm + arguments.steps):
         losses.append(training.step(number, **shape))
         rounds.append(publish(kept, held, training.bytes, frame))
+        if files is not None:
+            files.publish(number + 1, training.bytes, count=True)
     one = Round(*(median(getattr(each, name) for each in rounds) for name in Round.__dataclass_fields__))
     spent = one.find + one.take - one.copy
     rate_text = f"{len(kept) * (1 - one.left) * 8 / spent / 1e9:.1f} Gb/s" if spent > 0 else "any"
@@ -154,6 +221,8 @@ def measure(rate: float, arguments: argparse.Namespace) -> None:
         f"{one.copy:>8.3f}{rate_text:>12}   loss {losses[0]:.3f} to {losses[-1]:.3f}",
         flush=True,
     )
+    if files is not None:
+        print(files, flush=True)
 
 
 def main() -> None:
@@ -164,6 +233,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=15)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=256, help="bytes of text in a row")
+    parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="write versions as files there, too")
     arguments = parser.parse_args()
     count = sum(parameter.numel() for parameter in Model(arguments.layers).parameters())
     print(f"{count / 1e6:.1f} million parameters, {2 * count / 1e6:.1f} MB of bf16; {torch.get_num_threads()} threads")

@@ -1,14 +1,12 @@
-"""A publication from every trainer rank to every engine rank, over links of a known rate, beside two simpler ways.
+"""A publication from every trainer rank to every engine rank, over links of a known rate, beside the simple way.
 
     sudo python benchmarks/publish_direct.py [--mbit 400] [--rounds 3] [--layers 4] [--hosts 1x1 2x2 2x4]
 
 Network namespaces are the machines, with two ranks each and one link of `--mbit` Mbit/s (`tc ... tbf`) that the two
 share. Trainer hosts hold a small Qwen3-MoE (data parallel, experts on two ranks); each engine host is an engine of two
 ranks with SGLang's fused parameters. *direct* is slimx's own publisher, dealing, senders and receivers (NIXL over tcp),
-with every tensor proven in staging and as it is held. *one link* is what leaves trainer rank 0's host with
-`publish.transport: gloo`: slimx's channels bring all buckets to every engine at once, already gathered and without any
-proof, which favours it. *Per tensor* is what a trainer does without a plan (`publish_tensors.py`): one gather and one
-broadcast for each.
+with every tensor proven in staging and as it is held. *Per tensor* is what a trainer does without a plan
+(`publish_tensors.py`): one gather and one broadcast for each.
 
     link limit     bytes of the busiest link, as they were dealt out, over its rate
     of limit       seconds of the buckets over that (goal: 1.15)
@@ -67,7 +65,6 @@ from slimx.reshard.plan.copy_plan import Plan, compile_plan  # noqa: E402
 from slimx.reshard.plan.dealing import link_load  # noqa: E402
 from slimx.reshard.plan.precision import Precision  # noqa: E402
 from slimx.reshard.publish import Publisher  # noqa: E402
-from slimx.reshard.transports.collective import Meeting, Receiving, Sending  # noqa: E402
 
 MIB, RANKS, DEADLINE_S = 2**20, 2, 240
 CLOSE = 0.15
@@ -108,9 +105,9 @@ class TrainerRank:
                 draw = torch.Generator().manual_seed(number)
                 self.held[part.name] = torch.randn(part.shape, generator=draw).to(torch.bfloat16)
 
-    def prepare(self, plan: bytes, item: int) -> None:
+    def prepare(self, plan: bytes, edges: list[int], item: int) -> None:
         packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
-        self.sender = Sender(packer, f"trainer rank {self.rank}", self.address, ranks=RANKS, item=item)
+        self.sender = Sender(packer, f"trainer rank {self.rank}", self.address, edges=edges, item=item)
 
     def connect(self, engine: int, offer: bytes) -> None:
         self.sender.connect(engine, Offer.from_bytes(offer))
@@ -120,25 +117,6 @@ class TrainerRank:
 
     def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> SentBucket:
         return self.sender.send(bucket, transfer, engines)
-
-    # One link for all: rank 0 beside a courier.
-
-    def open(self, engines: int) -> list[Meeting]:
-        self.openings = [
-            Sending.open(f"e{k}", 0, ranks=1, host=self.address, backend="gloo", deadline_s=DEADLINE_S)
-            for k in range(engines)
-        ]
-        return [opening.meeting for opening in self.openings]
-
-    def broadcast(self, sizes: list[int]) -> float:
-        """Seconds of buckets of `sizes` to every engine, each by a channel of its own."""
-        with ThreadPoolExecutor(len(self.openings)) as pool:
-            channels = list(pool.map(lambda opening: opening.join(), self.openings))
-            data = torch.zeros(max(sizes), dtype=torch.uint8)
-            began = time.perf_counter()
-            for size in sizes:
-                list(pool.map(lambda channel, size=size: channel.broadcast(data[:size]), channels))
-            return time.perf_counter() - began
 
     # Tensor by tensor.
 
@@ -189,12 +167,6 @@ class EngineHost:
     def take_tensors(self, where: tuple[str, int], sizes: list[int], rank: int, size: int) -> None:
         take(sizes, group_at(where, "engines", rank, size, self.address))
 
-    def take(self, meeting: Meeting, sizes: list[int]) -> None:
-        channel = Receiving.join(meeting, 0)
-        data = torch.zeros(max(sizes), dtype=torch.uint8)
-        for size in sizes:
-            channel.receive(data[:size])
-
 
 class Stand:
     """Trainer hosts and engine hosts with everything of a publication running on them."""
@@ -225,10 +197,8 @@ class Stand:
         self.engines = [Engine(number, resident, self.plan) for number, resident in enumerate(self.residents)]
         self.members = Members(self.engines)
         self.delivery = DirectDelivery(
-            Trainers(self.ranks),
-            self.plan,
-            [engine.name for engine in self.engines],
-            ranks=len(self.ranks),
+            Trainers(self.ranks, self.plan),
+            dict.fromkeys((engine.name for engine in self.engines), [None]),
             links=self.links,
             step_deadline_s=step_deadline_s,
         )
@@ -243,18 +213,6 @@ class Stand:
 
     async def publish(self, version: int) -> Publication:
         return await self.publisher.publish(version, trainer_step=version)
-
-    def one_link(self) -> float:
-        """Seconds of all buckets from trainer rank 0's host to every engine by today's channels."""
-        form = PlannedBuckets(self.plan).form
-        sizes = [form(bucket).size for bucket in range(self.plan.count)]
-        meetings = self.ranks[0].ask("open", len(self.residents))
-        with ThreadPoolExecutor(len(self.residents)) as pool:
-            taking = [pool.submit(r.ask, "take", m, sizes) for r, m in zip(self.residents, meetings, strict=True)]
-            seconds = self.ranks[0].ask("broadcast", sizes)
-            for one in taking:
-                one.result()
-        return seconds
 
     def per_tensor(self) -> float:
         """Seconds of all tensors from trainer rank 0's host to every engine, one after the other."""
@@ -278,7 +236,7 @@ def predicted(stand: Stand, rate: float) -> float:
         calibrate(small)  # first touches
         here = calibrate(small)
     began = time.perf_counter()
-    asyncio.run(Trainers(stand.ranks)._all("answer", [()] * len(stand.ranks)))
+    asyncio.run(stand.delivery.senders._all("answer", [()] * len(stand.ranks)))
     control = time.perf_counter() - began
     links = replace(here, link=rate, control=control, ranks_per_link=RANKS, cores=None)
     traffic = direct_traffic(stand.plan, sources=len(stand.ranks), engines=len(stand.engines), ranks_per_link=RANKS)
@@ -302,12 +260,11 @@ def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: in
         staged = median(one.seconds["stage"] for one in done)
         total = median(one.seconds["total"] for one in done)
         told = predicted(stand, rate)
-        old = median(stand.one_link() for _ in range(rounds))
         plain = median(stand.per_tensor() for _ in range(rounds))
         print(
             f"{trainers} x {engines}{busiest / MIB:>11.1f}{busiest / rate:>12.2f}{staged:>10.2f}{total:>8.2f}"
             f"{staged / (busiest / rate):>10.2f}{load.sent.max() / load.sent.mean():>9.3f}"
-            f"{received.max() / received.mean():>9.3f}{old:>12.2f}{old / staged:>8.2f}"
+            f"{received.max() / received.mean():>9.3f}"
             f"{plain:>14.2f}{plain / staged:>8.2f}"
             f"{told:>11.2f}{told / staged - 1:>+7.0%}"
         )
@@ -332,7 +289,7 @@ def main() -> None:
         print(f"skipped: {why}")
         return
     print(
-        "hosts  busiest MiB  limit s  buckets s  all s  of limit  busiest send/receive  one link s  ratio"
+        "hosts  busiest MiB  limit s  buckets s  all s  of limit  busiest send/receive"
         "  per tensor s   ratio  predicted    off"
     )
     done = {}

@@ -33,12 +33,14 @@ class Living:
 class Trainers:
     """The senders, as the delivery calls them."""
 
-    def __init__(self, ranks: Sequence[Resident]):
+    def __init__(self, ranks: Sequence[Resident], plan: Plan):
+        """`plan`: for one engine."""
+        self.published = plan
         self.ranks, self.actors = ranks, [Living(rank.process) for rank in ranks]
 
-    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
         data = dealt.to_bytes()
-        await self._all("prepare", [(data, item)] * len(self.ranks))
+        await self._all("prepare", [(data, edges, item)] * len(self.ranks))
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         await self._all("connect", [(engine, offer.of(rank).to_bytes()) for rank in range(len(self.ranks))])

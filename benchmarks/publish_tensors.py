@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from slimx.reshard.transports.meeting import listen, serve
+from slimx.runtime.ports import free_port
 
 TIMEOUT = timedelta(seconds=240)
 
@@ -23,9 +23,8 @@ class Meeting:
     """A TCPStore of rank 0, and groups of processes that meet there."""
 
     def __init__(self, host: str):
-        listener = listen(host, 0)
-        self.where: tuple[str, int] = listener.getsockname()[:2]
-        self.store = serve(listener, TIMEOUT)
+        self.where = host, free_port(host)
+        self.store = dist.TCPStore(*self.where, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
 
 
 def group_at(where: tuple[str, int], name: str, rank: int, size: int, own_host: str) -> dist.ProcessGroup:

@@ -22,7 +22,7 @@ class Restart:
     """One attempt to start a part again."""
 
     part: str
-    """Name of the part in messages: "engine actor-0", "router", "courier"."""
+    """Name of the part in messages: "engine actor-0", "router"."""
     reason: str
     """Reason for which the part was lost, or the attempt before failed."""
     at: float

@@ -17,6 +17,8 @@ RENAMED = {
     "publish.step_deadline": "engine_deadline",
 }
 """Keys of the version before, by the name in the same section that took their place; the next version drops them."""
+REPLACED = {"publish.transport": {"gloo": "nixl", "nccl": "nixl"}}
+"""Values of the version before, by key, and those that took their place; the next version drops them."""
 _SIZES = {
     "tensor_parallel_size": "tensor",
     "pipeline_parallel_size": "pipeline",
@@ -53,6 +55,15 @@ def to_known_names(tree: Any, where: str) -> None:
             section[name] = section.pop(last)
             if old in RENAMED:
                 told = f"{where}: {old} is called {new} now, and the next version knows no other name; write {new}"
+                warnings.warn(told, FutureWarning, stacklevel=3)
+
+    for key, values in REPLACED.items():
+        *path, last = key.split(".")
+        for section in _sections(tree, path):
+            old = section.get(last)
+            if isinstance(old, str) and old in values:
+                section[last] = values[old]
+                told = f"{where}: {key} {old} is gone, and {values[old]} takes its place; write {values[old]}, or auto"
                 warnings.warn(told, FutureWarning, stacklevel=3)
 
 

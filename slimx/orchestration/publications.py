@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from slimx.cluster.restarts import Restarts
 from slimx.cluster.waiting import first_line
 from slimx.engines.delivery.deliveries import make_delivery
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource
+from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
+from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
@@ -40,33 +40,29 @@ class Publications:
         self.lasting: Lasting = _once
         """Waits for work that needs trainers, which may be replaced meanwhile."""
         self._maker, self._encoding, self._note = maker, encoding, records.table.note
-        courier = Restarts("courier", self.config.rollout.health, note=records.table.note, record=records.restarted)
         source: Source = trainers
         if self.config.publish.transport == "nixl" and self.engines is not None:
-            self.delivery = self._direct()
+            self.delivery = self._direct(self.engines)
             source = DirectSource(self.delivery)
         else:
-            self.delivery = make_delivery(lambda: trainers.actors, self.config, service.logs, courier)
+            self.delivery = make_delivery(trainers, self.config)
         self.publisher = None
         if self.engines is not None:
             vacate = self._give_turn if self.config.schedule.colocate else None
             self.publisher = self._publisher(source, self.engines.members, self.delivery, vacate)
 
-    def _direct(self) -> DirectDelivery:
+    def _direct(self, engines: EngineGroup) -> DirectDelivery:
         """The delivery by which every trainer rank writes to every engine."""
+        machines = {engine.name: engine.nodes for engine in engines.engines}
+        ranks = None
+        if self.config.publish.on_gpus(engines.device, colocate=self.config.schedule.colocate):
+            ranks = self.trainers.published.targets
         return DirectDelivery(
             self.trainers,
-            self.trainers.plans["publish"].plan,
-            [engine.name for engine in self.engines.engines],
-            ranks=self.trainers.sizes.world,
+            receivers_of(machines, ranks),
             step_deadline_s=self.config.publish.engine_deadline,
-            machines=self.config.rollout.policy_engines[0].nodes,
             changes=self.config.publish.changes,
         )
-
-    async def stop(self) -> None:
-        """End what carries weights."""
-        await self.delivery.stop()
 
     async def publish(self, step: int) -> Publication:
         """Publish the weights of `step` as the version of that number, until at least one engine has taken part to the

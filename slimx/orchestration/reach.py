@@ -50,7 +50,7 @@ def refuse(transport: str, here: str, elsewhere: Mapping[str, str]) -> None:
     for name, where in elsewhere.items():
         raise SlimxError(
             f"publish.transport {transport} reaches one machine, and trainer rank {PUBLISHER}, which packs the weights,"
-            f" is on {here}, engine {name} on {where}; set it to gloo, nccl, nixl or disk, or keep the run on one "
+            f" is on {here}, engine {name} on {where}; set it to nixl or disk, or keep the run on one "
             "machine",
             code="publish.reach",
             about=name,

@@ -133,17 +133,19 @@ class PublicationFigures(Record):
     transport: str
     transport_note: str
     """Why this transport."""
+    on_gpus: bool
+    """True if buckets lie in the memory of GPUs."""
     publisher_bytes: int
-    """Memory that buckets take, of the host of trainer rank 0: with cuda_ipc of each trainer rank's GPU, with nccl of
-    that of rank 0. With nixl the ring of the trainer rank that has the largest, of its host's memory."""
+    """Memory that buckets take, of the host of trainer rank 0; with cuda_ipc of each trainer rank's GPU. With nixl the
+    ring of the trainer rank that has the largest, of its host's memory or its GPU's."""
     kept_bytes: int = 0
     """With publish.delta, host memory of the trainer rank that keeps most: what it sent last, and part of a bucket.
-    With disk that of the courier beside trainer rank 0."""
+    With disk that of trainer rank 0."""
     held_bytes: int = 0
-    """With publish.delta, host memory beside one engine: what came last."""
+    """With publish.delta, host memory beside one engine, on each of its machines: what came last."""
     landing_bytes: int = 0
-    """Host memory beside one engine with nixl: what trainer ranks write into, and buckets made of it until they are
-    loaded. With disk and publish.delta these buckets alone."""
+    """Host memory beside one engine, on each of its machines, with nixl: what trainer ranks write into, and buckets
+    made of it until they are loaded. With disk and publish.delta these buckets alone."""
     staged_bytes: int
     """GPU memory that the engine rank with most of it needs beside its weights, in a publication."""
     plan_bytes: int

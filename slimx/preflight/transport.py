@@ -1,8 +1,8 @@
 """The choice of `publish.transport` where the configuration leaves it open (`auto`).
 
 `slimx plan`, `slimx doctor` and the run itself go by `choose_transport`, which looks at the configuration alone: the
-transport that is planned is the one that runs. From GPU to GPU an engine stages in GPU memory, so such a path is chosen
-where that is a bucket (`publish.staging`), not a second model.
+transport that is planned is the one that runs. With cuda_ipc an engine stages in GPU memory, so it is chosen where that
+is a bucket (`publish.staging`), not a second model.
 """
 
 from __future__ import annotations
@@ -53,15 +53,7 @@ def choose_transport(config: Config, device: str) -> ChosenTransport:
             return ChosenTransport("cuda_ipc", "everything is on one machine, with GPUs")
         why = "everything is on one machine; publish.staging=bucket would choose cuda_ipc, as a bucket fits on the GPUs"
         return ChosenTransport("memory", why)
-    if device == "cpu":
-        if len({group.nodes for group in groups}) == 1:
-            return ChosenTransport("nixl", f"{apart}; every trainer rank writes to every engine")
-        return ChosenTransport("gloo", f"{apart}, and nixl reaches as many machines of each server")
-    if config.schedule.colocate:
-        return ChosenTransport("gloo", f"{apart}, and nccl connects no GPU with itself (schedule.colocate)")
-    if in_buckets:
-        return ChosenTransport("nccl", f"{apart}, with GPUs of their own; nixl was proven on the CPU only")
-    return ChosenTransport("gloo", f"{apart}; publish.staging=bucket would choose nccl, as a bucket fits on the GPUs")
+    return ChosenTransport("nixl", f"{apart}; every trainer rank writes to every engine")
 
 
 def _apart(config: Config, device: str) -> str | None:

@@ -28,7 +28,7 @@ class NoReceiverLeft(SlimxError):
 
 
 class TransportLost(SlimxError):
-    """The delivery's own process died. It is started again: the same version can be published again."""
+    """What carries weights failed, and no engine is to blame: the same version can be published again."""
 
 
 class Source(Protocol):
@@ -64,12 +64,12 @@ class Receiver(Protocol):
         """Every tensor that the engine takes in this encoding, in the form of `Source.forms`."""
         ...
 
-    async def join(self, meeting: Any) -> None:
-        """Meet the sender of a channel (`slimx.reshard.transports.collective.Meeting`)."""
+    async def join(self, invitations: Sequence[Any]) -> list[Any]:
+        """Offer memory to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks."""
         ...
 
     async def bases(self) -> list[list[int]]:
-        """By machine and bucket the number of the transfer whose bytes are held, to which changes can be applied; 0:
+        """By receiver and bucket the number of the transfer whose bytes are held, to which changes can be applied; 0:
         none are (`publish.delta`)."""
         ...
 
@@ -82,7 +82,7 @@ class Receiver(Protocol):
         ...
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        """Take a bucket from the channel, or from its files, and stage it."""
+        """Take a bucket from the trainer ranks, or from its files, and stage it."""
         ...
 
     async def abort(self) -> None:
@@ -118,8 +118,6 @@ class Recipient(Protocol):
     """One engine as the publisher reaches it, through all its restarts."""
 
     name: str
-    nodes: int
-    """Machines that it spans."""
     incarnation: int
     """Rises with every restart: what was asked of an earlier one has to be asked again."""
 
@@ -134,7 +132,7 @@ class Recipient(Protocol):
 class LocalRecipient:
     """A recipient whose verbs are its own methods, with no process in between."""
 
-    nodes = incarnation = 1
+    incarnation = 1
 
     async def perform(self, verb: str, epoch: int, *arguments: Any) -> Any:
         return await getattr(self, verb)(*arguments)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Coordinates, Sizes, coordinates
-from slimx.reshard.transports.meeting import meet
+from slimx.runtime.meeting import meet
 
 
 class ParallelState:

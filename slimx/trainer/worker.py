@@ -35,6 +35,7 @@ class TrainerWorker:
         self._parallel: Any = None
         self._gatherers: dict[str, Any] = {}
         self._sender: Any = None
+        self._shelf: Any = None
         self._probe: Any = None
         self._memory: Any = None
         self._guard: Any = None
@@ -301,9 +302,30 @@ class TrainerWorker:
         rank run one after another: when all have answered, none still fills a bucket."""
         self._gatherers[name].release(bucket)
 
-    def prepare_direct(self, plan: bytes, ranks: int, item: int) -> None:
-        """Get ready to write buckets of a dealt plan, which has `ranks` targets for each engine, to all engines;
-        `item`: as in `slimx.reshard.direct.sender.Sender`."""
+    def begin_version(self, directory: str, manifest: Any) -> None:
+        """Begin a version as files in `directory`: buckets are in this rank's memory."""
+        from slimx.config.sections.publish import Publish
+        from slimx.reshard.transports.disk import Shelf
+        from slimx.reshard.transports.disk_changes import ChangesShelf
+
+        if self._shelf is None:
+            changes = Publish.model_validate(self._values["publish"]).changes_on_disk
+            self._shelf = Shelf(directory) if changes is None else ChangesShelf(directory, *changes)
+        self._shelf.begin(manifest)
+
+    def write_version(self, bucket: int, packed: Any) -> Any:
+        """Write a bucket of the version; the same bucket as it lies in its file."""
+        from slimx.reshard.transports.memory import open_memory
+
+        with self._memory.phase("publish"):
+            return self._shelf.add(bucket, packed, open_memory(packed.path, packed.size))
+
+    def complete_version(self) -> None:
+        self._shelf.commit()
+
+    def prepare_direct(self, plan: bytes, edges: list[int], item: int, on_gpu: bool) -> None:
+        """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`, `on_gpu`: as in
+        `slimx.reshard.direct.sender.Sender`."""
         from slimx.config.sections.run import Cluster
         from slimx.reshard.direct.sender import Sender
         from slimx.reshard.pack.packer import Packer
@@ -311,7 +333,8 @@ class TrainerWorker:
 
         packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.published)
         host = own_address(Cluster.model_validate(self._values["cluster"]).network)
-        self._sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", host, ranks=ranks, item=item)
+        name = f"trainer rank {self.rank} ({os.getpid()})"
+        self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
 
     def connect_direct(self, engine: int, offer: bytes) -> None:
         """Get to know the memory that `engine` offers (`slimx.reshard.direct.offer.Offer`)."""

@@ -19,7 +19,6 @@ from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
-from slimx.reshard.transports.collective import Meeting, Receiving
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from tests.gpu.plans import random_plan
 from tests.refusals import told
@@ -99,14 +98,6 @@ class _Device:
             kernel_cuda.pack_at(held, address, sums, flags)
             found = kernel_cuda.results(held, sums)
         return found.tolist()
-
-    def join(self, meeting: dict[str, Any]) -> str:
-        self.channel = Receiving.join(Meeting(**meeting), 0)
-        return "joined"
-
-    def receive(self, size: int) -> str:
-        memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return f"{kernel.checksum_tensor(self.channel.receive(memory).cpu()):016x}"
 
 
 def main() -> None:

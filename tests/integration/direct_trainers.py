@@ -22,7 +22,7 @@ from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer
 from slimx.reshard.direct.sender import Sender
 from slimx.reshard.pack.packer import Packer
-from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.runtime.ports import own_address
 from tests.integration.conftest import Weights, perturbed
@@ -36,15 +36,16 @@ def config_in(model: Path) -> dict[str, Any]:
     return json.loads((model / "config.json").read_text())
 
 
-def plan_for(model: Path, sizes: EngineSizes, bucket_bytes: int) -> Plan:
-    """The plan of float32 weights for one engine."""
+def plan_for(model: Path, sizes: EngineSizes | None, bucket_bytes: int) -> Plan:
+    """The plan of float32 weights for one engine of `sizes`; None: under Hugging Face names."""
     hf = config_in(model)
+    table = weight_table(hf)
     return compile_plan(
-        MegatronLayout(weight_table(hf), SIZES).parts(),
-        EngineLayout(engine_table(hf), sizes).parts(),
+        MegatronLayout(table, SIZES).parts(),
+        checkpoint_parts(table) if sizes is None else EngineLayout(engine_table(hf), sizes).parts(),
         precision=Precision("float32", "float32"),
         bucket_bytes=bucket_bytes,
-        ranks=sizes.world,
+        ranks=1 if sizes is None else sizes.world,
     )
 
 
@@ -78,9 +79,9 @@ class SendingRank:
         for part in self.parts:
             self.held[part.name].copy_(cut_out(part, whole))
 
-    def prepare(self, plan: bytes, ranks: int, item: int) -> None:
+    def prepare(self, plan: bytes, edges: list[int], item: int) -> None:
         packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
-        self.sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", self.host, ranks=ranks, item=item)
+        self.sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", self.host, edges=edges, item=item)
 
     def connect(self, engine: int, offer: bytes) -> None:
         self.sender.connect(engine, Offer.from_bytes(offer))
@@ -92,9 +93,10 @@ class SendingRank:
 class DirectTrainers:
     """All trainer ranks, as the delivery calls them (`slimx.engines.delivery.direct.Senders`)."""
 
-    def __init__(self, model: Path, network: str | None, *, step_deadline_s: float):
-        """`step_deadline_s`: seconds for one call of a publication."""
+    def __init__(self, model: Path, plan: Plan, network: str | None, *, step_deadline_s: float):
+        """`plan`: for one engine. `step_deadline_s`: seconds for one call of a publication."""
         self.model, self.network, self.step_deadline_s = model, network, step_deadline_s
+        self.published = plan
         self.actors = [self._make(rank) for rank in range(SIZES.world)]
 
     def _make(self, rank: int) -> Any:
@@ -111,8 +113,9 @@ class DirectTrainers:
     async def hold(self, version: int) -> None:
         await self._all("hold", [(version,)] * SIZES.world)
 
-    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
-        await self._all("prepare", [(dealt.to_bytes(), ranks, item)] * SIZES.world)
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+        assert not on_gpus
+        await self._all("prepare", [(dealt.to_bytes(), edges, item)] * SIZES.world)
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         await self._all("connect", [(engine, offer.of(rank).to_bytes()) for rank in range(SIZES.world)])

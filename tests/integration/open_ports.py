@@ -48,7 +48,7 @@ def _kind(process: psutil.Process, loopback: bool) -> str:
     if line.startswith("ray::"):
         if not loopback:
             return "Ray's workers and agents"
-        actors = {"Agent": "Ray's agents", "TrainerWorker": "trainer", "Courier": "courier", "Engine": "engine actor"}
+        actors = {"Agent": "Ray's agents", "TrainerWorker": "trainer", "Engine": "engine actor"}
     else:
         actors = {
             "slimx.cli": "driver",

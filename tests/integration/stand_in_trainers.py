@@ -16,7 +16,7 @@ BUCKETS = 3
 
 
 class Neighbour:
-    """An actor on this machine: where it runs, the courier runs."""
+    """An actor on this machine, as a rank is."""
 
     def ping(self) -> None:
         """Answers, as a rank does, who asks whether it has died."""

@@ -34,7 +34,7 @@ from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.outcome import Publication
 from slimx.reshard.publish import Publisher, Staging
 from tests.integration.conftest import Weights, perturbed
-from tests.integration.direct_trainers import SIZES, DirectTrainers, config_in, plan_for
+from tests.integration.direct_trainers import DirectTrainers, config_in, plan_for
 from tests.integration.two_engines import two_engines
 from tests.integration.victims import command_of
 from tests.unit.layout.engine_stand import Served, engine_rank
@@ -82,11 +82,10 @@ def moments(seed: int) -> list[Moment]:
 class Stand:
     """Two real engines, and two trainer ranks that write to them."""
 
-    def __init__(self, group: EngineGroup, trainers: DirectTrainers, model: Path, weights: Weights):
+    def __init__(self, group: EngineGroup, trainers: DirectTrainers, weights: Weights):
         self.group, self.trainers, self.weights = group, trainers, weights
-        plan = plan_for(model, ENGINE, BUCKET_BYTES)
-        names = [engine.name for engine in group.engines]
-        self.delivery = DirectDelivery(trainers, plan, names, ranks=SIZES.world, step_deadline_s=STEP_S)
+        receivers = {engine.name: [None] for engine in group.engines}
+        self.delivery = DirectDelivery(trainers, receivers, step_deadline_s=STEP_S)
         self.publisher = Publisher(
             DirectSource(self.delivery),
             group.members,
@@ -95,7 +94,7 @@ class Stand:
             step_deadline_s=STEP_S,
             encoding="local",
         )
-        hf = config_in(model)
+        hf = config_in(trainers.model)
         self.served = Served("tiny", Model(hf, weight_table(hf)), engine_table(hf))
         self.version = self.calls = 0
         """Calls to engines that have begun, in the publication under way."""
@@ -168,7 +167,9 @@ async def stand(model: Path, weights: Weights, directory: Path) -> AsyncIterator
     publish = {"transport": "nixl", "engine_deadline": STEP_S}
     health = {"interval": 2, "timeout": 60, "restarts": 100, "stable_after": 1}
     async with two_engines(model, directory, start_deadline=BACK_S, publish=publish, health=health) as (group, config):
-        yield Stand(group, DirectTrainers(model, config.cluster.network, step_deadline_s=STEP_S), model, weights)
+        plan = plan_for(model, ENGINE, BUCKET_BYTES)
+        trainers = DirectTrainers(model, plan, config.cluster.network, step_deadline_s=STEP_S)
+        yield Stand(group, trainers, weights)
 
 
 async def test_no_engine_serves_half_a_version_whatever_is_killed_at_whatever_moment(

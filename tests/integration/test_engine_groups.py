@@ -15,10 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slimx.cluster.connection import start_ray, stop_ray
-from slimx.cluster.restarts import Restarts
 from slimx.config.schema import Config
 from slimx.data.tokens import load_tokenizer
-from slimx.engines.delivery.deliveries import make_delivery
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import Standing
@@ -26,6 +24,7 @@ from slimx.engines.server.engine import Engine
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
 from slimx.orchestration.frozen import FrozenEngines
+from slimx.reshard.manifest import Encoding
 from slimx.reshard.publish import Publisher
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
@@ -81,48 +80,38 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def publishing_of(
-    config: Config, group: EngineGroup, model: Path, weights: Weights, directory: Path, stack: AsyncExitStack
+    config: Config, group: EngineGroup, model: Path, weights: Weights, encoding: Encoding
 ) -> tuple[Publisher, Weights]:
     """A publisher to `group`'s only server, and what its version 3 is."""
-    if config.publish.transport == "nixl":
-        (engine,) = group.engines
-        direct = DirectTrainers(model, config.cluster.network, step_deadline_s=300)
-        plan = plan_for(model, EngineSizes(tensor=2, expert=2), 2**17)
-        names, ranks = [engine.name], len(direct.actors)
-        to_both = DirectDelivery(direct, plan, names, ranks=ranks, step_deadline_s=300, machines=2, changes=(2, 2))
-        await direct.hold(3)
-        source = DirectSource(to_both)
-        publisher = Publisher(source, group.members, to_both, deadline_s=600, step_deadline_s=300, encoding="local")
-        return publisher, perturbed(weights, seed=3)
-    trainers = Trainers(weights)
-    trainers.version = 3
-    restarts = Restarts("courier", config.rollout.health, note=print)
-    delivery = make_delivery(lambda: trainers.actors, config, directory, restarts)
-    stack.push_async_callback(delivery.stop)
-    return Publisher(trainers, group.members, delivery, deadline_s=600, step_deadline_s=300), trainers.weights(3)
+    (engine,) = group.engines
+    plan = plan_for(model, EngineSizes(tensor=2, expert=2) if encoding == "local" else None, 2**17)
+    trainers = DirectTrainers(model, plan, config.cluster.network, step_deadline_s=300)
+    to_both = DirectDelivery(trainers, {engine.name: [None] * engine.nodes}, step_deadline_s=300, changes=(2, 2))
+    await trainers.hold(3)
+    source = DirectSource(to_both)
+    publisher = Publisher(source, group.members, to_both, deadline_s=600, step_deadline_s=300, encoding=encoding)
+    return publisher, perturbed(weights, seed=3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["gloo", "nixl"])
+@pytest.mark.parametrize("encoding", ["hf", "local"])
 async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_either(
-    transport: str, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
+    encoding: Encoding, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
     """Two server processes on the loopback interface, each with what brings its buckets beside it."""
-    if transport == "nixl":
-        pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
+    pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
     engines = [{"name": "wide", "tensor": 2, "expert": 2, "nodes": 2, "max_total_tokens": 4096}]
-    config = config_of(tiny_model, tmp_path, engines, transport)
+    config = config_of(tiny_model, tmp_path, engines, "nixl")
     async with ray_for(config) as stack:
         group = EngineGroup(config, "cpu", tmp_path, moe=True, note=print)
         stack.push_async_callback(group.stop)
         await group.start()
         (engine,) = group.engines
-        publisher, weights = await publishing_of(config, group, tiny_model, tiny_weights, tmp_path, stack)
-        for _ in range(2):  # over nixl the second one brings what has changed: nothing
+        publisher, weights = await publishing_of(config, group, tiny_model, tiny_weights, encoding)
+        for _ in range(2):  # the second one brings what has changed: nothing
             done = await publisher.publish(3, trainer_step=3)
             assert not done.lost and engine.standing is Standing.MEMBER
-        if transport == "nixl":
-            assert 0 < done.wire < 0.05 * done.nbytes
+        assert 0 < done.wire < 0.05 * done.nbytes
         shape = ModelShape.of(read_model(tiny_model))
         async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:
             completion = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=1, routed_experts=True))

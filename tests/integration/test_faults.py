@@ -14,20 +14,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from slimx.cluster.restarts import Restarts
-from slimx.engines.delivery.courier import CourierHandle
-from slimx.engines.delivery.deliveries import ChannelDelivery
+from slimx.engines.delivery.deliveries import MemoryDelivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.control import EngineControl
 from slimx.errors import LOST
 from slimx.models.families import read_model
 from slimx.reshard.outcome import Publication
-from slimx.reshard.parties import NoReceiverLeft, TransportLost
+from slimx.reshard.parties import NoReceiverLeft
 from slimx.reshard.publish import Publisher, Staging
 from slimx.reshard.transports.memory import MemoryFile
 from slimx.rollout.client.generation import Completion, GenerationClient, ModelShape
@@ -37,14 +34,11 @@ from tests.integration.engine_oracle import PROMPT, fused
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.stand_in_trainers import Trainers
 from tests.integration.two_engines import two_engines
-from tests.integration.victims import couriers
 from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
 RESTART_S = 600
-GONE_S = 60
-"""Seconds in which a courier that was ended is gone."""
 
 
 class Stand:
@@ -53,10 +47,9 @@ class Stand:
     def __init__(self, group: EngineGroup, trainers: Trainers, client: GenerationClient):
         self.group, self.trainers, self.client = group, trainers, client
         self.members, (self.first, self.second) = group.members, group.engines
-        log, restarts = group.engines[0].log, Restarts("courier", group.config.rollout.health, note=print)
-        courier = CourierHandle(lambda: trainers.actors[0], group.config, log.parent, log, restarts)
-        self.gloo = ChannelDelivery(courier, "gloo", group.config.publish.engine_deadline)
-        self.publisher = Publisher(trainers, group.members, deadline_s=600, step_deadline_s=120)
+        self.publisher = Publisher(
+            trainers, group.members, MemoryDelivery(trainers), deadline_s=600, step_deadline_s=120
+        )
         self.completions: list[Completion] = []
 
     async def publish(self, version: int, staging: Staging = "model") -> Publication:
@@ -88,7 +81,7 @@ async def process_of(engine: EngineHandle) -> int:
 
 @asynccontextmanager
 async def engines_and_clients(tiny_model: Path, weights: Weights, directory: Path) -> AsyncIterator[Stand]:
-    publish, health = {"transport": "gloo"}, {"interval": 1, "timeout": 60}
+    publish, health = {"transport": "memory"}, {"interval": 1, "timeout": 60}
     begun = two_engines(tiny_model, directory, start_deadline=RESTART_S, publish=publish, health=health)
     async with begun as (group, _), AsyncExitStack() as stack:
         shape = ModelShape.of(read_model(tiny_model))
@@ -100,7 +93,6 @@ async def engines_and_clients(tiny_model: Path, weights: Weights, directory: Pat
             api_key=group.keys.api_key,
         )
         stand = Stand(group, Trainers(weights), await stack.enter_async_context(client))
-        stack.push_async_callback(stand.gloo.stop)
         yield stand
 
 
@@ -109,7 +101,7 @@ def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
     """`engine` alone gets one bucket with a changed byte."""
 
     async def perform(verb: str, epoch: int | None, *arguments: Any, **deadline: float) -> Any:
-        if verb != "receive" or arguments[1] != bucket:
+        if verb != "stage" or arguments[1] != bucket:
             return await forward(verb, epoch, *arguments, **deadline)
         packed, number = arguments
         data = bytearray(Path(packed.path).read_bytes())
@@ -168,10 +160,9 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             with refused("publish.under_way", about="version 9"):
                 await others[0]
 
-            # From here on over gloo. Stopped when a third of its weights are new: it never answers again, and it must
-            # never serve. The other one, just back, catches up.
+            # Stopped when a third of its weights are new: it never answers again, and it must never serve. The other
+            # one, just back, catches up.
             trainers.at_bucket = lambda bucket: None
-            stand.publisher.delivery = stand.gloo
             await stand.back(first)
             victim = await process_of(second)
             trainers.at_bucket = lambda bucket: os.kill(victim, signal.SIGSTOP) if bucket == 2 else None
@@ -186,31 +177,15 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             assert (await stand.publish(4)).lost == []
             assert await stand.registered() == {first.url, second.url}
 
-            # A courier that dies is no engine's fault: both serve on, and get the version from the next one.
-            courier = stand.gloo.courier
-            trainers.at_bucket = lambda bucket: ray.kill(courier._actor) if bucket == 1 else None
-            with refused("courier.lost", about="courier", kind=TransportLost):
-                await stand.publish(4)
-            assert await stand.registered() == {first.url, second.url}
-            trainers.at_bucket = lambda bucket: None
-            assert (await stand.publish(4)).lost == [] and courier.incarnation == 2
             for engine in (first, second):
                 async with GenerationClient(engine.url, stand.client.shape, api_key=engine.keys.api_key) as client:
                     stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))
                 assert stand.completions[-1].versions == [(0, 8, 4)]
 
-            # One that is stopped between two publications is ended; the next publication brings another.
-            (stopped,) = couriers()
-            stopped.suspend()
-            with refused("courier.lost", about="courier", kind=TransportLost):
-                await courier.ask("ready", deadline_s=4)
-            stopped.wait(GONE_S)
-
             # One engine meets a changed byte; what comes next finds the other one alone.
             with spoilt(first, bucket=1):
                 done = await stand.publish(5)
             assert done.lost == ["actor-0"] and "has checksum" in str(done.engines["actor-0"].error)
-            assert courier.incarnation == 3 and stopped not in couriers()
             assert await stand.registered() == {second.url}
             async with GenerationClient(second.url, stand.client.shape, api_key=second.keys.api_key) as client:
                 stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))

@@ -65,7 +65,6 @@ PARTS = {
     "HTTP server": Part(matching(r"slimx\.engines\.server\.launch"), ENGINE),
     "engine guard": Part(matching(r"slimx\.engines\.server\.launch", guard=True), ENGINE, outlives_a_stop=True),
     "engine actor": Part(matching("ray::EngineActor"), ENGINE),
-    "courier": Part(matching("ray::Courier"), "courier"),
     "reward worker": Part(reward_workers, outlives_a_stop=True),
     "environment": Part(environments),
 }
@@ -97,7 +96,7 @@ def run(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathF
         "cluster": {"start_deadline": START_S},
         "schedule": {"steps": 100_000, "step_deadline": BACK_S},
         "trainer": {"world_size": 1, "expert": 1, "deadline": BACK_S},
-        "publish": {"transport": "gloo", "deadline": BACK_S, "engine_deadline": 60},
+        "publish": {"transport": "nixl", "deadline": BACK_S, "engine_deadline": 60},
         "reward": {"isolation": "process", "workers": 2, "deadline": 8},
         "rollout": {
             "prompts": str(task_of_sums / "train.jsonl"),

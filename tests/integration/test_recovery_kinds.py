@@ -26,8 +26,8 @@ STEPS = 16
 FEW = 9
 """Steps for half of the strikes."""
 KINDS: dict[str, dict[str, Any]] = {
-    "gloo, a reference that follows, replayed routes": {
-        "publish": {"transport": "gloo"},
+    "nixl, a reference that follows, replayed routes": {
+        "publish": {"transport": "nixl"},
         "algorithm": {"reference": True, "kl_coef": 0.1, "reference_refresh": 2},
         "trainer": {"moe": {"routing_replay": "R3"}},
     },
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 AHEAD = {
     "schedule": {"max_staleness": 2},
-    "publish": {"transport": "gloo"},
+    "publish": {"transport": "nixl"},
     "rollout": {"concurrency": 8, "max_rollouts": 64},
     "track": {"rollouts": {"keep": 0}},
 }

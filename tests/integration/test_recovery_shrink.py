@@ -41,7 +41,7 @@ def test_without_the_node_of_a_rank_the_other_one_trains_the_same_batches(
 ) -> None:
     sections: dict[str, dict[str, Any]] = {
         "trainer": {"expert": 1, "threads": THREADS, "watch_deadline": 10},
-        "publish": {"transport": "gloo"},
+        "publish": {"transport": "nixl"},
         "recovery": {"trainers": 5, "shrink_after": 20, "mirror_every": 1},
         "track": {"report": False, "tensorboard": False, "rollouts": {"keep": 0}},
     }

@@ -152,7 +152,7 @@ def test_a_run_says_how_it_stands_and_opens_the_ports_that_are_documented(ahead:
     late = status["activity"]["late"]
     assert late is None or {*late["ranks"]} <= {f"trainer rank {rank}" for rank in range(late["of"])}
     assert run_status(ahead.directory / "run")["state"] == "dead"
-    absent = {"courier", "engine actor", "prefill engine"}  # it publishes by memory
+    absent = {"engine actor", "prefill engine"}  # it publishes by memory
     assert ahead.opened == {(process, address) for process, address in documented() if process not in absent}
 
 

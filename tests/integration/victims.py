@@ -30,8 +30,3 @@ def matching(pattern: str, *, guard: bool = False) -> Find:
         return [p for p, command in found if re.search(pattern, command) and ("runtime.process" in command) == guard]
 
     return find
-
-
-def couriers() -> list[psutil.Process]:
-    """Couriers of this process's own Ray."""
-    return [p for p in psutil.Process().children(recursive=True) if "ray::Courier" in command_of(p)]

@@ -117,7 +117,7 @@ MISTAKES = (
     Mistake("no prompts", "train run.yaml", {"run.yaml": RUN.replace("  prompts: prompts.jsonl\n", "")}),
     Mistake("a number in words", "train run.yaml schedule.steps=ten"),
     Mistake("a word that is no choice", "train run.yaml algorithm.name=gpro"),
-    Mistake("a word of another choice", "train run.yaml publish.transport=nccl"),
+    Mistake("a word of another choice", "train run.yaml publish.transport=cuda_ipc"),
     Mistake("a percentage", "train run.yaml rollout.sampling.top_p=95"),
     Mistake("one engine that is no list", "train run.yaml 'rollout.engines={tensor: 1}'"),
     Mistake("an interpolation of a key that is not there", "train run.yaml 'run.dir=runs/${run.nam}'"),

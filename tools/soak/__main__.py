@@ -31,7 +31,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=1000, help="first steps of each process, in which heaps fill")
     parser.add_argument("--sample-seconds", type=float, default=10)
     parser.add_argument("--stall-seconds", type=float, default=900, help="without a step, after which the soak fails")
-    parser.add_argument("--transport", default="auto", help="publish.transport; gloo has a courier")
+    parser.add_argument("--transport", default="auto", help="publish.transport")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 

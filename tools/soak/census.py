@@ -23,7 +23,6 @@ KINDS = {
     "engine: actor": "ray::EngineActor",
     "router": r"sglang::router|slimx\.engines\.server\.router_launch",
     "trainer": "ray::TrainerWorker",
-    "courier": "ray::Courier",
     "reward worker": r"multiprocessing\.spawn",
     "driver": r"slimx\.cli train",
     "Ray: raylet": r"^raylet ",

@@ -23,7 +23,6 @@ WEIGHTS = {
     "engine: guard": 2,
     "router": 3,
     "router: guard": 3,
-    "courier": 2,
     "reward worker": 3,
     "trainer": 2,
     "driver": 3,

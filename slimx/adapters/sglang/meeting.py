@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from slimx.reshard.transports.meeting import meet
+from slimx.runtime.meeting import meet
 
 CREATE = "torch.distributed.rendezvous._create_c10d_store"
 

@@ -39,19 +39,7 @@ def on_one_machine(rollout: Rollout, publish: Publish) -> Iterator[str]:
         if group.nodes > 1 and publish.one_machine:
             yield (
                 f"publish.transport {publish.transport} reaches one machine, and a server of {group.where} spans "
-                f"{group.nodes}; set it to auto, gloo, nccl or disk"
-            )
-
-
-@rule("engines.nodes_nixl", about="publish.transport")
-def on_as_many_machines(rollout: Rollout, publish: Publish) -> Iterator[str]:
-    groups = rollout.policy_engines
-    for group in groups:
-        if group.nodes != groups[0].nodes and publish.transport == "nixl":
-            yield (
-                f"publish.transport nixl brings weights to as many machines of each engine, and a server of "
-                f"{group.where} spans {group.nodes}, one of {groups[0].where} {groups[0].nodes}; give both the same "
-                "nodes, or set it to gloo, nccl or disk"
+                f"{group.nodes}; set it to auto, nixl or disk"
             )
 
 

@@ -46,15 +46,6 @@ def whole_groups(schedule: Schedule, rollout: Rollout) -> Iterator[str]:
         )
 
 
-@rule("publish.nccl_colocated", about="publish.transport")
-def one_gpu(schedule: Schedule, publish: Publish) -> Iterator[str]:
-    if schedule.colocate and publish.transport == "nccl":
-        yield (
-            "schedule.colocate and publish.transport=nccl exclude each other: NCCL connects no GPU with itself; set "
-            "publish.transport=cuda_ipc"
-        )
-
-
 @rule("publish.triton_dtype", about="publish.quantise")
 def rounded_from(publish: Publish, numerics: Numerics) -> Iterator[str]:
     if publish.quantise == "triton" and numerics.dtype == "float32":

@@ -223,7 +223,7 @@ class Health(Section):
     threshold: Amount = 3
     """Failed checks in a row after which an engine, or the router, is started again."""
     restarts: Count = 5
-    """Times in a row that each engine, each router and the courier of a transport may be started again; 0: never."""
+    """Times in a row that each engine and each router may be started again; 0: never."""
     stable_after: Seconds = 600
     """Seconds that a part must have served for its earlier restarts to count no more."""
     outage_deadline: Seconds = 3600

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from slimx.config.section import LARGEST, Positive, Seconds, Section
 
-Transport = Literal["auto", "memory", "cuda_ipc", "gloo", "nccl", "nixl", "disk"]
+Transport = Literal["auto", "memory", "cuda_ipc", "nixl", "disk"]
 
 
 class Delta(Section):
@@ -28,16 +28,15 @@ class Publish(Section):
     """Rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode those that the
     trainer computes with, too; null: none."""
     transport: Transport = "auto"
-    """auto: memory or cuda_ipc on one machine, nixl, nccl or gloo between several; `slimx plan` says which, and why.
-    memory: engines on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; gloo: over the network;
-    nccl: over the network from GPU to GPU; nixl: over the network from every trainer rank's machine straight to every
-    engine's, on the CPU so far; disk: through files that both sides see, from which an engine that was lost
-    catches up without the trainers."""
+    """auto: memory or cuda_ipc on one machine, nixl between several; `slimx plan` says which, and why. memory: engines
+    on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; nixl: over the network, from every trainer
+    rank straight to every engine's machine, between GPUs through the host's memory; disk: through files that both sides
+    see, from which an engine that was lost catches up without the trainers."""
     directory: str | None = None
     """Directory of the disk transport; null: run.dir/publish."""
     staging: Literal["model", "bucket"] = "model"
-    """model: engines serve while everything is staged, in memory for a whole model (host memory; with cuda_ipc and nccl
-    the engine's GPUs hold it twice); bucket: they are paused and copy each bucket as it comes, in memory for two
+    """model: engines serve while everything is staged, in memory for a whole model (host memory; with cuda_ipc the
+    engine's GPUs hold it twice); bucket: they are paused and copy each bucket as it comes, in memory for two
     buckets."""
     delta: Delta | None = None
     """Send only elements that have changed since the last publication, with masks that say which, by nixl, or as files
@@ -61,15 +60,17 @@ class Publish(Section):
 
     @property
     def on_device(self) -> bool:
-        """True if buckets are packed in the memory of a GPU."""
-        return self.transport in ("cuda_ipc", "nccl")
+        """True if buckets are packed in memory that GPUs of one machine share."""
+        return self.transport == "cuda_ipc"
+
+    def on_gpus(self, device: str, *, colocate: bool) -> bool:
+        """True if buckets lie in the memory of GPUs in a run on `device`, "cpu" or "cuda"; with nixl they do if nothing
+        has to be found in them on the host, and no GPU gives memory back that would have to be registered anew."""
+        if self.transport != "nixl":
+            return self.on_device
+        return device == "cuda" and self.staging == "bucket" and self.delta is None and not colocate
 
     @property
     def one_machine(self) -> bool:
         """True if engines must be on the publisher's machine."""
         return self.transport in ("memory", "cuda_ipc")
-
-    @property
-    def over_channel(self) -> bool:
-        """Returns True if buckets reach a process of slimx beside each engine over a network."""
-        return self.transport in ("gloo", "nccl", "nixl")

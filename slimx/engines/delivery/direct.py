@@ -11,10 +11,13 @@ several engines get nothing is at fault itself: no engine is lost for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
+
+import numpy as np
 
 from slimx.cluster.waiting import has_died
 from slimx.errors import PartLost, SlimxError
@@ -26,7 +29,7 @@ from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, Recipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.dealing import deal, only
+from slimx.reshard.plan.dealing import copies_of, deal, only
 from slimx.runtime.tasks import cancelled
 
 PATIENCE = 0.8
@@ -45,7 +48,12 @@ class Senders(Protocol):
     actors: list[Any]
     """Those of the present ranks."""
 
-    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None: ...
+    @property
+    def published(self) -> Plan:
+        """The plan by which weights leave the present ranks for one engine."""
+        ...
+
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None: ...
 
     async def connect_direct(self, engine: int, offer: Offer) -> None: ...
 
@@ -76,37 +84,48 @@ class Fate:
         return ", ".join(sorted(set(self.lacking.values()))) if len(self.lacking) > 1 and not self.reached else ""
 
 
+def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, list[int | None]]:
+    """The receivers of engines over so many `machines`: on each one for the host's memory, or, where each of `ranks`
+    targets of an engine has a GPU (1: all ranks take the same), one for each GPU that takes anything."""
+    return {
+        name: (list(range(max(1, ranks // count))) if ranks is not None else [None]) * count
+        for name, count in machines.items()
+    }
+
+
 class DirectDelivery(Delivery):
     """Direct transfers to the engines of a run, as the publisher sees them from the engines' end."""
 
     def __init__(
         self,
         senders: Senders,
-        plan: Plan,
-        engines: Sequence[str],
+        engines: Mapping[str, Sequence[int | None]],
         *,
-        ranks: int,
         step_deadline_s: float,
         links: Sequence[int] = (),
-        machines: int = 1,
         changes: tuple[int, int] | None = None,
     ):
-        """`plan`: for one engine. `engines`: names of all. `ranks`: of the trainer, which send through `links`
-        (`slimx.reshard.plan.dealing.deal`). `step_deadline_s`: seconds for one call to one engine. `machines`: of each
-        engine, to all of which trainer ranks write. `changes`: None for whole weights each time, else as in
+        """`engines`: by name the receivers of each, to all of which trainer ranks write, as many on each of its
+        machines: for each the GPU, as that machine's process counts them, in whose memory it takes them, None for host
+        memory. `step_deadline_s`: seconds for one call to one engine. `links`: through which the ranks send
+        (`slimx.reshard.plan.dealing.deal`). `changes`: None for whole weights each time, else as in
         `slimx.config.sections.publish.Publish.changes`."""
-        self.senders, self.plan, self.step_deadline_s = senders, plan, step_deadline_s
+        self.senders, self.step_deadline_s, self.links = senders, step_deadline_s, links
         self.item, self.every_full = changes or (0, 1)
-        self.dealt = deal(plan, ranks=ranks, engines=len(engines), links=links)
-        self.machines = machines
         self.engines = {name: number for number, name in enumerate(engines)}
+        ends = np.cumsum([0, *map(len, engines.values())]).tolist()
+        self._receivers = [range(first, end) for first, end in pairwise(ends)]
+        """By engine the numbers of its receivers, which are counted through all engines."""
+        self._gpus = [gpu for gpus in engines.values() for gpu in gpus]
+        self.on_gpus = any(gpu is not None for gpu in self._gpus)
+        self._deal()
         self.transfer = 0
         """Number of the publication under way, or of the last one."""
         self.taking: dict[int, list[int]] = {}
-        """By machine of an engine that takes part in it, for each bucket the transfer whose bytes it attests to hold
-        (0: none). The machines of all engines are numbered, engine by engine."""
+        """By receiver of an engine that takes part in it, for each bucket the transfer whose bytes it attests to hold
+        (0: none)."""
         self.failed: dict[int, tuple[str, str]] = {}
-        """By machine of an engine the trainer rank that could not write to it, and why."""
+        """By receiver of an engine the trainer rank that could not write to it, and why."""
         self.broken: SlimxError | None = None
         """Why the trainers cannot send any more."""
         self._connected: dict[str, int] = {}
@@ -121,55 +140,62 @@ class DirectDelivery(Delivery):
         self._mute = ""
         """Trainer ranks that reached no engine in the publication before."""
 
+    def _deal(self) -> None:
+        """Deal out what the present ranks send."""
+        plan, counts = self.senders.published, list(map(len, self._receivers))
+        # Every engine rank has memory of its own.
+        self.buckets, (self.copies, self.edges) = PlannedBuckets(plan, apart=True), copies_of(plan, counts)
+        self.dealt = deal(plan, ranks=len(self.senders.actors), engines=self.copies, links=self.links)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for one engine."""
+        return self.buckets.plan
+
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         if self.broken is not None:
             raise self.broken
         self._owners, self._replaced = list(self.senders.actors), asyncio.Event()
         if not self._prepared:
-            await self.senders.prepare_direct(self.dealt, self.plan.targets // self.machines, self.item)
+            await self.senders.prepare_direct(self.dealt, self.edges, self.item, self.on_gpus)
             self._prepared = True
         self.transfer += 1
         self.taking, self.failed, self._fates, self.wire = {}, {}, {}, 0
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
         number = self.engines[recipient.name]
-        bases = [[NO_BASE] * self.plan.count] * self.machines
+        receivers = self._receivers[number]
+        bases = [[NO_BASE] * self.plan.count] * len(receivers)
         if self._connected.get(recipient.name) == recipient.incarnation:
             if (self.transfer - 1) % self.every_full:
                 attested = await recipient.perform("bases", epoch)
-                bases = _bases(recipient.name, attested, self.machines, self.plan.count)
+                bases = _bases(recipient.name, attested, len(receivers), self.plan.count)
         else:
             self._connected.pop(recipient.name, None)
-            first = number * self.plan.targets
-            parts = tuple(only(self.dealt, first + rank).to_bytes() for rank in range(self.plan.targets))
             name = f"engine {recipient.name} (start {recipient.incarnation}, transfer {self.transfer})"
             invitations = [
                 Invitation(
-                    name if self.machines == 1 else f"{name}, machine {machine}",
-                    parts[machine * len(parts) // self.machines : (machine + 1) * len(parts) // self.machines],
+                    name if len(receivers) == 1 else f"{name}, receiver {at}",
+                    tuple(only(self.dealt, target).to_bytes() for target in range(*self.edges[each : each + 2])),
                     PATIENCE * self.step_deadline_s,
                     self.item,
-                    self.machines,
+                    self._gpus[each],
                 )
-                for machine in range(self.machines)
+                for at, each in enumerate(receivers)
             ]
             async with self._judged(MEETING, number):
                 offers: list[Offer] = await recipient.perform("join", epoch, invitations)
                 async with self._owned():
-                    for machine, offer in zip(self._machines(number), offers, strict=True):
-                        await self._meet(recipient.name, machine, offer)
+                    for each, offer in zip(receivers, offers, strict=True):
+                        await self._meet(recipient.name, each, offer)
             self._connected[recipient.name] = recipient.incarnation
-        self.taking.update(zip(self._machines(number), bases, strict=True))
+        self.taking.update(zip(receivers, bases, strict=True))
 
-    def _machines(self, number: int) -> range:
-        """Numbers of the machines of an engine."""
-        return range(number * self.machines, (number + 1) * self.machines)
-
-    async def _meet(self, name: str, machine: int, offer: Offer) -> None:
+    async def _meet(self, name: str, receiver: int, offer: Offer) -> None:
         patience = PATIENCE * self.step_deadline_s
         try:
             async with asyncio.timeout(patience):
-                await self.senders.connect_direct(machine, offer)
+                await self.senders.connect_direct(receiver, offer)
         except TimeoutError:
             raise SlimxError(
                 f"trainer ranks have not reached engine {name} within {patience:.0f} s",
@@ -181,10 +207,10 @@ class DirectDelivery(Delivery):
         number = self.engines[recipient.name]
         async with self._judged(bucket, number):
             try:
-                for machine in self._machines(number):
-                    if machine not in self.failed:
+                for each in self._receivers[number]:
+                    if each not in self.failed:
                         continue
-                    rank, why = self.failed[machine]
+                    rank, why = self.failed[each]
                     raise ReceiverLost(
                         f"engine {recipient.name} cannot be reached by {rank} with bucket {bucket}: {why}",
                         code="direct.unreached",
@@ -194,8 +220,8 @@ class DirectDelivery(Delivery):
                     await self._unless_replaced(recipient.perform("receive", epoch, packed, bucket))
             except BaseException:
                 # Its memory may be gone, or still be written to: it has to offer another.
-                for machine in self._machines(number):
-                    self.taking.pop(machine, None)
+                for each in self._receivers[number]:
+                    self.taking.pop(each, None)
                 self._connected.pop(recipient.name, None)
                 raise
         if bucket == self.plan.count - 1:
@@ -278,6 +304,7 @@ class DirectDelivery(Delivery):
 
     def renew(self) -> None:
         self._prepared, self.broken, self._mute = False, None, ""
+        self._deal()  # there may be fewer
         self._connected.clear()
         self._replaced.set()
 
@@ -286,13 +313,13 @@ class DirectSource:
     """The trainers, each of whose ranks sends its own part."""
 
     def __init__(self, delivery: DirectDelivery):
-        self.delivery, self._buckets = delivery, PlannedBuckets(delivery.plan)
+        self.delivery = delivery
 
     async def begin(self, manifest: Manifest) -> None:
         """Nothing to prepare: weights are packed as they are."""
 
     async def forms(self) -> list[dict[str, str]]:
-        return self._buckets.forms()
+        return self.delivery.buckets.forms()
 
     async def bucket_count(self) -> int:
         return self.delivery.plan.count
@@ -309,9 +336,9 @@ class DirectSource:
             for number, why in own.failed.items():
                 delivery.failed.setdefault(number, (f"trainer rank {rank}", why))
         return describe_copies(
-            self._buckets.form(bucket),
+            delivery.buckets.form(bucket),
             [own.share for own in sent],
-            engines=len(delivery.engines),
+            engines=delivery.copies,
             transfer=delivery.transfer,
             bucket=bucket,
         )
@@ -320,11 +347,11 @@ class DirectSource:
         """Nothing: a slot of the ring is taken back when another bucket needs it."""
 
 
-def _bases(engine: str, attested: object, machines: int, buckets: int) -> list[list[int]]:
-    """Check an answer to `bases`: a transfer for each machine and bucket. Raises SlimxError for anything else."""
+def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[list[int]]:
+    """Check an answer to `bases`: a transfer for each receiver and bucket. Raises SlimxError for anything else."""
     if (
         isinstance(attested, list)
-        and len(attested) == machines
+        and len(attested) == receivers
         and all(isinstance(each, list) and len(each) == buckets for each in attested)
         and all(type(base) is int for each in attested for base in each)
     ):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.cluster.place import Placement
-from slimx.engines.fleet.nodes import ChannelEnd, DirectEnd, FilesEnd, OtherNodes
+from slimx.engines.fleet.nodes import DirectEnd, FilesEnd, OtherNodes
 from slimx.engines.server.control import PortTaken
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.spec import EngineSpec, NodeShare
@@ -31,8 +32,8 @@ PORTS = 3
 STOP_S = 30.0
 """Seconds in which a server's tree must be gone."""
 
-OVER_CHANNEL = ("join", "bases", "receive")
-"""Verbs of a publication that the actor does itself: the server knows of no channel."""
+BESIDE = ("join", "bases", "receive")
+"""Verbs of a publication that the actor does itself: the server finds buckets in memory, or in files."""
 
 
 class EngineActor:
@@ -46,26 +47,23 @@ class EngineActor:
         network: str | None = LOOPBACK,
         others: tuple[Placement, ...] = (),
         url: str | None = None,
-        channel: bool = False,
         direct: bool = False,
         item: int | None = None,
     ):
         """`values`: an EngineSpec without what differs between starts. `call_deadline_s`: seconds for one call to the
         server. `network`: in which it takes its address (`slimx.runtime.ports.own_address`). `others`: of a server on
         several machines, all but the first. `url`: of a server that runs already and is not ours.
-        `channel`: whether buckets come over a network; `direct`: from every trainer rank. `item`: bytes of an element
-        where they come as files of changes."""
+        `direct`: whether every trainer rank writes to memory beside it. `item`: bytes of an element where buckets come
+        as files of changes."""
         self.values, self.log_path, self.call_deadline_s = values, log_path, call_deadline_s
         self.network, self.host, self.places, self.url = network, own_address(network), others, url
-        self.channel = channel
         self._claims: list[socket.socket] = []
         """Claims on the ports of the present server; those of the one before are given back."""
         self.engine = Engine(self._spec(), log_path)
         self.epoch = -1
         """Membership epoch of the publication that was begun last."""
-        self.end: ChannelEnd | DirectEnd | FilesEnd = ChannelEnd() if item is None else FilesEnd(item)
-        if direct:
-            self.end = DirectEnd()
+        self.end = DirectEnd() if direct else None if item is None else FilesEnd(item)
+        """The end at which buckets arrive; None: the server opens them where they are."""
         self.others: OtherNodes | None = None
         """The other machines of this start's server."""
 
@@ -117,7 +115,7 @@ class EngineActor:
         self.engine = Engine(self._spec(node), self.log_path)
         self.engine.control.deadline_s = self.call_deadline_s
         self.engine.start()
-        if self.channel or isinstance(self.end, FilesEnd):
+        if self.end is not None:
             await self.end.prepare()
         await self._ready(deadline_s)
 
@@ -138,7 +136,7 @@ class EngineActor:
         epoch None, any method of Engine. Whatever belongs to an older publication than the newest is refused."""
         if epoch is not None:
             self._enter(verb, epoch)
-        work = getattr(self, verb) if verb in OVER_CHANNEL else partial(self._ask_engine, verb)
+        work = getattr(self, verb) if verb in BESIDE else partial(self._ask_engine, verb)
         try:
             async with asyncio.timeout(deadline_s):
                 return await work(*arguments)
@@ -156,31 +154,26 @@ class EngineActor:
         if verb == "begin":
             self.epoch = epoch
 
-    async def join(self, meeting: Any) -> Any:
-        """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective), or offer memory to the
-        trainer ranks (`Invitation` of slimx.reshard.direct.receiver, one for each machine); the offers."""
-        if isinstance(self.end, DirectEnd):
-            own, *rest = meeting
-            others = self.others.offer(rest, self.call_deadline_s) if self.others is not None else _none()
-            first, offers = await asyncio.gather(self.end.join(own, self.host), others)
-            return [first, *offers]
-        calls = [self.end.join(meeting, 0)]
-        if self.others is not None:
-            calls.append(self.others.join(meeting, self.call_deadline_s))
-        await asyncio.gather(*calls)
+    async def join(self, invitations: Sequence[Any]) -> list[Any]:
+        """Offer memory to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks, of which every
+        machine takes as many; the offers."""
+        each = len(invitations) // (1 + len(self.places))
+        own, *rest = (invitations[at : at + each] for at in range(0, len(invitations), each))
+        others = self.others.offer(rest, self.call_deadline_s) if self.others is not None else _none()
+        first, offers = await asyncio.gather(self.end.join(own, self.host), others)
+        return [*first, *offers]
 
     async def bases(self) -> list[list[int]]:
-        """By machine and bucket the transfer whose bytes are held there (`slimx.reshard.direct.receiver`)."""
+        """By receiver and bucket the transfer whose bytes are held there (`slimx.reshard.direct.receiver`)."""
         others = self.others.bases(self.call_deadline_s) if self.others is not None else _none()
-        return [self.end.bases(), *await others]
+        return [*self.end.bases(), *await others]
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        """Take a bucket from the channel into memory that the server opens, and have it staged."""
+        """Take a bucket into memory that the server opens, and have it staged."""
         if self.others is None:
             arriving = self.end.landed(packed)
         else:
-            together = self.others.landed_parts if isinstance(self.end, DirectEnd) else self.others.landed
-            arriving = together(self.end, packed, self.call_deadline_s)
+            arriving = self.others.landed(self.end, packed, self.call_deadline_s)
         async with arriving as landed:
             await self._ask_engine("stage", landed, bucket)
 

@@ -113,7 +113,6 @@ class EngineGroup:
             network=config.cluster.network,
             others=tuple(others),
             url=group.urls[number] if group.urls else None,
-            channel=config.publish.over_channel and not group.frozen,
             direct=config.publish.transport == "nixl" and not group.frozen,
             item=changes[0] if (changes := config.publish.changes_on_disk) and not group.frozen else None,
         )

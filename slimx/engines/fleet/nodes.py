@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,70 +39,49 @@ def share_of(ranks: Sequence[Placement], name: str) -> Placement:
     return Placement(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
 
 
-class ChannelEnd:
-    """This machine's end of a channel, at which buckets arrive over a network."""
-
-    def __init__(self) -> None:
-        self._channel: Any = None
-        self._landing: Any = None
-
-    async def prepare(self) -> None:
-        """Import torch, which nothing else needs here: seconds that no publication should wait for."""
-        await asyncio.to_thread(import_module, "slimx.reshard.transports.collective")
-
-    async def join(self, meeting: Any, rank: int) -> None:
-        """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective) as the engine's `rank`."""
-        from slimx.reshard.transports.collective import Receiving
-        from slimx.reshard.transports.landing import Landing
-
-        self._landing = self._landing or Landing()
-        self._channel = await asyncio.to_thread(Receiving.join, meeting, rank)
-
-    @asynccontextmanager
-    async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """A bucket from the channel in memory that the server opens, for the time of the block.
-
-        The server keeps host memory alive as long as it needs it, and copies what is on a GPU.
-        """
-        with self._landing.of(packed) as (landed, memory):
-            await asyncio.to_thread(self._channel.receive, memory)
-            yield landed
-
-
 class DirectEnd:
-    """This machine's end of direct transfers, in which trainer ranks write into its memory."""
+    """This machine's end of direct transfers, in which trainer ranks write into its memory, or that of its GPUs."""
 
     def __init__(self) -> None:
-        self._receiver: Any = None
+        self._receivers: list[Any] = []
 
     async def prepare(self) -> None:
         """Import torch and NIXL, which nothing else needs here."""
         await asyncio.to_thread(import_module, "slimx.reshard.direct.receiver")
 
-    async def join(self, invitation: Any, host: str) -> Any:
-        """Offer memory at `host` to the trainer ranks, as an `Invitation` of slimx.reshard.direct.receiver asks; what
+    async def join(self, invitations: Sequence[Any], host: str) -> list[Any]:
+        """Offer memory at `host` to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks; what
         was offered before is withdrawn."""
         from slimx.reshard.direct.receiver import Receiver
 
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
-        self._receiver = await asyncio.to_thread(Receiver.invited, invitation, host)
-        return self._receiver.offer()
+        while self._receivers:
+            self._receivers.pop().close()
+        for invitation in invitations:
+            self._receivers.append(await asyncio.to_thread(Receiver.invited, invitation, host))
+        return [receiver.offer() for receiver in self._receivers]
 
-    def bases(self) -> list[int]:
-        """By bucket the transfer whose bytes are held, to which changes can be applied."""
-        return self._receiver.bases()
+    def bases(self) -> list[list[int]]:
+        """By receiver and bucket the transfer whose bytes are held, to which changes can be applied."""
+        return [receiver.bases() for receiver in self._receivers]
 
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
         """A bucket once it has come, in memory that the server opens, for the time of the block."""
-        arriving = self._receiver.landed(packed)
-        landed = await asyncio.to_thread(arriving.__enter__)
+        from slimx.reshard.direct.copies import shares_of, together
+
+        shares = zip(self._receivers, shares_of(packed, len(self._receivers)), strict=True)
+        arriving = [receiver.landed(share) for receiver, share in shares]
+        entering = [asyncio.to_thread(one.__enter__) for one in arriving]
+        landed = await asyncio.gather(*entering, return_exceptions=True)
         try:
-            yield landed
+            for found in landed:
+                if isinstance(found, BaseException):
+                    raise found
+            yield together(packed, landed)
         finally:
-            arriving.__exit__(None, None, None)
+            for one, found in zip(arriving, landed, strict=True):
+                if not isinstance(found, BaseException):
+                    one.__exit__(None, None, None)
 
 
 class FilesEnd:
@@ -136,7 +115,7 @@ class NodeActor:
         """`values`: an EngineSpec without what differs between starts. `network`: in which it takes its address.
         `direct`: whether buckets come from every trainer rank."""
         self.values, self.log_path, self.host = values, log_path, own_address(network)
-        self.end: Any = DirectEnd() if direct else ChannelEnd()
+        self.end = DirectEnd() if direct else None
         self.process: SupervisedProcess | None = None
         self._held = AsyncExitStack()
 
@@ -150,7 +129,8 @@ class NodeActor:
         keys = spec.keys.to_bytes()
         self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec), keys)
         self.process.start()
-        await self.end.prepare()
+        if self.end is not None:
+            await self.end.prepare()
 
     async def ended(self) -> str | None:
         """The end of its process in words; None while it runs."""
@@ -162,15 +142,12 @@ class NodeActor:
         if self.process is not None:
             await asyncio.to_thread(self.process.stop, ending_grace(self.values["device"], grace_s))
 
-    async def join(self, meeting: Any, rank: int) -> None:
-        await self.end.join(meeting, rank)
-
-    async def offer(self, invitation: Any) -> Any:
+    async def offer(self, invitations: Sequence[Any]) -> list[Any]:
         """Offer memory to the trainer ranks, for the server's ranks on this machine."""
-        return await self.end.join(invitation, self.host)
+        return await self.end.join(invitations, self.host)
 
-    async def bases(self) -> list[int]:
-        """By bucket the transfer whose bytes are held."""
+    async def bases(self) -> list[list[int]]:
+        """By receiver and bucket the transfer whose bytes are held."""
         return self.end.bases()
 
     async def land(self, packed: PackedBucket) -> PackedBucket:
@@ -220,44 +197,23 @@ class OtherNodes:
         answers = await self._call("ended", [()] * self.count, deadline_s)
         return next((answer for answer in answers if answer is not None), None)
 
-    async def join(self, meeting: Any, deadline_s: float) -> None:
-        await self._call("join", [(meeting, rank) for rank in range(1, self.count + 1)], deadline_s)
-
-    async def offer(self, invitations: Sequence[Any], deadline_s: float) -> list[Any]:
-        """The offers of memory that they make, machine by machine."""
-        return await self._call("offer", [(invitation,) for invitation in invitations], deadline_s)
+    async def offer(self, invitations: Sequence[Sequence[Any]], deadline_s: float) -> list[Any]:
+        """The offers of memory that they make to `invitations`, those of each machine."""
+        return list(chain.from_iterable(await self._call("offer", [(own,) for own in invitations], deadline_s)))
 
     async def bases(self, deadline_s: float) -> list[list[int]]:
-        return await self._call("bases", [()] * self.count, deadline_s)
+        return list(chain.from_iterable(await self._call("bases", [()] * self.count, deadline_s)))
 
     @asynccontextmanager
-    async def landed_parts(
-        self, end: DirectEnd, packed: PackedBucket, deadline_s: float
-    ) -> AsyncIterator[PackedBucket]:
+    async def landed(self, end: DirectEnd, packed: PackedBucket, deadline_s: float) -> AsyncIterator[PackedBucket]:
         """A bucket of direct transfers, of which each machine, the first (`end`) included, has what its ranks take."""
-        each = len(packed.targets) // (self.count + 1)
-        first, *rest = (
-            replace(packed, targets=packed.targets[start : start + each])
-            for start in range(0, len(packed.targets), each)
-        )
+        from slimx.reshard.direct.copies import shares_of, together
+
+        first, *rest = shares_of(packed, self.count + 1)
         landing = asyncio.ensure_future(self._call("land", [(part,) for part in rest], deadline_s))
         try:
             async with end.landed(first) as landed:
-                parts = [landed, *await landing]
-                paths = [path for part in parts for path in (part.path, *part.others)]
-                targets = tuple(target for part in parts for target in part.targets)
-                yield PackedBucket(paths[0], landed.size, targets, tuple(paths[1:]))
-        finally:
-            landing.cancel()
-            await self._call("let_go", [()] * self.count, deadline_s)
-
-    @asynccontextmanager
-    async def landed(self, end: ChannelEnd, packed: PackedBucket, deadline_s: float) -> AsyncIterator[PackedBucket]:
-        """A bucket from the channel on every machine, the first (`end`) included: all take part in each broadcast."""
-        landing = asyncio.ensure_future(self._call("land", [(packed,)] * self.count, deadline_s))
-        try:
-            async with end.landed(packed) as landed:
-                yield replace(landed, others=tuple(other.path for other in await landing))
+                yield together(packed, [landed, *await landing])
         finally:
             landing.cancel()
             await self._call("let_go", [()] * self.count, deadline_s)

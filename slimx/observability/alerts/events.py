@@ -9,7 +9,7 @@ Kind = Literal[
     "stalled",  # a phase has lasted too long (track.stall)
     "went_on",  # the phase that was told as stalled has ended
     "engine_lost",
-    "restarted",  # an engine, the router or the courier was started again
+    "restarted",  # an engine or the router was started again
     "restart_failed",
     "trainers_replaced",  # all trainer ranks were started again in place of a lost one (recovery.trainers)
     "trainers_shrunk",  # fewer data-parallel ranks take the place of lost ones (recovery.shrink_after)

@@ -1,7 +1,7 @@
 """Python stacks of the processes of a run on this machine, by py-spy: for `slimx stacks`, and when a deadline strikes.
 
-A run's processes are found by what they hold: its driver the lock of its directory, its ranks, servers, routers and
-couriers their logs in RUN/logs, and the others are children of these. So nobody has to write down who belongs to a run.
+A run's processes are found by what they hold: its driver the lock of its directory, its ranks, servers and routers
+their logs in RUN/logs, and the others are children of these. So nobody has to write down who belongs to a run.
 """
 
 from __future__ import annotations

@@ -246,13 +246,34 @@ class TrainerGroup(RankGroup):
         else:
             await self._holders("release_buckets", "publish", bucket)
 
+    # Versions on disk (slimx.engines.delivery.deliveries) ------------------------------------------------------------
+
+    async def begin_version(self, directory: Path, manifest: Manifest) -> None:
+        """Have the rank whose memory buckets are in begin a version in `directory`."""
+        await self._of([PUBLISHER], "begin_version", str(directory), manifest)
+
+    async def write_version(self, bucket: int, packed: PackedBucket) -> PackedBucket:
+        """Write a bucket of that version; the bucket as it lies in its file."""
+        (written,) = await self._of([PUBLISHER], "write_version", bucket, packed)
+        return written
+
+    async def complete_version(self) -> None:
+        """Make that version complete: all its buckets are written."""
+        await self._of([PUBLISHER], "complete_version")
+
     # Weights that every rank writes to the engines itself (slimx.engines.delivery.direct) ----------------------------
 
-    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
-        """Bring a dealt plan with `ranks` targets for each engine to all ranks; `item`: bytes of an element where
-        changes travel, 0 where whole weights do."""
+    @property
+    def published(self) -> Plan:
+        """The plan of a publication to one engine."""
+        return self.plans["publish"].plan
+
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+        """Bring a dealt plan to all ranks, in which the targets of each receiver of an engine begin at one of `edges`;
+        `item`: bytes of an element where changes travel, 0 where whole weights do; `on_gpus`: whether bytes travel
+        from the memory of GPUs."""
         (stored,) = await self.stored([dealt.to_bytes()])
-        await self.call("prepare_direct", self.same(stored, ranks, item), "the plan of direct transfers")
+        await self.call("prepare_direct", self.same(stored, edges, item, on_gpus), "the plan of direct transfers")
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         """Have every rank get to know the memory of `engine`."""

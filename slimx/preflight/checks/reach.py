@@ -28,8 +28,8 @@ def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device:
             yield (
                 f"publish.transport {publish.transport} reaches one machine, and of the {places.nodes} nodes of "
                 f"{places.per_node} GPUs that the run takes, server {place.server} of {place.group} would be on node "
-                f"{place.node}, trainer rank 0, which packs the weights, on node {publisher}; set it to auto, gloo, "
-                "nccl or disk"
+                f"{place.node}, trainer rank 0, which packs the weights, on node {publisher}; set it to auto, nixl "
+                "or disk"
             )
             return
 
@@ -61,19 +61,19 @@ def leaves_no_node_idle(
         yield (
             f"publish.transport {publish.transport} reaches engines on the node of trainer rank 0 alone, and with "
             f"schedule.colocate the {trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size "
-            f"{trainer.world_size}, {per_node} a node) would idle while engines generate; set it to auto, gloo or "
+            f"{trainer.world_size}, {per_node} a node) would idle while engines generate; set it to auto, nixl or "
             "disk, with servers on every node"
         )
 
 
 @rule("recovery.transport", about="publish.transport")
-def recovers_beside(recovery: Recovery, publish: Publish, device: str) -> Iterator[str]:
+def recovers_beside(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Iterator[str]:
     """Asked of the transport that is chosen, where the configuration leaves it open."""
-    if recovery.trainers and publish.on_device:
+    if recovery.trainers and publish.on_gpus(device, colocate=schedule.colocate):
         yield (
-            f"publish.transport {publish.transport} was never proven with recovery.trainers, which replaces the rank "
-            "that packs buckets; set publish.transport=memory on one machine, gloo or disk between several, or "
-            "recovery.trainers=0"
+            f"publish.transport {publish.transport} with buckets in the memory of GPUs was never proven with "
+            "recovery.trainers, which replaces the ranks that pack them; set publish.staging=model and "
+            "publish.transport=auto, or recovery.trainers=0"
         )
 
 
@@ -88,20 +88,8 @@ def can_shrink(recovery: Recovery, publish: Publish, sizes: Sizes, device: str) 
             f"CP{sizes.context} EP{sizes.expert} ETP{sizes.expert_tensor}): there is one, or the experts' ranks need "
             "all of them; leave it out, or choose a layout with more data-parallel ranks"
         )
-    if publish.transport == "nixl" or device == "cuda":
-        yield (
-            f"recovery.shrink_after was never proven with publish.transport {publish.transport} on {device}; leave it "
-            "out, or run on the CPU over memory, gloo or disk"
-        )
-
-
-@rule("publish.nixl_device", about="publish.transport")
-def is_proven(publish: Publish, device: str) -> Iterator[str]:
-    if publish.transport == "nixl" and device == "cuda":
-        yield (
-            "publish.transport nixl was proven on the CPU only, and this run is on GPUs; set it to auto, gloo, nccl or "
-            "disk"
-        )
+    if device == "cuda":
+        yield "recovery.shrink_after was never proven on GPUs; leave it out, or run on the CPU"
 
 
 @rule("publish.nixl_package", about="publish.transport")
@@ -109,5 +97,5 @@ def has_nixl(publish: Publish, local_device: str) -> Iterator[str]:
     if publish.transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
         yield (
             "publish.transport=nixl, but the package nixl-cu13 is not installed here; install it as "
-            "requirements/cpu.txt pins it, or set publish.transport=gloo"
+            "requirements/ pins it, or set publish.transport=disk"
         )

@@ -1,38 +1,42 @@
-"""Host memory that both ends of a publication take: registered with `publish.transport: nixl`, and for changes."""
+"""Memory that both ends of a publication take: registered with `publish.transport: nixl`, and for changes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from slimx.preflight.hardware import GIB
 from slimx.reshard.direct import SLOTS
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.dealing import deal
 from slimx.reshard.plan.wire import move_bytes, summed
+
+CONTEXT = GIB // 2
+"""Bytes that the process beside an engine takes of each GPU in whose memory it receives: assumed."""
 
 
 class DirectMemory(NamedTuple):
-    """Bytes of host memory, paddings to 16 bytes left out."""
+    """Bytes of memory, the host's or GPUs', paddings to 16 bytes left out."""
 
     ring: int
     """Registered by the trainer rank that sends most of a bucket to all engines."""
     landing: int
-    """Registered by the process beside one engine, for buckets under way to all of its ranks."""
+    """Registered for one receiver of an engine, for buckets under way to its ranks."""
     kept: int = 0
     """With `publish.delta` kept by the fullest trainer rank: what it sent last, and its part of a bucket."""
     held: int = 0
-    """With `publish.delta` held beside one engine: what came last."""
+    """With `publish.delta` held by one receiver of an engine: what came last."""
 
 
-def direct_memory(plan: Plan, *, ranks: int, engines: int, delta: bool = False) -> DirectMemory:
-    """Memory that `ranks` trainer ranks and each of `engines` engines take for the publications of `plan`; `delta`:
-    for those that bring what has changed."""
-    dealt = deal(plan, ranks=ranks, engines=engines)
+def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool = False) -> DirectMemory:
+    """Memory that `ranks` trainer ranks and each receiver of each engine take for the publications of a dealt plan;
+    `edges`: as `copies_of` gives them; `delta`: for publications that bring what has changed."""
     moved, nbytes = dealt.moved, move_bytes(dealt)
-    sent = summed((plan.count, ranks), (moved["bucket"], moved["source"]), nbytes)
-    received = summed((plan.count, engines), (moved["bucket"], moved["target"] // plan.targets), nbytes)
-    slots = min(SLOTS, plan.count)  # each has room for the largest bucket
+    receiver = np.searchsorted(edges, moved["target"], side="right") - 1
+    sent = summed((dealt.count, ranks), (moved["bucket"], moved["source"]), nbytes)
+    received = summed((dealt.count, len(edges) - 1), (moved["bucket"], receiver), nbytes)
+    slots = min(SLOTS, dealt.count)  # each has room for the largest bucket
     ring, landing = slots * int(np.max(sent)), slots * int(np.max(received))
     if not delta:
         return DirectMemory(ring, landing)

@@ -43,11 +43,16 @@ def host_memory(
     ranks = min(machine.per_node, config.trainer.world_size)
     engines = ranks if config.schedule.colocate else 0
     last = 0
-    buckets = figures.publisher_bytes if figures is not None and not config.publish.on_device else 0
-    here = max(1, ranks // config.rollout.policy_engines[0].ranks) if figures and config.schedule.colocate else 0
+    buckets = figures.publisher_bytes if figures is not None and not figures.on_gpus else 0
+    here = 0
+    """Machines' shares of engines on the node."""
+    if figures is not None and config.schedule.colocate:
+        group = config.rollout.policy_engines[0]
+        here = max(1, ranks // (group.ranks // group.nodes))
     if figures is not None and config.publish.changes_on_disk:
         last = figures.kept_bytes + here * (figures.held_bytes + figures.landing_bytes)
-    if figures is not None and config.publish.transport == "nixl":  # every rank has a ring, every engine here its own
+    if figures is not None and config.publish.transport == "nixl" and not figures.on_gpus:
+        # Every rank has a ring, every engine here its own.
         buckets = ranks * figures.publisher_bytes + here * figures.landing_bytes
         last = ranks * figures.kept_bytes + here * figures.held_bytes
     mirrored = rank.host_checkpoint if config.recovery.mirror_every else 0

@@ -48,7 +48,7 @@ def trainer_memory(
     states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
     """Memory of one rank per pipeline stage, the fullest. `config`: with the `trainer` section that its ranks follow (a
-    critic's own); `publication`: bytes of buckets on the GPU of rank 0, on one machine on each. `states`: as
+    critic's own); `publication`: bytes of buckets on the GPU of each rank. `states`: as
     `stage_states` gives them for the same sizes, where they are known already; only their stages are looked at."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
@@ -61,7 +61,7 @@ def trainer_memory(
         )
         if model == "critic" or config.algorithm.scores:  # one value per token in the place of logits
             activations = replace(activations, head=0)
-        holds = model == "trainer" and (found.rank == 0 or config.publish.one_machine)
+        holds = model == "trainer"
         out.append(_record(config, spec, setting, found, activations, model, device, publication if holds else 0))
     return tuple(out)
 

@@ -36,17 +36,18 @@ from slimx.preflight.links.model import (
 )
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
-from slimx.preflight.memory.direct import changes_memory, direct_memory
+from slimx.preflight.memory.direct import CONTEXT, changes_memory, direct_memory
 from slimx.preflight.memory.engine import engine_memory
 from slimx.preflight.memory.node import disk_bytes, host_memory, kept_batches
 from slimx.preflight.memory.phases import phase_memory
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.memory_record import TrainerMemory
-from slimx.preflight.plan.link_bytes import link_bytes
+from slimx.preflight.plan.link_bytes import DealtPlan, direct_link_bytes, link_bytes
 from slimx.preflight.plan.rank_map import rank_map
 from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.dealing import copies_of, deal
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.reshard.plan.wire import wire_bytes
 
@@ -104,14 +105,23 @@ def plan_report(config: Config) -> Planned:
     except SlimxError as error:
         problems.append(error)
     seconds = time.perf_counter() - began
-    figures = _figures(config.publish, transport, published, sizes, report.engines, seconds) if published else None
+    direct, on_gpus = None, config.publish.on_gpus(device, colocate=config.schedule.colocate)
+    if published is not None and config.publish.transport == "nixl":
+        direct = _dealt(published.plan, sizes.world, report.engines, on_gpus=on_gpus)
+    figures = None
+    if published is not None:
+        figures = _figures(config.publish, transport, published, sizes, report.engines, seconds, direct, on_gpus)
     own = None if critic is None else (facts["critic_spec"], critic)
     known = _of_layout(config, spec, sizes, own, device, machine, figures)
     places: RankMap = known["rank_map"]
     weighed = ("trainer_memory", "engine_memory", "phases", "host")
     placed = facts | {"places": places} | {key: known[key] for key in weighed}
     told = broken(RULES, placed, before=facts)
-    links = link_bytes(published, places, report.engines, machine, config.publish.transport) if published else ()
+    links = ()
+    if direct is not None:
+        links = direct_link_bytes(direct, places, machine, on_gpus=on_gpus)
+    elif published is not None:
+        links = link_bytes(published.plan, places, report.engines, machine, config.publish.transport)
     runs = device == "cuda" and not problems and not told
     update = {
         **known,
@@ -145,8 +155,8 @@ def _of_layout(
 ) -> dict[str, Any]:
     """Fields of the report that follow from where everything stands."""
     own = critic[1] if critic and config.critic.placement == "own" else None
-    on_device = figures is not None and config.publish.on_device
-    trainers = trainer_memory(config, spec, sizes, device, publication=figures.publisher_bytes if on_device else 0)
+    on_gpus = figures is not None and figures.on_gpus
+    trainers = trainer_memory(config, spec, sizes, device, publication=figures.publisher_bytes if on_gpus else 0)
     critics: tuple[TrainerMemory, ...] = ()
     if critic is not None:
         critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
@@ -202,6 +212,14 @@ def _group(group: Engines, sizes: EngineSizes) -> PlannedGroup:
     )
 
 
+def _dealt(plan: Plan, ranks: int, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> DealtPlan:
+    """`plan` dealt out for all engines of a run, as `slimx.orchestration.publications` has it done."""
+    each = [plan.targets if on_gpus and plan.targets > 1 else group.nodes for group in groups]
+    receivers = [count for group, count in zip(groups, each, strict=True) for _ in range(group.count)]
+    copies, edges = copies_of(plan, receivers)
+    return DealtPlan(deal(plan, ranks=ranks, engines=copies), receivers, edges)
+
+
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
     """Groups may differ in size where they take Hugging Face names: every rank of every engine is counted."""
     if published.encoding == "local":
@@ -223,20 +241,27 @@ def _figures(
     sizes: Sizes,
     groups: tuple[PlannedGroup, ...],
     seconds: float,
+    direct: DealtPlan | None,
+    on_gpus: bool,
 ) -> PublicationFigures:
     plan = published.plan
     tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
     wire = wire_bytes(plan)
     sent = wire.sent(sizes.world) * sum(group.count for group in groups)
+    if direct is not None:
+        sent = wire_bytes(direct.plan).sent(sizes.world)
     received = wire.received(plan.targets)
     copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
     publisher_bytes, staged_bytes = _memory(publish, plan, sizes.world, int(received.max()))
     landing = kept = held = 0
-    if publish.transport == "nixl":  # the same buckets, at each engine instead of beside trainer rank 0
-        engines = sum(group.count for group in groups)
-        direct = direct_memory(plan, ranks=sizes.world, engines=engines, delta=publish.delta is not None)
-        publisher_bytes, landing = direct.ring, direct.landing + publisher_bytes
-        kept, held = direct.kept, direct.held
+    if direct is not None:  # the same buckets, at each engine instead of beside trainer rank 0
+        taken = direct_memory(direct.plan, ranks=sizes.world, edges=direct.edges, delta=publish.delta is not None)
+        if on_gpus:  # a bucket is made of what came, and the server stages a copy of it
+            staged_bytes = CONTEXT + taken.landing + 2 * max(b.size for target in plan.buckets for b in target)
+        else:
+            split = 1 if plan.targets == 1 else min(group.nodes for group in groups)
+            landing = taken.landing + publisher_bytes // split
+        publisher_bytes, kept, held = taken.ring, taken.kept, taken.held
     elif publish.changes_on_disk:
         kept, held = changes_memory(plan)
         landing = held if publish.staging == "model" else publisher_bytes
@@ -255,6 +280,7 @@ def _figures(
         sent_mean=float(sent.mean()),
         transport=transport.name,
         transport_note=transport.why,
+        on_gpus=on_gpus,
         publisher_bytes=publisher_bytes,
         landing_bytes=landing,
         kept_bytes=kept,
@@ -274,9 +300,8 @@ def _memory(publish: Publish, plan: Plan, ranks: int, received: int) -> tuple[in
         given_back = publish.staging == "bucket" or publish.transport == "disk"
         return (min(two, sum(whole)) if given_back else sum(whole)), 0
     staged = received if publish.staging == "model" else part
-    if publish.one_machine:  # the ranks share a bucket's parts, and each has room for the largest
-        return min(2, plan.count) * math.ceil(plan.targets / ranks) * part, staged
-    return min(two, sum(whole)), staged + max(whole)
+    # The ranks share a bucket's parts, and each has room for the largest.
+    return min(2, plan.count) * math.ceil(plan.targets / ranks) * part, staged
 
 
 def predictions(planned: Planned) -> tuple[Prediction, ...]:

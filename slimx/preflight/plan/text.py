@@ -181,10 +181,10 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
         f"sends {_size(figures.sent_max)} at most, {_size(figures.sent_mean)} on average"
     )
     yield f"  work      {figures.buckets:,} buckets, {figures.launches:,} kernel launches per trainer rank at most"
-    if figures.transport == "nixl":
+    if figures.transport == "nixl" and not figures.on_gpus:
         yield (
             f"  memory    {_size(figures.publisher_bytes)} of the host for buckets of a trainer rank at most, "
-            f"{_size(figures.landing_bytes)} beside each engine (publish.transport nixl)"
+            f"{_size(figures.landing_bytes)} beside each engine on each of its machines (publish.transport nixl)"
         )
         if figures.kept_bytes:
             yield (
@@ -192,9 +192,7 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
                 f"{_size(figures.held_bytes)} more beside each engine (publish.delta)"
             )
     else:
-        where = {"memory": "of the host", "cuda_ipc": "of each trainer rank's GPU"}.get(
-            figures.transport, "beside trainer rank 0"
-        )
+        where = "of each trainer rank's GPU" if figures.on_gpus else "of the host beside trainer rank 0"
         yield (
             f"  memory    {_size(figures.publisher_bytes)} {where} for buckets, "
             f"{_size(figures.staged_bytes)} of an engine rank's GPU at most (publish.transport {figures.transport})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.reshard.direct.offer import Region
+from slimx.reshard.transports.device import DeviceMemory
 from slimx.runtime.ports import is_loopback
 
 RDMA = Path("/sys/class/infiniband")
-BACKEND, HOST = "UCX", "DRAM"
+BACKEND, HOST, GPU = "UCX", "DRAM", "VRAM"
 
 
 class LinkError(SlimxError):
@@ -41,26 +43,40 @@ class Agent:
         except Exception as error:  # NIXL has no class of its own for what goes wrong in its library
             raise LinkError(
                 f"NIXL cannot start {name} at {host} ({first_words(error)}); check the network devices of this "
-                "machine, or set publish.transport=gloo",
+                "machine, or set publish.transport=disk",
                 code="direct.agent",
                 about=name,
             ) from None
-        self._held: list[tuple[torch.Tensor, Any]] = []
+        self._held: list[tuple[torch.Tensor | DeviceMemory, Any]] = []
 
-    def register(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8 [nbytes], that transfers read and write; it lives as long as the agent."""
-        memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+    def register(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """Host memory, uint8 [nbytes], that transfers read and write; it lives as long as the agent. `pinned`: the GPU
+        of this process copies into it at full rate."""
+        memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8, pin_memory=pinned)
+        remedy = "raise the limit of locked memory (ulimit -l), or lower publish.bucket_mib"
+        self._register(memory, Region(memory.data_ptr(), len(memory)), remedy)
+        return memory
+
+    def register_gpu(self, nbytes: int, device: torch.device | int) -> DeviceMemory:
+        """The same of a GPU's memory. One agent takes memory of one GPU: NIXL's UCX backend keeps one CUDA context."""
+        memory = DeviceMemory(max(nbytes, 1), device)
+        remedy = "check that the network devices reach GPU memory (nvidia-peermem or dma-buf), or set "
+        self._register(memory, region_of(memory), remedy + "publish.staging=model, which goes through host memory")
+        return memory
+
+    def _register(self, memory: torch.Tensor | DeviceMemory, region: Region, remedy: str) -> None:
+        number = max(region.device, 0)
         try:
-            held = self._agent.register_memory([(memory.data_ptr(), len(memory), 0, "")], mem_type=HOST)
+            held = self._agent.register_memory([(region.address, region.nbytes, number, "")], mem_type=_kind([region]))
         except Exception as error:
+            where = "host memory" if region.device < 0 else f"the memory of GPU {number}"
             raise LinkError(
-                f"NIXL cannot register {nbytes >> 20} MiB of host memory for {self.name} ({first_words(error)}); raise "
-                "the limit of locked memory (ulimit -l), or lower publish.bucket_mib",
+                f"NIXL cannot register {region.nbytes >> 20} MiB of {where} for {self.name} ({first_words(error)}); "
+                f"{remedy}",
                 code="direct.register",
                 about="publish.bucket_mib",
             ) from None
         self._held.append((memory, held))
-        return memory
 
     @property
     def metadata(self) -> bytes:
@@ -106,13 +122,16 @@ class Agent:
 
     def close(self) -> None:
         """Give the memory back: writes that still come fail."""
-        for _, held in self._held:
+        for memory, held in self._held:
             self._agent.deregister_memory(held)
+            if isinstance(memory, DeviceMemory):
+                memory.close()
         self._held.clear()
         self._agent = None
 
     def _descs(self, regions: Sequence[Region]) -> Any:
-        return self._agent.get_xfer_descs([(r.address, r.nbytes, r.device) for r in regions], mem_type=HOST)
+        places = [(region.address, region.nbytes, max(region.device, 0)) for region in regions]
+        return self._agent.get_xfer_descs(places, mem_type=_kind(regions))
 
 
 class Transfer:
@@ -147,6 +166,23 @@ class Transfer:
             print(f"slimx: a transfer to {self.peer} cannot be called back: {first_words(error)}", flush=True)
 
 
+def region_of(memory: torch.Tensor | DeviceMemory) -> Region:
+    """Where registered memory is."""
+    if isinstance(memory, DeviceMemory):
+        return Region(memory.address, memory.size, -1 if memory.device.index is None else memory.device.index)
+    return Region(memory.data_ptr(), len(memory))
+
+
+def current(memory: torch.Tensor | DeviceMemory) -> AbstractContextManager[object]:
+    """Make the GPU of registered memory current in this thread: UCX moves such memory by the thread's CUDA context."""
+    return torch.cuda.device(memory.device) if isinstance(memory, DeviceMemory) else nullcontext()
+
+
+def _kind(regions: Sequence[Region]) -> str:
+    """NIXL's name of the memory that `regions` are in, all in the same kind."""
+    return HOST if regions[0].device < 0 else GPU
+
+
 def load_nixl() -> Any:
     """NIXL's Python interface. Raises SlimxError where it is not installed, or does not load."""
     try:
@@ -154,7 +190,7 @@ def load_nixl() -> Any:
     except ImportError as error:
         raise SlimxError(
             f"publish.transport=nixl needs NIXL, which cannot be imported ({error}); install nixl-cu13 as "
-            "requirements/cpu.txt pins it, or set publish.transport=gloo",
+            "requirements/ pins it, or set publish.transport=disk",
             code="direct.nixl",
             about="publish.transport",
         ) from None

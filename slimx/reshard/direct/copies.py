@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -54,3 +55,19 @@ def in_flight(packed: PackedBucket) -> tuple[int, int]:
     """Numbers of the publication in which a bucket is on its way, and of the bucket."""
     transfer, bucket = packed.path.removeprefix(IN_FLIGHT).split("/")
     return int(transfer), int(bucket)
+
+
+def shares_of(packed: PackedBucket, count: int) -> list[PackedBucket]:
+    """What each of an engine's `count` receivers takes of a bucket: as many targets, or the only one."""
+    if len(packed.targets) == 1:
+        return [packed] * count
+    each = len(packed.targets) // count
+    return [replace(packed, targets=packed.targets[at * each : (at + 1) * each]) for at in range(count)]
+
+
+def together(packed: PackedBucket, landed: Sequence[PackedBucket]) -> PackedBucket:
+    """A bucket as an engine's server opens it, of which its receivers have `landed` their shares."""
+    first, *_ = paths = [path for part in landed for path in (part.path, *part.others)]
+    whole = len(packed.targets) == 1
+    targets = landed[0].targets if whole else tuple(target for part in landed for target in part.targets)
+    return PackedBucket(first, packed.size, targets, tuple(paths[1:]))

@@ -29,7 +29,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     address: int
     nbytes: int
-    device: int = 0
+    device: int = -1
+    """Number of the GPU, in the process that has it; -1: host memory."""
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):

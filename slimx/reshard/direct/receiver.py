@@ -12,14 +12,17 @@ import numpy as np
 import torch
 
 from slimx.reshard.direct import SLOTS
-from slimx.reshard.direct.agent import Agent, LinkError
+from slimx.reshard.direct.agent import Agent, LinkError, current, region_of
 from slimx.reshard.direct.copies import in_flight
 from slimx.reshard.direct.deltas import Held
-from slimx.reshard.direct.offer import Notice, Offer, Region, arrivals
+from slimx.reshard.direct.offer import Notice, Offer, arrivals
 from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, spread
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.transports.device import DeviceMemory
 from slimx.reshard.transports.memory import MemoryFile
 
 LOOK_S = 0.001
@@ -38,25 +41,30 @@ class Invitation:
     """Seconds in which a bucket must have come."""
     item: int = 0
     """Bytes of an element where changes travel (`publish.delta`), 0 where whole runs do."""
-    machines: int = 1
-    """Machines of the engine. Each has a receiver, for the ranks that are there."""
+    gpu: int | None = None
+    """Number, in the receiver's process, of the GPU in whose memory it takes them; None: host memory."""
 
 
 class Receiver:
-    """The memory of one engine for its ranks on one machine. `landed` is called for one bucket after the other."""
+    """Memory for ranks of one engine on one machine: the host's for all of them, or a GPU's for the one that is there.
+    `landed` is called for one bucket after the other."""
 
     def __init__(
-        self, parts: Sequence[Plan], name: str, host: str, *, deadline_s: float, item: int = 0, machines: int = 1
+        self, parts: Sequence[Plan], name: str, host: str, *, deadline_s: float, item: int = 0, gpu: int | None = None
     ):
-        """`parts`: by rank the plan of what it takes (`slimx.reshard.plan.dealing.only`). `name`: of the engine's
-        agent. `deadline_s`, `item` and `machines`: as in `Invitation`."""
-        self.machines = machines
+        """`parts`: by rank the plan of what it takes (`slimx.reshard.plan.dealing.only`). `name`: of its agent.
+        `deadline_s`, `item` and `gpu`: as in `Invitation`."""
         self.name, self.deadline_s, self.item = name, deadline_s, item
         self._parts = [PlannedBuckets(part) for part in parts]
         self._runs, room = arrivals(list(parts), item)
         self._held = Held(item, parts[0].count) if item else None
         self.agent = Agent(name, host)
-        self._slots = [self.agent.register(room) for _ in range(min(SLOTS, parts[0].count))]
+        self._slots = [
+            self.agent.register(room) if gpu is None else self.agent.register_gpu(room, gpu)
+            for _ in range(min(SLOTS, parts[0].count))
+        ]
+        self._landing: DeviceMemory | None = None
+        """Memory of a GPU that buckets are made in, one after the other."""
         self._come: dict[tuple[int, int], set[int]] = {}
         """By transfer and bucket the trainer ranks whose bytes are here."""
         self._copies: dict[tuple[int, int], np.ndarray | None] = {}
@@ -75,11 +83,11 @@ class Receiver:
             host,
             deadline_s=invitation.deadline_s,
             item=invitation.item,
-            machines=invitation.machines,
+            gpu=invitation.gpu,
         )
 
     def offer(self) -> Offer:
-        slots = tuple(Region(slot.data_ptr(), len(slot)) for slot in self._slots)
+        slots = tuple(map(region_of, self._slots))
         return Offer(self.name, self.agent.metadata, slots, tuple(self._runs), self.item)
 
     def bases(self) -> list[int]:
@@ -89,19 +97,20 @@ class Receiver:
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
         """A bucket, with the tensors of the ranks here, once it has come, for the time of the block: each rank's part
-        in memory of its own, which whoever has opened it keeps beyond the block.
+        in memory of its own. Whoever has opened the host's keeps it beyond the block; a GPU's is the next bucket's.
 
         Raises LinkError naming the trainer ranks whose bytes have not come in time.
         """
         transfer, bucket = in_flight(packed)
-        self._wait(transfer, bucket)
+        with current(self._slots[0]):
+            self._wait(transfer, bucket)
         if self._held is not None:
             runs = [run for run in self._runs if run.bucket == bucket]
-            self._held.take(self.name, bucket, transfer, runs, self._slot(bucket))
+            self._held.take(self.name, bucket, transfer, runs, self._slots[bucket % len(self._slots)])
         forms = [part.form(bucket) for part in self._parts]
-        # A server is told one size for all its machines; memory that nobody writes to takes none.
-        size = packed.size if self.machines > 1 else max(form.size for form in forms)
-        files = [MemoryFile(size) for _ in forms]
+        # A server is told one size, that of its largest rank; host memory that nobody writes to takes none.
+        size = packed.size
+        files = [self._place(size) for _ in forms]
         try:
             for rank, file in enumerate(files):
                 self._put(rank, bucket, file)
@@ -112,7 +121,8 @@ class Receiver:
             yield PackedBucket(files[0].path, size, targets, tuple(file.path for file in files[1:]))
         finally:
             for file in files:
-                file.close()
+                if isinstance(file, MemoryFile):
+                    file.close()
 
     def close(self) -> None:
         """Give the memory back; a wait under way ends."""
@@ -120,6 +130,8 @@ class Receiver:
         with self._lock:
             self._slots.clear()
             self.agent.close()
+            if self._landing is not None:
+                self._landing.close()
 
     def _wait(self, transfer: int, bucket: int) -> None:
         runs = [run for run in self._runs if run.bucket == bucket]
@@ -150,22 +162,45 @@ class Receiver:
         with self._lock:
             return [] if self._closed.is_set() else list(self.agent.notices())
 
-    def _slot(self, bucket: int) -> torch.Tensor:
-        return self._slots[bucket % len(self._slots)]
+    def _place(self, size: int) -> MemoryFile | DeviceMemory:
+        """Memory for one rank's part of a bucket."""
+        if isinstance(slot := self._slots[0], torch.Tensor):
+            return MemoryFile(size)
+        if self._landing is None or self._landing.size < size:
+            if self._landing is not None:
+                self._landing.close()
+            self._landing = DeviceMemory(size, slot.device)
+        self._landing.clear()  # of another bucket's bytes: nobody writes what pads a tensor, which is zero
+        return self._landing
 
-    def _put(self, rank: int, bucket: int, file: MemoryFile) -> None:
+    def _put(self, rank: int, bucket: int, place: MemoryFile | DeviceMemory) -> None:
         """Put the runs of `bucket` for `rank` where its tensors are."""
         if (rank, bucket) not in self._copies:
-            part, slot = self._parts[rank], self._slot(bucket)
-            copies = [
-                spread(
-                    pieces_of(part.plan, part.plan.moves_of(run.source, bucket), part.form(bucket), None),
-                    slot[run.offset : run.offset + run.nbytes] if self._held is None else self._held.run(run),
-                )
-                for run in self._runs
-                if (run.bucket, run.rank) == (bucket, rank)
-            ]
-            self._copies[rank, bucket] = np.concatenate(copies) if copies else None
+            self._copies[rank, bucket] = self._records(rank, bucket)
+        pieces = self._copies[rank, bucket]
+        if pieces is None:
+            return
         # The senders' shares of the checksums cover these bytes: what happens to them here is found by a receiver.
-        if (pieces := self._copies[rank, bucket]) is not None:
-            kernel.pack(pieces, file.bytes, np.zeros(1, np.uint64))
+        if isinstance(place, MemoryFile):
+            kernel.pack(pieces, place.bytes, np.zeros(1, np.uint64))
+            return
+        with current(place):
+            names, device = [f"bucket {bucket} of {self.name}"], place.device
+            copies = DevicePlan(pieces, bucket_bytes=place.size, names=names, bucket=str(bucket), device=device)
+            sums, flags = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+            kernel_cuda.pack_at(copies, place.address, sums, flags)
+            kernel_cuda.results(copies, sums)  # when the copies have ended
+
+    def _records(self, rank: int, bucket: int) -> np.ndarray | None:
+        """Records that put what came of `bucket` where the tensors of `rank` are; None: nothing comes."""
+        part, slot = self._parts[rank], self._slots[bucket % len(self._slots)]
+        memory = slot if isinstance(slot, torch.Tensor) else slot.bytes
+        copies = [
+            spread(
+                pieces_of(part.plan, part.plan.moves_of(run.source, bucket), part.form(bucket), None),
+                memory[run.offset : run.offset + run.nbytes] if self._held is None else self._held.run(run),
+            )
+            for run in self._runs
+            if (run.bucket, run.rank) == (bucket, rank)
+        ]
+        return np.concatenate(copies) if copies else None

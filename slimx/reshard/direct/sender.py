@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from bisect import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from slimx.errors import SlimxError
 from slimx.reshard.direct import SLOTS
-from slimx.reshard.direct.agent import Agent, LinkError, Transfer
+from slimx.reshard.direct.agent import Agent, LinkError, Transfer, current, region_of
 from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.deltas import Sent
 from slimx.reshard.direct.offer import Notice, Offer, Region, Run, room_of, sizes_of_runs
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
+from slimx.reshard.transports.device import DeviceMemory
 
 LOOK_S = 0.0005
 """Seconds between two looks at the writes under way."""
@@ -59,15 +61,22 @@ class Engine:
 class Sender:
     """Packs this rank's part of each bucket for all engines in one go, and writes to each engine what is its own."""
 
-    def __init__(self, packer: Packer, name: str, host: str, *, ranks: int, item: int = 0):
-        """`packer`: of a plan whose targets are `ranks` ranks of each engine, engine by engine. `item`: bytes of an
-        element where changes travel (`publish.delta`), 0 where whole runs do."""
-        self.packer, self.ranks, self.item, self.agent = packer, ranks, item, Agent(name, host)
+    def __init__(
+        self, packer: Packer, name: str, host: str, *, edges: Sequence[int], item: int = 0, on_gpu: bool = False
+    ):
+        """`packer`: of a plan of which receiver e is written targets `edges[e]` to `edges[e + 1]`. `item`: bytes of an
+        element where changes travel (`publish.delta`), 0 where whole runs do. `on_gpu`: whether the ring is in the
+        memory of the rank's GPU; it is not where changes travel."""
+        self.packer, self.edges, self.item, self.agent = packer, edges, item, Agent(name, host)
         self._buckets = PlannedBuckets(packer.plan)
         self._known: dict[int, dict[int, int]] = {}
         sizes = [self._sizes(bucket).values() for bucket in range(packer.plan.count)]
         room = max(sum(room_of(nbytes, item) for nbytes in own) for own in sizes)
-        self._ring = [self.agent.register(room) for _ in range(min(SLOTS, packer.plan.count))]
+        pinned = packer.device.type == "cuda"
+        self._ring = [
+            self.agent.register_gpu(room, packer.device) if on_gpu else self.agent.register(room, pinned=pinned)
+            for _ in range(min(SLOTS, packer.plan.count))
+        ]
         self._sent = Sent(item) if item else None
         self._packed = torch.empty(max(map(sum, sizes)), dtype=torch.uint8) if item else None
         """A part of a bucket, packed, before it is compared."""
@@ -81,7 +90,7 @@ class Sender:
     @property
     def nbytes(self) -> int:
         """Bytes of the ring."""
-        return sum(len(slot) for slot in self._ring)
+        return sum(region_of(slot).nbytes for slot in self._ring)
 
     @property
     def kept(self) -> int:
@@ -97,13 +106,11 @@ class Sender:
         runs: dict[int, list[Run]] = {bucket: [] for bucket in range(self.packer.plan.count)}
         for run in offer.runs:
             runs.setdefault(run.bucket, []).append(run)
-        first = number * self.ranks
+        first, end = self.edges[number : number + 2]
         for bucket, own in runs.items():
             packed = self._sizes(bucket) if bucket < self.packer.plan.count else {}
             wanted = {first + run.rank: run.nbytes for run in own}
-            if offer.item != self.item or wanted != {
-                t: nbytes for t, nbytes in packed.items() if first <= t < first + self.ranks
-            }:
+            if offer.item != self.item or wanted != {t: nbytes for t, nbytes in packed.items() if first <= t < end}:
                 raise SlimxError(
                     f"engine {offer.engine} expects other bytes of bucket {bucket} than trainer rank "
                     f"{self.packer.rank} packs for it; run the same slimx on every machine",
@@ -132,12 +139,14 @@ class Sender:
         slot = bucket % len(self._ring)
         failed = self._vacate(slot)
         taking = {number: base for number, base in engines.items() if number not in failed}
-        if self._sent is None:
-            run, share = self.packer.pack_run(bucket, self._ring[slot])
-            placed = self._places(bucket)
+        ring = self._ring[slot]
+        if isinstance(ring, DeviceMemory):
+            share, placed = self.packer.pack_run_at(bucket, ring.address), self._places(bucket)
+        elif self._sent is None:
+            share, placed = self.packer.pack_run(bucket, ring)[1], self._places(bucket)
         else:
             run, share = self.packer.pack_run(bucket, self._packed)
-            placed = self._compare(bucket, transfer, taking, run, self._ring[slot])
+            placed = self._compare(bucket, transfer, taking, run, ring)
         with self._lock:
             written = sum(self._queue(number, bucket, transfer, slot, placed) for number in taking)
         self._look()
@@ -173,13 +182,14 @@ class Sender:
 
     def _watch(self) -> None:
         """Keep writes going until the sender is closed."""
-        while True:
-            self._wake.wait()
-            if self._closed:
-                return
-            self._wake.clear()
-            while self._look() and not self._closed:
-                time.sleep(LOOK_S)
+        with current(self._ring[0]):
+            while True:
+                self._wake.wait()
+                if self._closed:
+                    return
+                self._wake.clear()
+                while self._look() and not self._closed:
+                    time.sleep(LOOK_S)
 
     def _look(self) -> bool:
         """Look at everything under way, and begin what has its turn; True while there is anything left to do."""
@@ -206,7 +216,7 @@ class Sender:
         """Write what has changed for the engines `taking` in `packed` into `slot`; by target where it is."""
         placed, start, offset = {}, 0, 0
         for target, nbytes in self._sizes(bucket).items():
-            if (base := taking.get(target // self.ranks)) is not None:
+            if (base := taking.get(bisect(self.edges, target) - 1)) is not None:
                 fresh, place = packed[start : start + nbytes], slot[offset : offset + room_of(nbytes, self.item)]
                 length = self._sent.write(bucket, target, fresh, place, transfer=transfer, base=base)
                 placed[target] = Region(place.data_ptr(), length)
@@ -215,9 +225,10 @@ class Sender:
 
     def _places(self, bucket: int) -> dict[int, Region]:
         """By target where its run of `bucket` is, in the bucket's slot, if runs travel as they are."""
-        placed, address = {}, self._ring[bucket % len(self._ring)].data_ptr()
+        placed, ring = {}, region_of(self._ring[bucket % len(self._ring)])
+        address = ring.address
         for target, nbytes in self._sizes(bucket).items():
-            placed[target] = Region(address, nbytes)
+            placed[target] = Region(address, nbytes, ring.device)
             address += nbytes
         return placed
 
@@ -227,7 +238,7 @@ class Sender:
         if not (runs := engine.runs[bucket]):
             return 0
         place = engine.offer.slots[bucket % len(engine.offer.slots)]
-        here = [placed[number * self.ranks + run.rank] for run in runs]
+        here = [placed[self.edges[number] + run.rank] for run in runs]
         there = [
             Region(place.address + run.offset, own.nbytes, place.device) for run, own in zip(runs, here, strict=True)
         ]

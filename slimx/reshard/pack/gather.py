@@ -1,7 +1,7 @@
 """One rank's share in filling buckets: ranks of one machine write into memory that they share, others send theirs.
 
 one machine       each engine rank's part of a bucket is in the memory of another trainer rank
-several machines  a bucket is in the publisher's memory, as its courier takes it there
+several machines  a bucket is in the publisher's memory, which writes it to a file (an export, `disk`)
 """
 
 from __future__ import annotations

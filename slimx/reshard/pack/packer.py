@@ -93,6 +93,11 @@ class Packer:
         run = torch.empty(size, dtype=torch.uint8, device=self.device)
         return run, self._launch(bucket, part, pieces, size, run.data_ptr(), compacted=True)
 
+    def pack_run_at(self, bucket: int, address: int) -> Share:
+        """`pack_run` into memory of this rank's GPU at `address`, which has room for it; returns when it is there."""
+        pieces, size = compact(self._records(bucket, 0))
+        return self._launch(bucket, 0, pieces, size, address, compacted=True)
+
     def _records(self, bucket: int, part: int) -> np.ndarray:
         if (bucket, part) not in self._pieces:
             moves = self.plan.moves_of(self.rank, bucket)

@@ -81,6 +81,18 @@ def deal(plan: Plan, *, ranks: int, engines: int = 1, links: Sequence[int] = (),
     return Plan(plan.precision, plan.parameters, plan.buckets * engines, moved[order], plan.unread)
 
 
+def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
+    """(Copies of `plan`, one engine's, that engines of so many `receivers` each take together; first target of each
+    receiver in a plan dealt out for that many, and the end of all).
+
+    An engine's receivers share the targets of its ranks; one target that all ranks take (Hugging Face names) goes to
+    each of them."""
+    if plan.targets == 1:
+        return sum(receivers), list(range(sum(receivers) + 1))
+    edges = [e * plan.targets + at * plan.targets // count for e, count in enumerate(receivers) for at in range(count)]
+    return len(receivers), [*edges, len(receivers) * plan.targets]
+
+
 def link_load(dealt: Plan, *, ranks: int, links: Sequence[int] = ()) -> LinkLoad:
     """Bytes by link of a dealt plan; `ranks` and `links` as `deal` has them."""
     wire = wire_bytes(dealt)

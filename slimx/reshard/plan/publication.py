@@ -43,7 +43,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     if config.publish.on_device and device == "cpu":
         raise SlimxError(
             f"publish.transport={config.publish.transport} moves weights from GPU to GPU, and this run is on the CPU "
-            "(cluster.device); set it to memory, gloo or disk",
+            "(cluster.device); set it to memory, nixl or disk",
             code="publish.transport_on_cpu",
             about="publish.transport",
         )

@@ -103,7 +103,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     if machine != here:
         raise SlimxError(
             f"the bucket on GPU {gpu} belongs to another machine; cuda_ipc needs trainers and engines on one: set "
-            "publish.transport=nccl",
+            "publish.transport=nixl",
             code="bucket.machine",
             about=path,
         )

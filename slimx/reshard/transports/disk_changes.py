@@ -7,7 +7,7 @@ A bucket is whole in one file, and later versions have what has changed in it (`
     version-000005/bucket-00000.delta          changes to the bytes of version 4
     version-000006/bucket-00000.delta          changes to those of version 5
 
-The courier (`ChangesShelf`) keeps the bytes that it wrote last. The process beside an engine (`ChainReader`) keeps
+The writer (`ChangesShelf`) keeps the bytes that it wrote last. The process beside an engine (`ChainReader`) keeps
 those that it read last, and reads whatever files of the chain lie behind them: one, or after a restart all of them. The
 whole tensors are proven afterwards, as ever.
 """

@@ -47,7 +47,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
     try:
         if not _offered(path):
             raise SlimxError(
-                f"{path} is no bucket of a run of this user, neither memory of a trainer or courier nor a file of a "
+                f"{path} is no bucket of a run of this user, neither memory of a trainer nor a file of a "
                 "version on disk; it is not opened",
                 code="bucket.foreign",
                 about=path,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from slimx.config import load_config
-from slimx.config.names import ALIASES, RENAMED
+from slimx.config.names import ALIASES, RENAMED, REPLACED
 from slimx.config.schema import Config
 from tests.refusals import refused
 
@@ -51,6 +51,17 @@ def test_a_key_of_the_version_before_is_taken_with_a_notice_of_its_name(tmp_path
         config = load_config(file_with(tmp_path), [override])
     new = f"{old.rpartition('.')[0]}.{RENAMED[old]}"
     assert read(config) and len(told) == 1 and old in str(told[0].message) and new in str(told[0].message)
+
+
+@pytest.mark.parametrize("old", REPLACED["publish.transport"])
+def test_a_value_of_the_version_before_is_taken_with_a_notice_of_what_took_its_place(tmp_path: Path, old: str) -> None:
+    file = file_with(tmp_path, publish={"transport": old})
+    for overrides in ([], [f"publish.transport={old}"]):
+        with pytest.warns(FutureWarning) as told:
+            config = load_config(file, overrides)
+        assert config.publish.transport == "nixl" and all(old in str(one.message) for one in told)
+    with refused("config.schema", about="publish.transport"):
+        load_config(file, ["publish.transport=[gloo]"])
 
 
 @pytest.mark.filterwarnings("error")

@@ -10,8 +10,10 @@ import pytest
 import ray
 
 from slimx.cluster import waiting
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource
+from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.errors import PartLost, SlimxError
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import Sizes
 from slimx.reshard.direct.agent import LinkError
 from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer
@@ -19,11 +21,22 @@ from slimx.reshard.direct.receiver import Invitation
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Share
 from slimx.reshard.parties import LocalRecipient, TransportLost
-from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
-from tests.unit.reshard.gather_stand import WORLD, plan
+from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, plan
 
 EVERY_FULL = 4
+
+
+def hf_plan() -> Plan:
+    """The plan of tensors with Hugging Face names."""
+    return compile_plan(
+        MegatronLayout(MODEL.table, SIZES).parts(),
+        checkpoint_parts(MODEL.table),
+        precision=Precision("float32", "bfloat16"),
+        bucket_bytes=10**6,
+    )
 
 
 class Rank:
@@ -41,21 +54,23 @@ class Rank:
 class Senders:
     """Trainer ranks that note what they are asked to send."""
 
-    def __init__(self, plan: Plan, engines: int):
-        self.tensors = sum(len(target[0].tensors) for target in plan.buckets) * engines
-        self.item = self.ranks = -1
+    def __init__(self, plan: Plan, copies: int):
+        self.published = plan
+        self.tensors = sum(len(target[0].tensors) for target in plan.buckets) * copies
+        self.item, self.edges, self.on_gpus = -1, [], False
         self.met: list[int] = []
         """Numbers of what they got to know the memory of."""
         self.sent: list[dict[int, int]] = []
-        self.actors = [Rank()]
+        self.actors = [Rank() for _ in range(WORLD)]
         self.fails: SlimxError | None = None
         self.fails_to: dict[int, dict[int, str]] = {}
         """By rank the engines that it cannot write to, and why."""
         self.unmet: dict[int, SlimxError] = {}
         """Errors of the meeting with engines."""
 
-    async def prepare_direct(self, dealt: Plan, ranks: int, item: int) -> None:
-        self.item, self.ranks = item, ranks
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+        assert dealt.targets == edges[-1]
+        self.item, self.edges, self.on_gpus = item, edges, on_gpus
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         self.met.append(engine)
@@ -74,11 +89,16 @@ class Engine(LocalRecipient):
     def __init__(self, name: str, machines: int):
         self.name, self.asked, self.held, self.machines = name, 0, [0], machines
         self.invited: list[int] = []
+        self.parts: list[int] = []
+        self.gpus: list[int | None] = []
+        """By invitation the ranks whose bytes it brings, and the GPU that takes them."""
         self.waits = False
         self.fails: SlimxError | None = None
 
     async def join(self, invitations: list[Invitation]) -> list[Offer]:
         self.invited += [invitation.item for invitation in invitations]
+        self.parts += [len(invitation.parts) for invitation in invitations]
+        self.gpus += [invitation.gpu for invitation in invitations]
         return [Offer(invitation.name, b"", (), ()) for invitation in invitations]
 
     async def receive(self, packed: object, bucket: int) -> None:
@@ -93,18 +113,16 @@ class Engine(LocalRecipient):
 
 
 class Stand:
-    def __init__(self, every_full: int | None, machines: int = 1):
-        self.plan = plan(10**6)
-        assert self.plan.count == 1 and self.plan.targets == 2
-        self.engines = [Engine("e0", machines), Engine("e1", machines)]
-        self.senders = Senders(self.plan, len(self.engines))
+    def __init__(self, every_full: int | None, machines: tuple[int, int] = (1, 1), *, hf: bool = False):
+        """`machines`: of each engine. `hf`: a plan whose only target all ranks of an engine take."""
+        self.plan = hf_plan() if hf else plan(10**6)
+        assert self.plan.count == 1 and self.plan.targets == (1 if hf else 2)
+        self.engines = [Engine(f"e{number}", count) for number, count in enumerate(machines)]
+        self.senders = Senders(self.plan, sum(machines) if hf else len(machines))
         self.delivery = DirectDelivery(
             self.senders,
-            self.plan,
-            ["e0", "e1"],
-            ranks=WORLD,
+            {engine.name: [None] * engine.machines for engine in self.engines},
             step_deadline_s=10,
-            machines=machines,
             changes=None if every_full is None else (2, every_full),
         )
 
@@ -269,9 +287,9 @@ async def test_ranks_that_meet_no_engine_cost_none_and_one_that_no_rank_meets_is
 
 
 async def test_trainer_ranks_write_to_every_machine_of_an_engine_which_is_lost_with_one_of_them() -> None:
-    stand = Stand(EVERY_FULL, machines=2)
+    stand = Stand(EVERY_FULL, machines=(2, 2))
     assert await stand.publish(0, 1) == dict.fromkeys(range(4), 0)
-    assert stand.senders.ranks == 1 and sorted(stand.senders.met) == [0, 1, 2, 3]
+    assert stand.senders.edges == [0, 1, 2, 3, 4] and sorted(stand.senders.met) == [0, 1, 2, 3]
     assert await stand.publish(1) == {2: 1, 3: 1}
     stand.senders.fails_to = {0: {3: "the link broke"}}
     assert await stand.publish(0, 1) == {0: 1, 1: 1, 2: 2, 3: 2}
@@ -279,3 +297,39 @@ async def test_trainer_ranks_write_to_every_machine_of_an_engine_which_is_lost_w
     assert ours is None and (theirs.code, theirs.about) == ("direct.unreached", "trainer rank 0")
     await DirectSource(stand.delivery).gather(0)
     assert stand.senders.sent[-1] == {0: 1, 1: 1}, "neither of its machines gets anything more"
+
+
+async def test_every_machine_of_an_engine_gets_all_tensors_that_have_hugging_faces_names() -> None:
+    """Engines over other numbers of machines take such a plan: no layout fits them all."""
+    stand = Stand(EVERY_FULL, machines=(2, 1), hf=True)
+    assert await stand.publish(0, 1) == dict.fromkeys(range(3), 0)
+    assert stand.senders.edges == [0, 1, 2, 3] and sorted(stand.senders.met) == [0, 1, 2]
+    assert [engine.parts for engine in stand.engines] == [[1, 1], [1]]
+    assert await stand.publish(1) == {2: 1}
+
+
+async def test_fewer_ranks_deal_out_their_own_plan() -> None:
+    stand = Stand(None)
+    await stand.publish(0, 1)
+    assert set(stand.delivery.dealt.moved["source"].tolist()) == set(range(WORLD))
+    stand.senders.actors.pop()
+    stand.senders.published = plan(10**6, Sizes(data=WORLD - 1))
+    stand.delivery.renew()
+    await stand.publish(0, 1)
+    assert set(stand.delivery.dealt.moved["source"].tolist()) == set(range(WORLD - 1))
+
+
+def test_receivers_are_one_a_machine_or_one_a_gpu_that_takes_anything() -> None:
+    machines = {"e0": 1, "e1": 2}
+    assert receivers_of(machines, None) == {"e0": [None], "e1": [None, None]}
+    assert receivers_of(machines, 4) == {"e0": [0, 1, 2, 3], "e1": [0, 1, 0, 1]}
+    assert receivers_of(machines, 1) == {"e0": [0], "e1": [0, 0]}, "the others copy from the first one"
+
+
+async def test_each_engine_rank_on_a_gpu_is_invited_by_itself() -> None:
+    stand = Stand(None)
+    stand.delivery = DirectDelivery(stand.senders, receivers_of({"e0": 1, "e1": 1}, 2), step_deadline_s=10)
+    assert await stand.publish(0, 1) == dict.fromkeys(range(4), 0)
+    assert stand.senders.on_gpus and stand.senders.edges == [0, 1, 2, 3, 4]
+    assert [engine.gpus for engine in stand.engines] == [[0, 1]] * 2
+    assert [engine.parts for engine in stand.engines] == [[1, 1]] * 2

@@ -74,9 +74,9 @@ def actor(tmp_path: Path) -> EngineActor:
 
 def test_engine_and_actor_do_every_verb_of_a_publication_as_the_protocol_has_it() -> None:
     verbs = {name: verb for name, verb in vars(Receiver).items() if inspect.iscoroutinefunction(verb)}
-    assert set(engine_actor.OVER_CHANNEL) < verbs.keys() and set(BEFORE_BEGIN) < verbs.keys()
+    assert set(engine_actor.BESIDE) < verbs.keys() and set(BEFORE_BEGIN) < verbs.keys()
     for name, verb in verbs.items():
-        done = getattr(EngineActor if name in engine_actor.OVER_CHANNEL else Engine, name)
+        done = getattr(EngineActor if name in engine_actor.BESIDE else Engine, name)
         wanted, found = (list(inspect.signature(each).parameters.values()) for each in (verb, done))
         assert [each.name for each in found][: len(wanted)] == [each.name for each in wanted], name
         assert all(each.default is not each.empty for each in found[len(wanted) :]), name
@@ -105,7 +105,7 @@ async def test_a_verb_that_the_engine_does_not_answer_ends_at_its_deadline(actor
     assert actor.engine.calls == ["stage 0"]
 
 
-async def test_what_comes_over_the_channel_is_staged_as_it_landed(actor):
+async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(actor):
     class End:
         @asynccontextmanager
         async def landed(self, packed: str) -> AsyncIterator[str]:

@@ -77,19 +77,14 @@ def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> Non
         ({"rollout.engines": [{"urls": [URL], "count": 2}]}, "engines.urls_idle_key"),
         ({"rollout.engines": [{"urls": [URL], "sglang": {"log_level": "info"}}]}, "engines.urls_idle_key"),
         ({"rollout.engines": [{"urls": [URL], "role": "prefill"}]}, "engines.urls_prefill"),
-        ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nccl"}, "engines.urls_transport"),
+        ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nixl"}, "engines.urls_transport"),
         ({"rollout.engines": [{"urls": [URL]}], "schedule.colocate": True}, "engines.urls_colocate"),
         (
             {"rollout.engines": [{"tensor": 16, "nodes": 2}], "publish.transport": "memory"},
             "engines.nodes_transport",
         ),
-        (
-            {"rollout.engines": [{"tensor": 16, "nodes": 2}, {"name": "b", "tensor": 16}], "publish.transport": "nixl"},
-            "engines.nodes_nixl",
-        ),
-        ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nixl"}, "engines.urls_transport"),
         ({"publish.delta": {"every_full": 10}}, "publish.delta_transport"),
-        ({"publish.delta": {"every_full": 10}, "publish.transport": "gloo"}, "publish.delta_transport"),
+        ({"publish.delta": {"every_full": 10}, "publish.transport": "memory"}, "publish.delta_transport"),
         (DELTA_ON_DISK | {"rollout.engines": [{"urls": [URL]}]}, "publish.delta_beside"),
         (DELTA_ON_DISK | {"rollout.engines": [{"tensor": 16, "nodes": 2}]}, "publish.delta_beside"),
         (SPLIT | {"rollout.engines": PAIR[:1]}, "engines.role_missing"),
@@ -134,13 +129,6 @@ def test_changes_on_disk_are_put_together_beside_engines_of_a_run() -> None:
     assert not config_of(**{"publish.transport": "disk"}).publish.changes_on_disk
 
 
-def test_direct_transfers_are_refused_where_they_were_never_proven() -> None:
-    direct = config_of(**{"publish.transport": "nixl"})
-    changes = config_of(**{"publish.transport": "nixl", "publish.delta": {"every_full": 10}})
-    assert asked(changes, "cpu") == [] and asked(changes, "cuda") == ["publish.nixl_device"]
-    assert asked(direct, "cpu") == [] and asked(direct, "cuda") == ["publish.nixl_device"]
-
-
 def test_direct_transfers_are_refused_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert asked(config_of(**{"publish.transport": "nixl"}), "cpu", local_device="cpu") == ["publish.nixl_package"]
@@ -152,7 +140,7 @@ def test_direct_transfers_are_refused_without_their_library(monkeypatch: pytest.
     [
         ({"trainer.world_size": 32}, ["publish.idle_nodes"]),
         ({"trainer.world_size": 8}, []),
-        ({"trainer.world_size": 32, "publish.transport": "gloo"}, []),
+        ({"trainer.world_size": 32, "publish.transport": "nixl"}, []),
         ({"trainer.world_size": 32, "cluster.gpu": None}, ["publish.machines"]),
         ({"trainer.world_size": 8, "cluster.gpu": None, "cluster.nodes": 1}, []),
         ({"trainer.world_size": 8, "cluster.gpu": None, "publish.transport": "auto"}, []),

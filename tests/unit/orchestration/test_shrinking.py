@@ -37,8 +37,8 @@ def test_data_parallel_ranks_become_fewer_by_whole_shards_and_leave_experts_thei
     [
         (Sizes(data=2), "memory", "cpu", 0),
         (Sizes(data=2, expert=2), "memory", "cpu", 1),
-        (Sizes(data=2), "nixl", "cpu", 1),
-        (Sizes(tensor=2), "gloo", "cuda", 2),
+        (Sizes(data=2), "nixl", "cpu", 0),
+        (Sizes(tensor=2), "nixl", "cuda", 2),
     ],
 )
 def test_what_cannot_shrink_or_was_never_seen_to_is_refused(

@@ -14,6 +14,7 @@ from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.recovery import Recovery
+from slimx.config.sections.schedule import Schedule
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_same
@@ -192,12 +193,13 @@ def test_what_recovery_was_never_proven_with_is_refused(changed: dict[str, Any],
     Config.model_validate(values | {"recovery": {}} | {"checkpoint": {}})
 
 
-@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
-def test_a_transport_that_new_trainers_were_never_proven_with_is_refused_when_it_is_chosen(transport: str) -> None:
-    def found(transport: str, replaced: int) -> list[str]:
-        facts = {"recovery": Recovery(trainers=replaced), "publish": Publish(transport=transport), "device": "cpu"}
+def test_a_transport_that_new_trainers_were_never_proven_with_is_refused_when_it_is_chosen() -> None:
+    def found(transport: str, replaced: int, device: str = "cpu") -> list[str]:
+        publish = Publish(transport=transport, staging="bucket")
+        facts = {"recovery": Recovery(trainers=replaced), "publish": publish, "device": device, "schedule": Schedule()}
         return [problem.code for problem in broken([recovers_beside], facts)]
 
-    assert found(transport, 1) == ["recovery.transport"]
-    assert found(transport, 0) == []
-    assert all(found(proven, 1) == [] for proven in ("memory", "gloo", "disk", "nixl"))
+    assert found("cuda_ipc", 1) == ["recovery.transport"]
+    assert found("cuda_ipc", 0) == []
+    assert found("nixl", 1, "cuda") == ["recovery.transport"]
+    assert all(found(proven, 1) == [] for proven in ("memory", "disk", "nixl"))

@@ -20,7 +20,7 @@ SHALLOW = QWEN3_30B | {"num_hidden_layers": 2}
 RUN_30B = (
     "trainer={world_size: 8, tensor: 4, expert: 8, expert_tensor: 1}",
     "rollout.engines=[{tensor: 4, expert: 4, count: 2}]",
-    "publish.transport=gloo",  # engines are on another node than trainers where nodes are known
+    "publish.transport=nixl",  # engines are on another node than trainers where nodes are known
 )
 
 

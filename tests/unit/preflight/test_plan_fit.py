@@ -70,11 +70,12 @@ def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):
     code, text = plan(
         QWEN3_30B,
         "schedule={colocate: true, max_staleness: 1, updates_per_step: 5}",
-        "publish.transport=nccl",
+        "trainer.moe.routing_replay=R3",
+        "rollout.routed_experts=false",
         "eval.prompts=held_out.jsonl",
     )
     assert code == 2
-    for part in ("schedule.max_staleness exclude", "updates_per_step 5 does not divide", "publish.transport=nccl"):
+    for part in ("schedule.max_staleness exclude", "updates_per_step 5 does not divide", "routing_replay is R3"):
         assert part in text
 
 
@@ -204,10 +205,10 @@ def test_bytes_go_over_the_links_between_the_ranks(plan):
         assert sum(link["nbytes"] for link in found["links"]) == found["publication"]["nbytes"]
         return {link["link"]: link["nbytes"] for link in found["links"]}
 
-    assert set(links("publish.transport=nccl")) == {"network"}, "trainers fill the first node"
-    engines = "{tensor: 4, expert: 4, count: 2, sglang: {moe_runner_backend: triton}}"
-    tray = "cluster.gpu=gb300", f"rollout.engines=[{engines}]"
-    assert set(links("publish.transport=nccl", *tray)) == {"NVLink"}, "one domain of 72"
+    assert set(links("publish.transport=nixl")) == {"network"}, "trainers fill the first node"
+    shared = links("publish.transport=nixl", "trainer={world_size: 4, tensor: 4, expert: 4, expert_tensor: 1}")
+    assert set(shared) == {"network", "host memory (PCIe)"}, "the first engine is on the trainers' node"
+    assert shared["network"] == shared["host memory (PCIe)"]
     assert set(links("publish.transport=memory", "schedule.colocate=true")) == {"host memory (PCIe)"}
     own = links("publish.transport=cuda_ipc", "schedule.colocate=true")
     assert set(own) == {"one GPU", "NVLink"}

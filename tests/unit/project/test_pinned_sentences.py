@@ -75,6 +75,6 @@ def test_a_sentence_is_found_wherever_it_is_pinned(source):
 
 def test_names_values_and_data_are_no_sentences():
     source = (
-        'assert "publish.transport=nccl on rank 0 of 2" in text and told == ("engine.silent", "version 7 of actor")'
+        'assert "publish.transport=nixl on rank 0 of 2" in text and told == ("engine.silent", "version 7 of actor")'
     )
     assert not list(pinned(ast.parse(source)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slimx.reshard.kernels import cuda as kernel_cuda
-from slimx.reshard.transports import device, landing
+from slimx.reshard.transports import device
 
 CSRC = Path(__file__).parents[3] / "csrc"
 EMULATION = Path(__file__).with_name("cuda_emulation")
@@ -42,8 +42,7 @@ def use_emulator(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="emulated"))
-    for module in (device, landing):
-        monkeypatch.setattr(module, "tensor_at", memory_at)
+    monkeypatch.setattr(device, "tensor_at", memory_at)
     return kernel_cuda.load(library)
 
 

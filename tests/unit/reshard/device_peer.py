@@ -1,4 +1,4 @@
-"""A process beside the emulated device's owner: another trainer rank, a courier, the process beside an engine."""
+"""A process beside the emulated device's owner: another trainer rank, an engine's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.reshard.packed import PackedBucket
-from slimx.reshard.transports.collective import Meeting, Sending
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
-from slimx.reshard.transports.landing import Landing, bytes_of
 from tests.unit.reshard.cuda_stand import DEVICE, memory_at, use_emulator
 from tests.unit.reshard.transport_peer import Rank
 
@@ -20,7 +17,7 @@ class DeviceRank(Rank):
 
     def emulate(self, library: str) -> str:
         self.library: ctypes.CDLL = use_emulator(Path(library), pytest.MonkeyPatch())
-        self.landing, self.memory = Landing(), None
+        self.memory = None
         return "ready"
 
     def allocate(self, size: int, value: int) -> str:
@@ -42,25 +39,3 @@ class DeviceRank(Rank):
         """Open it and never close it."""
         opened(path, 1).__enter__()
         return "held"
-
-    # Two ends of a channel -------------------------------------------------------------------------------------------
-
-    def meet(self, engine: str, deadline_s: float) -> Meeting:
-        self.opening = Sending.open(engine, 3, ranks=1, host="127.0.0.1", backend="gloo", deadline_s=deadline_s)
-        return self.opening.meeting
-
-    def await_engine(self) -> str:
-        self.sending = self.opening.join()
-        return "joined"
-
-    def send(self, packed: PackedBucket) -> str:
-        with bytes_of(packed) as data:
-            self.sending.broadcast(data)
-        return "sent"
-
-    def land(self, packed: PackedBucket) -> PackedBucket:
-        """What arrives next, where it landed."""
-        with self.landing.of(packed) as (landed, memory):
-            memory.fill_(0)
-            self.channel.receive(memory)
-            return landed

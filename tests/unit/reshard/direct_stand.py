@@ -20,13 +20,16 @@ from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.dealing import deal, only
+from slimx.reshard.transports.device import DeviceMemory, fetch
 from slimx.reshard.transports.memory import open_memory
 from tests.unit.layout.layout_stand import Tensors, held_by_trainers
+from tests.unit.reshard.cuda_stand import DEVICE
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, WORLD, dressed, plan
 from tests.unit.reshard.transport_peer import check
 
 HOST = "127.0.0.1"
 ENGINES, RANKS = 2, ENGINE.world
+EDGES = range(0, (ENGINES + 1) * RANKS, RANKS)
 DEADLINE_S = 120
 
 
@@ -44,8 +47,11 @@ class MemoryAgent:
     def metadata(self) -> bytes:
         return self.name.encode()
 
-    def register(self, nbytes: int) -> torch.Tensor:
+    def register(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         return torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+
+    def register_gpu(self, nbytes: int, device: torch.device | int) -> DeviceMemory:
+        return DeviceMemory(max(nbytes, 1), device)
 
     def meet(self, metadata: bytes) -> str:
         return metadata.decode()
@@ -72,23 +78,31 @@ class MemoryAgent:
 class Stand:
     """Three trainer ranks and two engines of two ranks, each with an agent of its own."""
 
-    def __init__(self, stack: ExitStack, *, item: int = 0, trainers: list[Tensors] | None = None):
-        """`item`: of the elements whose changes travel, 0 for whole runs; `trainers`: by rank what it holds."""
-        self.item = item
+    def __init__(
+        self, stack: ExitStack, *, item: int = 0, trainers: list[Tensors] | None = None, on_gpus: bool = False
+    ):
+        """`item`: of the elements whose changes travel, 0 for whole runs; `trainers`: by rank what it holds.
+        `on_gpus`: whether bytes travel from GPU to GPU, to a receiver for each engine rank."""
+        self.item, self.on_gpus = item, on_gpus
+        self.each = 1 if on_gpus else RANKS
+        """Ranks of a receiver."""
+        edges = range(0, ENGINES * RANKS + 1, self.each)
         self.wire = 0
         """Bytes sent to all engines."""
         self.plan, self._transfers = plan(), count(1)
         self.dealt = deal(self.plan, ranks=WORLD, engines=ENGINES, grain=1)
-        self.form = PlannedBuckets(self.plan).form
+        self.form = PlannedBuckets(self.plan, apart=True).form
         held = trainers or [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
         mark = time.monotonic_ns()
         self.senders = [
-            Sender(Packer(self.dealt, rank, own), f"trainer-{rank}-{mark}", HOST, ranks=RANKS, item=item)
+            Sender(
+                Packer(self.dealt, rank, own), f"trainer-{rank}-{mark}", HOST, edges=edges, item=item, on_gpu=on_gpus
+            )
             for rank, own in enumerate(held)
         ]
-        self.receivers = [self.receiver(number, f"engine-{number}-{mark}") for number in range(ENGINES)]
+        self.receivers = [self.receiver(number, f"engine-{number}-{mark}") for number in range(len(edges) - 1)]
         stack.callback(self.close)
-        for number in range(ENGINES):
+        for number in range(len(self.receivers)):
             self.connect(number)
 
     def close(self) -> None:
@@ -100,8 +114,9 @@ class Stand:
         return next(self._transfers)
 
     def receiver(self, number: int, name: str) -> Receiver:
-        parts = [only(self.dealt, number * RANKS + rank) for rank in range(RANKS)]
-        return Receiver(parts, name, HOST, deadline_s=DEADLINE_S, item=self.item)
+        parts = [only(self.dealt, number * self.each + rank) for rank in range(self.each)]
+        gpu = 0 if self.on_gpus else None
+        return Receiver(parts, name, HOST, deadline_s=DEADLINE_S, item=self.item, gpu=gpu)
 
     def connect(self, number: int) -> None:
         offer = Offer.from_bytes(self.receivers[number].offer().to_bytes())
@@ -114,9 +129,11 @@ class Stand:
         transfer: int,
         *,
         ranks: Collection[int] = range(WORLD),
-        bases: Mapping[int, int] = dict.fromkeys(range(ENGINES), 0),
+        bases: Mapping[int, int] | None = None,
     ) -> PackedBucket:
-        """Have trainer `ranks` send a bucket to the engines of `bases`, each with the transfer that it holds."""
+        """Have trainer `ranks` send a bucket to the receivers of `bases`, each with the transfer that it holds; to all
+        by default, which hold none."""
+        bases = dict.fromkeys(range(len(self.receivers)), 0) if bases is None else bases
         sent = [self.senders[rank].send(bucket, transfer, bases if rank in ranks else {}) for rank in range(WORLD)]
         assert not any(own.failed for own in sent)
         self.wire += sum(own.nbytes for own in sent)
@@ -124,10 +141,13 @@ class Stand:
         return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
 
 
-def take(packed: PackedBucket, number: int) -> Tensors:
-    """What rank `number` finds of a landed bucket, by name, each tensor proven by its checksum."""
+def take(packed: PackedBucket, number: int, device: torch.device = DEVICE) -> Tensors:
+    """What rank `number`, on `device`, finds of a landed bucket, by name, each tensor proven by its checksum."""
     part = packed.parts("local", RANKS)[str(number)]
-    memory = open_memory(part["fd_path"], part["size"], private=True)
+    if packed.on_device:
+        memory = fetch(part["fd_path"], 0, part["size"], device).cpu()
+    else:
+        memory = open_memory(part["fd_path"], part["size"], private=True)
     check(replace(packed, path=part["fd_path"]), number, memory)
     return {
         t.name: memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape).clone()

@@ -14,9 +14,9 @@ MODEL, SIZES, ENGINE = MODELS["qwen"], Sizes(data=3), EngineSizes(tensor=2)
 WORLD, REMOTE, DEADLINE_S = 3, (2,), 60
 
 
-def plan(bucket_bytes: int = 8000) -> Plan:
+def plan(bucket_bytes: int = 8000, sizes: Sizes = SIZES) -> Plan:
     return compile_plan(
-        MegatronLayout(MODEL.table, SIZES).parts(),
+        MegatronLayout(MODEL.table, sizes).parts(),
         EngineLayout(SERVED["qwen"].table, ENGINE).parts(),
         precision=Precision("float32", "bfloat16"),
         bucket_bytes=bucket_bytes,

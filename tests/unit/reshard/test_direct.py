@@ -16,10 +16,11 @@ from slimx.preflight.memory.direct import direct_memory
 from slimx.reshard.direct.agent import Agent, LinkError, devices_at
 from slimx.reshard.direct.offer import Notice, Offer, Region, Run
 from slimx.reshard.direct.sender import Sender
+from slimx.reshard.plan.dealing import deal
 from tests.refusals import numbers, refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, checkpoint
-from tests.unit.reshard.direct_stand import DEADLINE_S, ENGINES, HOST, RANKS, Stand, take
+from tests.unit.reshard.direct_stand import DEADLINE_S, EDGES, ENGINES, HOST, RANKS, Stand, take
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, WORLD, dressed
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
@@ -59,7 +60,7 @@ def test_every_engine_rank_gets_its_own_bytes_from_ranks_that_share_the_work(sta
 
 
 def test_a_plan_knows_the_memory_that_both_ends_register(stand: Stand) -> None:
-    planned = direct_memory(stand.plan, ranks=WORLD, engines=ENGINES)
+    planned = direct_memory(deal(stand.plan, ranks=WORLD, engines=ENGINES), ranks=WORLD, edges=EDGES)
     ring = max(sender.nbytes for sender in stand.senders)
     landing = sum(slot.nbytes for slot in stand.receivers[0].offer().slots)
     # The stand deals in smaller parts than a run; what differs beside is padding to 16 bytes.

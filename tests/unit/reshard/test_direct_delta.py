@@ -15,9 +15,10 @@ from slimx.reshard.direct import receiver, sender
 from slimx.reshard.direct.agent import LinkError
 from slimx.reshard.direct.offer import HEADER, Offer, Region
 from slimx.reshard.packed import PackedBucket
+from slimx.reshard.plan.dealing import deal
 from tests.refusals import refused
 from tests.unit.layout.layout_stand import Tensors, held_by_trainers
-from tests.unit.reshard.direct_stand import ENGINES, RANKS, MemoryAgent, Stand, take
+from tests.unit.reshard.direct_stand import EDGES, ENGINES, RANKS, MemoryAgent, Stand, take
 from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, dressed
 
 pytestmark = pytest.mark.costly
@@ -116,11 +117,12 @@ def test_changes_travel_over_nixl() -> None:
 
 def test_a_plan_knows_the_memory_of_both_ends(both: Both) -> None:
     publish(both.changes)
-    planned = direct_memory(both.changes.plan, ranks=WORLD, engines=ENGINES, delta=True)
+    dealt = deal(both.changes.plan, ranks=WORLD, engines=ENGINES)
+    planned = direct_memory(dealt, ranks=WORLD, edges=EDGES, delta=True)
     assert planned.kept == pytest.approx(max(rank.kept for rank in both.changes.senders), rel=0.2)
     held = sum(run.nbytes for run in both.changes.receivers[0].offer().runs)
     assert planned.held == pytest.approx(held, rel=0.05)
-    assert direct_memory(both.changes.plan, ranks=WORLD, engines=ENGINES)[2:] == (0, 0)
+    assert direct_memory(dealt, ranks=WORLD, edges=EDGES)[2:] == (0, 0)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ SIZES = (200 * 1024, 64 * 1024, 4096)
 
 
 class Stand:
-    """A courier that writes changes, one that writes whole files of the same weights, and readers beside engines."""
+    """A shelf of changes, one of whole files of the same weights, and readers beside engines."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -45,7 +45,7 @@ class Stand:
         return PackedBucket("/proc/1/fd/3", len(data), ((tensor,),))
 
     def write(self, version: int, *readers: ChainReader, complete: bool = True) -> int:
-        """Publish the present bytes to `readers` by both couriers, compare what comes; bytes of changes written."""
+        """Publish the present bytes to `readers` by both, compare what comes; bytes of changes written."""
         self.epoch += 1
         manifest = Manifest(policy="p", version=version, trainer_step=version, membership_epoch=self.epoch)
         self.shelf.begin(manifest)
@@ -105,7 +105,7 @@ def test_over_a_hundred_versions_changes_bring_what_whole_files_bring(stand: Sta
         # The other one is lost, or has missed versions, whole ones among them.
         own = readers[:1] if 41 <= step < 43 or 20 <= step < 30 else readers
         sent.append(stand.write(step, *own, complete=step != 60) / sum(SIZES))
-        if step == 70:  # another courier: it has nothing to compare with
+        if step == 70:  # another process: it has nothing to compare with
             stand.shelf = ChangesShelf(stand.directory / "changes", item=ITEM, every_full=EVERY_FULL)
         if step != 60:
             for bucket, packed in enumerate(stand.newest()):

@@ -97,9 +97,9 @@ async def test_what_every_engine_refuses_is_tried_again_when_they_are_started_ag
 
 
 @pytest.mark.parametrize("step", ["begin", "stage 1"])
-async def test_a_courier_that_dies_costs_no_engine_and_the_version_can_be_published_again(step):
+async def test_trainer_ranks_that_die_cost_no_engine_and_the_version_can_be_published_again(step):
     stand = Stand()
-    died = TransportLost("the courier died")
+    died = TransportLost("a trainer rank died")
     stand.calls.fail |= {f"e{n}.{step}": died for n in (0, 1)}
     with pytest.raises(TransportLost):
         await stand.publish()

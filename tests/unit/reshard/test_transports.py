@@ -1,11 +1,9 @@
-"""Every transport delivers the bytes or fails within its deadline, and a dead engine fails alone. Real processes."""
+"""Buckets in memory and in files reach other processes whole, or are refused by name. Real processes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,15 +14,13 @@ from safetensors.torch import load_file
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.transports import collective, disk
-from slimx.reshard.transports.collective import ChannelError, Receiving, Sending
+from slimx.reshard.transports import disk
 from slimx.reshard.transports.memory import MemoryFile, open_memory
-from tests.refusals import numbers, refused
+from tests.refusals import refused
 from tests.unit.reshard.transport_peer import Peer
 
 pytestmark = pytest.mark.costly
 
-DEADLINE_S = 4.0
 MANIFEST = Manifest(policy="actor", version=7, trainer_step=7, membership_epoch=3)
 
 
@@ -73,24 +69,6 @@ class Packed:
         self.file.bytes[self.bucket.tensors[-1].offset] ^= 1
 
 
-def meet(peers: list[Peer], engine: str = "e0", epoch: int = 3) -> Sending:
-    opening = Sending.open(engine, epoch, ranks=len(peers), host="127.0.0.1", backend="gloo", deadline_s=DEADLINE_S)
-    for rank, peer in enumerate(peers):
-        peer.tell("join", opening.meeting, rank)
-    sending = opening.join()
-    assert [peer.answer() for peer in peers] == ["joined"] * len(peers)
-    return sending
-
-
-def failing(work: Callable[[], object], code: str, *told: float) -> None:
-    """`told`: numbers of the refusal, such as epoch, rank and ranks."""
-    began = time.monotonic()
-    with refused(code, about="e0", kind=ChannelError) as caught:
-        work()
-    assert numbers(caught.value)[: len(told)] == list(told)
-    assert time.monotonic() - began < DEADLINE_S + 60
-
-
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
@@ -114,68 +92,6 @@ def test_mapped_memory_holds_no_file_and_lives_as_long_as_its_tensor():
     file.close()
     del file
     assert not os.path.exists(path) and all(int(memory[5]) == 7 for memory in mapped)
-
-
-# Gloo -----------------------------------------------------------------------------------------------------------------
-
-
-def test_gloo_brings_every_rank_all_bytes_of_which_each_takes_its_own(peers):
-    packed, both = Packed(2), peers(2)
-    sending = meet(both)
-    for answers in ([3, 3], [3, ["peer.checksum", "odd"]]):
-        for rank, peer in enumerate(both):
-            peer.tell("receive", packed.bucket, rank)
-        sending.broadcast(packed.file.bytes)
-        assert [peer.answer() for peer in both] == answers
-        packed.spoil()
-    sending.close()
-    failing(lambda: sending.broadcast(packed.file.bytes), "channel.closed")
-
-
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_never_answers_fails_its_engines_channel_alone(peers, fault):
-    packed, (first, second) = Packed(kib=16 * 1024), peers(2)
-    lost, kept = meet([first], "e0"), meet([second], "e1")
-    first.tell("receive", packed.bucket, 0)
-    os.kill(first.process.pid, fault)
-    failing(lambda: [lost.broadcast(packed.file.bytes) for _ in range(3)], "channel.broken", 3, 0, 2)
-    failing(lambda: lost.broadcast(packed.file.bytes), "channel.closed", 3)
-    second.tell("receive", packed.bucket, 0)
-    kept.broadcast(packed.file.bytes)
-    assert second.answer() == 3
-    first.process.kill()
-    first.process.join(60)
-
-
-def test_a_publisher_that_goes_away_does_not_hold_a_rank(peers):
-    packed, (peer,) = Packed(), peers(1)
-    sending = meet([peer])
-    peer.tell("receive", packed.bucket, 0)
-    began = time.monotonic()
-    sending.close()
-    assert peer.answer(DEADLINE_S + 60) == ["channel.broken", "e0"]
-    assert time.monotonic() - began < DEADLINE_S + 60
-
-
-def test_nobody_waits_for_ever_at_a_meeting_and_an_old_one_is_over():
-    opening = Sending.open("e0", 4, ranks=1, host="127.0.0.1", backend="gloo", deadline_s=0.5)
-    failing(opening.join, "channel.broken", 4, 0, 2)
-    meeting = opening.meeting
-    del opening
-    with pytest.raises(ChannelError) as caught:
-        Receiving.join(meeting, 0)
-    assert caught.value.code in ("channel.no_meeting", "channel.broken") and caught.value.about == "e0"
-
-
-def test_no_group_is_made_before_all_are_at_the_meeting(monkeypatch):
-    """NCCL would wait for one that is absent without a deadline."""
-    made = []
-    monkeypatch.setattr(collective, "_make_nccl_group", lambda *given: made.append(given))
-    opening = Sending.open("e0", 4, ranks=1, host="127.0.0.1", backend="nccl", deadline_s=0.5)
-    failing(opening.join, "channel.broken", 4, 0, 2)
-    assert made == []
-    Sending.open("e0", 4, ranks=0, host="127.0.0.1", backend="nccl", deadline_s=0.5).join()
-    assert len(made) == 1
 
 
 # Disk -----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A process that stands for one engine rank: it receives buckets over a transport and proves their bytes."""
+"""A process that stands for one engine rank: it opens buckets and proves their bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from slimx.errors import SlimxError
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.transports.collective import Meeting, Receiving
 from slimx.reshard.transports.memory import open_memory
 from tests.refusals import told
 
@@ -53,13 +52,6 @@ class Peer:
 class Rank:
     def ready(self) -> str:
         return "ready"
-
-    def join(self, meeting: Meeting, rank: int) -> str:
-        self.channel = Receiving.join(meeting, rank)
-        return "joined"
-
-    def receive(self, packed: PackedBucket, target: int) -> int:
-        return check(packed, target, self.channel.receive(torch.zeros(packed.size, dtype=torch.uint8)))
 
     def map(self, packed: PackedBucket, target: int) -> int:
         return check(packed, target, open_memory(packed.path, packed.size))

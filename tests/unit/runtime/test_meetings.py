@@ -15,7 +15,7 @@ from slimx.config.sections.run import Cluster
 from slimx.engines.fleet.nodes import shares_of
 from slimx.engines.server.spec import EngineSpec, server_env
 from slimx.errors import SlimxError
-from slimx.reshard.transports.meeting import meet
+from slimx.runtime.meeting import meet
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
 from tests.refusals import invalid
 from tests.unit.sglang_process import SGLang
