@@ -15,6 +15,7 @@ import stat
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def make(source: Path, base: Path | None, image_mib: int) -> Root:
             copy(source, root.path)
         else:
             root.path.mkdir()
-            _unpack(source, root.path, image_mib * MIB)
+            unpack(source, root.path, image_mib * MIB)
         os.chmod(root.path, 0o755)
         if os.geteuid() == 0:
             _call("chown", "-hR", f"{NOBODY}:{NOBODY}", "--", str(root.path))
@@ -117,15 +118,23 @@ def used(path: Path, outermost: int | None = None) -> int:
 
 
 def _deleted(path: Path, outermost: int) -> int:
-    device, found = path.lstat().st_dev, {}
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(outermost).children(recursive=True):
-            with contextlib.suppress(OSError), os.scandir(f"/proc/{process.pid}/fd") as descriptors:
-                for each in descriptors:
-                    with contextlib.suppress(OSError):
-                        file = each.stat()
-                        if file.st_nlink == 0 and file.st_dev == device and stat.S_ISREG(file.st_mode):
-                            found[file.st_ino] = ENTRY + file.st_blocks * 512
+    try:
+        below = [each.pid for each in psutil.Process(outermost).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    return deleted(below, path.lstat().st_dev)
+
+
+def deleted(processes: Iterable[int], device: int | None = None) -> int:
+    """Bytes of files that were deleted and are still open in these processes: of `device`, or of any."""
+    found = {}
+    for pid in processes:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
+            for each in descriptors:
+                with contextlib.suppress(OSError):
+                    file = each.stat()
+                    if file.st_nlink == 0 and device in (None, file.st_dev) and stat.S_ISREG(file.st_mode):
+                        found[file.st_dev, file.st_ino] = ENTRY + file.st_blocks * 512
     return sum(found.values())
 
 
@@ -138,7 +147,8 @@ def _hold(base: Path) -> Root:
     return Root(holder, lock)
 
 
-def _unpack(archive: Path, to: Path, most: int) -> None:
+def unpack(archive: Path, to: Path, most: int) -> None:
+    """Unpack a tar archive, also a compressed one, of up to `most` bytes. Raises BoxRefusal."""
     taken = 0
 
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
