@@ -39,7 +39,7 @@ class BubblewrapBox:
         self._enclosure = Enclosure(self.limits)
         self._host_usr = host_usr
         self._turn, self._given_up = threading.Lock(), threading.Event()
-        self._root: roots.Root | None = roots.make(source, base, image_mib)
+        self._root: roots.Root | None = roots.make(source, base, image_mib, host_usr=host_usr)
         self._began_with = roots.used(self._root.path)
 
     def run(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import resource
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from slimx.environments import memory_group
 from slimx.environments.boxes import roots
-from slimx.environments.boxes.engines import CALL_S, MAX_SAID, OWNER, ContainerEngine, owner
+from slimx.environments.boxes.engines import MAX_SAID, OWNER, ContainerEngine, owner
 from slimx.environments.boxes.protocol import BoxLost, BoxRefusal, Either, names_of, not_plain, too_large
 from slimx.environments.enclosure import MIB, NOBODY, Ran
 from slimx.environments.sandbox_watch import STOP_S, Ended, Limits, SandboxWatch
@@ -78,7 +77,7 @@ class ContainerBox:
         self._name: str | None = None
         if isinstance(source, Path):
             user = user or f"{NOBODY}:{NOBODY}"
-            self._imported = self._import(source, base, image_mib)
+            self._imported = self._import(source, base, image_mib, host_usr)
         image = self._imported or str(source)
         try:
             self._check(image)
@@ -158,12 +157,7 @@ class ContainerBox:
     def _check(self, image: str) -> None:
         asked = self._engine.ask("image", "inspect", "--format", "{{len .Config.Volumes}}", image)
         if asked.returncode != 0:
-            raise BoxRefusal(
-                f"{self._engine.words[0]} has no image {image} ({asked.stderr.strip()[-MAX_SAID:]}); pull or build it "
-                "on this machine first",
-                code="source",
-                about=image,
-            )
+            raise self._engine.no_image(image)
         if asked.stdout.strip() != "0":
             raise BoxRefusal(
                 f"the image {image} declares volumes, whose bytes no limit of a box counts; make one without VOLUME",
@@ -171,9 +165,9 @@ class ContainerBox:
                 about=image,
             )
 
-    def _import(self, source: Path, base: Path | None, image_mib: int) -> str:
+    def _import(self, source: Path, base: Path | None, image_mib: int, host_usr: bool) -> str:
         """The image made of an archive or a directory, which passes the checks of all roots on the way."""
-        root = roots.make(source, base, image_mib)
+        root = roots.make(source, base, image_mib, host_usr=host_usr)
         try:
             with tempfile.TemporaryFile() as archive:
                 with tarfile.open(fileobj=archive, mode="w") as written:
@@ -230,7 +224,9 @@ class ContainerBox:
         asked after any end that a signal or the engine may have caused."""
         if status not in (125, 137, 255):
             return "exit"
-        running, killed = self._engine.call("inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", name).split()
+        running, killed = self._engine.call(
+            "inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", name
+        ).split()
         if killed == "true":
             return "memory"
         if running != "true":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from slimx.environments.boxes.protocol import BoxLost
+from slimx.environments.boxes.protocol import BoxLost, BoxRefusal
 from slimx.errors import SlimxError
 
 KNOWN = ("podman", "docker")
@@ -75,6 +75,15 @@ class ContainerEngine:
         if done.returncode != 0:
             raise self._lost(words, done.stderr.strip()[-MAX_SAID:])
         return done.stdout.strip()
+
+    def has_image(self, name: str) -> bool:
+        """True if the engine has the image; nothing is pulled."""
+        return self.ask("image", "inspect", "--format", "{{.Id}}", name).returncode == 0
+
+    def no_image(self, name: str) -> BoxRefusal:
+        return BoxRefusal(
+            f"{self.words[0]} has no image {name}; pull or build it on this machine first", code="source", about=name
+        )
 
     def sweep(self) -> int:
         """Remove containers and images of boxes whose owners have died; how many there were. Those of other machines

@@ -19,8 +19,7 @@ class BoxRefusal(SlimxError):
 
 
 class BoxLost(SlimxError):
-    """Raised where a box, or what it runs on, has gone or does not answer. `about`: the container engine or the server.
-    """
+    """Raised where a box, or what it runs on, has gone or does not answer. `about`: container, engine or server."""
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="box.lost", about=about)

@@ -48,15 +48,12 @@ class Root:
         os.close(self.lock)
 
 
-def make(source: Path, base: Path | None, image_mib: int) -> Root:
+def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = False) -> Root:
     """A new root with what is in `source`, a tar archive (also compressed) or a directory, of up to `image_mib` MiB.
-    `base`: the directory to make it in; the one for temporary files if None. Raises BoxRefusal."""
+    `base`: the directory to make it in; the one for temporary files if None. `host_usr`: its programs are those of
+    /usr. Raises BoxRefusal."""
     if not source.exists():
-        raise BoxRefusal(
-            f"there is no image or root directory {source}; give a tar archive or a directory",
-            code="source",
-            about=str(source),
-        )
+        raise no_source(source)
     root = _hold(base or Path(tempfile.gettempdir()))
     try:
         if source.is_dir():
@@ -64,15 +61,32 @@ def make(source: Path, base: Path | None, image_mib: int) -> Root:
         else:
             root.path.mkdir()
             unpack(source, root.path, image_mib * MIB)
+        if host_usr:
+            add_links(root.path)
         os.chmod(root.path, 0o755)
         if os.geteuid() == 0:
             _call("chown", "-hR", f"{NOBODY}:{NOBODY}", "--", str(root.path))
         if used(root.path) > image_mib * MIB:
-            raise _too_large(source, image_mib * MIB)
+            raise too_large(source, image_mib * MIB)
     except BaseException:
         root.remove()
         raise
     return root
+
+
+def no_source(source: Path) -> BoxRefusal:
+    return BoxRefusal(
+        f"there is no image or root directory {source}; give a tar archive or a directory",
+        code="source",
+        about=str(source),
+    )
+
+
+def add_links(root: Path) -> None:
+    """Give a root without programs of its own the links to those of /usr, where nothing is in their place."""
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if os.path.islink(f"/{name}") and not os.path.lexists(root / name):
+            os.symlink(f"usr/{name}", root / name)
 
 
 def sweep(base: Path | None = None) -> int:
@@ -155,7 +169,7 @@ def unpack(archive: Path, to: Path, most: int) -> None:
         nonlocal taken
         taken += member.size + ENTRY
         if taken > most:
-            raise _too_large(archive, most)
+            raise too_large(archive, most)
         if member.issym() and os.path.isabs(member.linkname):
             # An image's absolute links begin at its own root.
             above = os.path.dirname("/" + member.name.strip("/"))
@@ -179,7 +193,7 @@ def unpack(archive: Path, to: Path, most: int) -> None:
         ) from error  # fmt: skip
 
 
-def _too_large(source: Path, most: int) -> BoxRefusal:
+def too_large(source: Path, most: int) -> BoxRefusal:
     return BoxRefusal(
         f"{source} takes more than the {most // MIB} MiB that a box begins with at most; raise image_mib",
         code="large",
