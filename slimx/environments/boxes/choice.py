@@ -31,6 +31,7 @@ ONLY = {
     "url": ("remote",),
     "token_env": ("remote",),
     "patience": ("remote",),
+    "again": ("remote",),
 }
 """Options that only some back ends have."""
 
@@ -55,6 +56,8 @@ class BoxOptions:
     """Variable that holds the server's token."""
     patience: float = 60.0
     """Seconds to wait for a box while the server has none to give."""
+    again: float = 30.0
+    """Seconds for which a call is made again that the server does not answer."""
 
     @classmethod
     def read(cls, options: Mapping[str, Any], key: str) -> BoxOptions:
@@ -69,7 +72,7 @@ class BoxOptions:
                 raise _refusal(f"boxes have no such option; known are {', '.join(sorted(known))}", f"{key}.{name}")
             if backend not in ONLY.get(name, BACKENDS):
                 raise _refusal(f"boxes of {backend} have no {name}; leave it out", f"{key}.{name}")
-            number = name in (*LIMITS, "cpus", "image_mib", "patience")
+            number = name in (*LIMITS, "cpus", "image_mib", "patience", "again")
             if number and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 raise _refusal(f"{value!r} is no number above 0", f"{key}.{name}")
         given = dict(options)
@@ -118,7 +121,8 @@ class BoxOptions:
             self.make(source)
 
     def server(self) -> RemoteServer:
-        return RemoteServer(self.url.rstrip("/"), os.environ[self.token_env] if self.token_env else None)
+        token = os.environ[self.token_env] if self.token_env else None
+        return RemoteServer(self.url.rstrip("/"), token, self.again)
 
     def sweep(self) -> int:
         """Remove what boxes of killed runs have left on this machine; how much there was."""

@@ -32,12 +32,12 @@ from slimx.environments.sandbox_watch import Limits
 PROTOCOL = 1
 CONNECT_S, ANSWER_S, MAKE_S = 10.0, 60.0, 600.0
 """Seconds to connect, for an answer, and for one that copies a root."""
-AGAIN_S = 30.0
-"""Seconds for which a call whose answer was lost is asked again."""
 POLL_S = 1.0
 """Seconds for which the server holds the question whether a program has ended."""
 MAX_FILE = 64 * MIB
 """Bytes of one file that goes in or out."""
+MAX_REFUSAL = 2**16
+"""Bytes of an answer that says what has gone wrong."""
 MAX_JSON = 16 * MIB
 """Bytes of an answer that is no file."""
 
@@ -49,6 +49,8 @@ class RemoteServer:
     url: str
     """Without a path behind it."""
     token: str | None = None
+    again_s: float = 30.0
+    """Seconds for which a call whose answer was lost is asked again."""
 
     def ask(
         self,
@@ -59,13 +61,13 @@ class RemoteServer:
         data: bytes | IO[bytes] | None = None,
         most: int = MAX_JSON,
         seconds: float = ANSWER_S,
-        again_s: float = AGAIN_S,
+        again: bool = True,
         to: IO[bytes] | None = None,
     ) -> tuple[int, bytes, dict[str, str]]:
         """Status, content of up to `most` bytes and headers of an answer; the content goes to the file `to` instead.
         Raises BoxLost where none comes, BoxRefusal for what the server refuses."""
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        until = time.monotonic() + again_s
+        until = time.monotonic() + self.again_s * again
         while True:
             try:
                 if data is not None and not isinstance(data, bytes):
@@ -85,7 +87,7 @@ class RemoteServer:
                         allow_redirects=False,
                     )
                 ) as answer:
-                    content = _read(answer, most, to if answer.status_code == 200 else None)
+                    content = _read(answer, most, to) if answer.status_code == 200 else _read(answer, MAX_REFUSAL, None)
                     return self._checked(answer.status_code, content, path), content, dict(answer.headers)
             except requests.RequestException as error:
                 if time.monotonic() > until:
@@ -94,11 +96,11 @@ class RemoteServer:
                         f"{str(error)[:300]})",
                         about=self.url,
                     ) from error
-                time.sleep(min(1.0, again_s / 10))
+                time.sleep(min(1.0, self.again_s / 10))
 
     def check(self) -> None:
         """Refuse a server that is not there, speaks another protocol, or refuses the token (BoxLost, BoxRefusal)."""
-        _, content, _ = self.ask("GET", "", again_s=0.0)
+        _, content, _ = self.ask("GET", "", again=False)
         try:
             spoken = json.loads(content)["protocol"]
         except (ValueError, KeyError, TypeError):
@@ -249,7 +251,7 @@ class RemoteBox:
     def _renew(self, seconds: float) -> None:
         while not self._given_up.wait(seconds):
             try:
-                self._server.ask("POST", f"{self._path}/lease", again_s=0.0)
+                self._server.ask("POST", f"{self._path}/lease", again=False)
             except (BoxLost, BoxRefusal):
                 continue  # the next call of the rollout says so
 

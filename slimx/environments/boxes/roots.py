@@ -84,7 +84,7 @@ def no_source(source: Path) -> BoxRefusal:
 
 def add_links(root: Path) -> None:
     """Give a root without programs of its own the links to those of /usr, where nothing is in their place."""
-    for name in ("bin", "lib", "lib64", "sbin"):
+    for name in ("bin", "lib", "lib64"):
         if os.path.islink(f"/{name}") and not os.path.lexists(root / name):
             os.symlink(f"usr/{name}", root / name)
 

@@ -84,7 +84,9 @@ class Service:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
-        if self._token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if self._token is not None and not hmac.compare_digest(
+            given.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
+        ):
             return _refused(401, "box.token", "the token is wrong or missing", "Authorization")
         try:
             return await handler(request)

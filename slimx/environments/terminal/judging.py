@@ -20,7 +20,10 @@ from slimx.environments.boxes.protocol import Box, BoxRefusal
 from slimx.environments.enclosure import Ran
 from slimx.environments.terminal.tasks import Task
 
-EMPTY = "rm -rf -- ./* ./.[!.]* ./..?*"
+_REPLACE = """
+for each in ./* ./.[!.]* ./..?*; do [ "$each" = "./$1" ] || rm -rf -- "$each" || exit 1; done
+tar -xf "$1" && rm -- "$1"
+"""
 CARRIED = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
 
 
@@ -67,13 +70,13 @@ def judged(left: bytes, began: bytes, task: Task) -> bytes:
 def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None = None) -> tuple[bool, Ran]:
     """Run the tests on `archive` in a fresh box: True if they have passed. Raises NoVerdict."""
     name = f".slimx-{secrets.token_hex(8)}.tar"
-    emptied = box.run(["sh", "-c", EMPTY], cwd=task.directory, stop=stop)
-    if not emptied.ok:
-        raise NoVerdict(f"{task.directory} cannot be emptied ({_ending(emptied)}): {emptied.stderr.strip()[-300:]}")
-    box.put(f"{task.directory}/{name}", archive)
-    unpacked = box.run(["sh", "-c", f"tar -xf {name} && rm {name}"], cwd=task.directory, stop=stop)
-    if not unpacked.ok:
-        raise NoVerdict(f"the files cannot be unpacked ({_ending(unpacked)}): {unpacked.stderr.strip()[-300:]}")
+    try:
+        box.put(f"{task.directory}/{name}", archive)
+    except BoxRefusal as error:
+        raise NoVerdict(str(error)) from error
+    replaced = box.run(["sh", "-c", _REPLACE, "replace", name], cwd=task.directory, stop=stop)
+    if not replaced.ok:
+        raise NoVerdict(f"the files cannot be unpacked ({_ending(replaced)}): {replaced.stderr.strip()[-300:]}")
     ran = box.run(list(task.command), cwd=task.directory, stop=stop)
     said = f"{ran.stdout}\n{ran.stderr}"
     return ran.ok and all(re.search(each, said) for each in task.expect), ran

@@ -40,23 +40,37 @@ def shell(command: str) -> str:
     return calling("shell", command=command)
 
 
+ROMAN = """(1, "I")]
+SYMBOLS += [(900, "CM"), (400, "CD"), (90, "XC"), (40, "XL"), (9, "IX"), (4, "IV")]
+SYMBOLS.sort(reverse=True)"""
+TRANSPOSED = """def transpose(rows):
+    return [list(row) for row in zip(*rows)]
+"""
+BALANCED = """def balanced(text):
+    text = "".join(each for each in text if each in "()[]{}")
+    while (less := text.replace("()", "").replace("[]", "").replace("{}", "")) != text:
+        text = less
+    return not text
+"""
+READ = """if key in self.entries:
+            self.entries[key] = self.entries.pop(key)
+        return self.entries.get(key)"""
 SOLVED = {
-    "roman": [edit("roman.py", '(1, "I")]', '(1, "I")]\nfor at, pair in ((1, (900, "CM")), (3, (400, "CD")), (5, (90, "XC")),'
-                   ' (7, (40, "XL")), (9, (9, "IX")), (11, (4, "IV"))):\n    SYMBOLS.insert(at, pair)')],
+    "roman": [edit("roman.py", '(1, "I")]', ROMAN)],
     "intervals": [shell("sed -i 's/start < merged/start <= merged/' intervals.py")],
-    "cache": [shell("cat cache.py"),
-              edit("cache.py", "return self.entries.get(key)",
-                   "if key in self.entries:\n            self.entries[key] = self.entries.pop(key)\n"
-                   "        return self.entries.get(key)"),
-              edit("cache.py", "        if key not in self.entries and", "        self.get(key)\n        if key not in self.entries and")],
-    "query": [edit("query.py", 'for pair in text.split("&"):', 'for pair in filter(None, text.split("&")):'),
-              edit("query.py", "found[name] = [value]", "found.setdefault(name, []).append(value)")],
-    "wrap": [edit("wrap.py", "        lines.append(line)", "        lines.append(line or words.pop(0))")],
-    "matrix": [calling("write_file", path="matrix.py", content="def transpose(rows):\n    return [list(row) for row in zip(*rows)]\n")],
-    "balance": [calling("write_file", path="/repo/balance.py", content="def balanced(text):\n    text = ''.join(c for c in text if c in "
-                "'()[]{}')\n    while text:\n        less = text.replace('()', '').replace('[]', '').replace('{}', '')\n"
-                "        if less == text:\n            return False\n        text = less\n    return True\n")],
-}  # fmt: skip
+    "cache": [
+        shell("cat cache.py"),
+        edit("cache.py", "return self.entries.get(key)", READ),
+        edit("cache.py", "        if key not in", "        self.get(key)\n        if key not in"),
+    ],
+    "query": [
+        edit("query.py", 'text.split("&")', 'filter(None, text.split("&"))'),
+        edit("query.py", "found[name] = [value]", "found.setdefault(name, []).append(value)"),
+    ],
+    "wrap": [edit("wrap.py", "lines.append(line)", "lines.append(line or words.pop(0))")],
+    "matrix": [calling("write_file", path="matrix.py", content=TRANSPOSED)],
+    "balance": [calling("write_file", path="/repo/balance.py", content=BALANCED)],
+}
 FAILED = {
     "median": [shell("echo nothing to do")],
     "leap": [shell("echo 'import os; os._exit(0)' > leap.py")],  # leaving with status 0 before a test has run
@@ -97,7 +111,13 @@ async def test_ten_repairs_are_judged_by_tests_that_the_model_does_not_see(promp
         assert not any("unittest" in asked for asked, *_ in script.asked), "the tests are not in the model's box"
 
 
-HIDDEN = "import unittest\nclass Sum(unittest.TestCase):\n    def test(self):\n        import sums\n        self.assertEqual(sums.add(2, 3), 5)\n"
+HIDDEN = """import unittest
+
+class Sum(unittest.TestCase):
+    def test(self):
+        import sums
+        self.assertEqual(sums.add(2, 3), 5)
+"""
 
 
 @pytest.fixture
@@ -118,27 +138,30 @@ def task(tmp_path):
     return make
 
 
+def slow(says: list[str], passes: bool) -> Any:
+    return pytest.param(says, passes, marks=pytest.mark.slow)
+
+
 RIGHT = edit("sums.py", "a - b", "a + b")
 
 
 @pytest.mark.parametrize(
     ("says", "passes"),
     [
-        ([RIGHT], True),
+        slow([RIGHT], True),
         ([RIGHT, shell("echo lax > conftest.cfg")], True),
-        ([RIGHT, shell("rm conftest.cfg; mkdir conftest.cfg")], True),
-        ([RIGHT, shell("mkdir tests; echo broken > tests/test_sums.py")], True),
+        slow([RIGHT, shell("rm conftest.cfg; mkdir conftest.cfg")], True),
+        slow([RIGHT, shell("mkdir tests; echo broken > tests/test_sums.py")], True),
         ([RIGHT, shell("ln -s /nowhere tests")], True),
-        ([RIGHT, shell("mkdir -p tests/test_sums.py/deep")], True),
-        ([shell("printf '#!/bin/sh\\nexit 0\\n' > /repo/python3; chmod +x /repo/python3; PATH=/repo:$PATH python3")], False),
-        ([shell("rm sums.py; ln -s tests/test_sums.py sums.py")], False),
-        ([shell("rm -rf /repo")], False),
-        ([shell("rm -rf /repo; ln -s /usr /repo")], False),
+        slow([RIGHT, shell("mkdir -p tests/test_sums.py/deep")], True),
+        slow([shell("rm sums.py; ln -s tests/test_sums.py sums.py")], False),
+        slow([shell("rm -rf /repo")], False),
+        slow([shell("rm -rf /repo; ln -s /usr /repo")], False),
         ([shell("head -c 7000000 /dev/zero > a; cp a b; cp a c")], False),
     ],
     ids=[
         "right", "kept file changed", "kept file replaced", "test written", "tests a link", "test a directory",
-        "program shadowed", "tests linked", "nothing left", "directory a link", "too much",
+        "tests linked", "nothing left", "directory a link", "too much",
     ],
 )  # fmt: skip
 async def test_what_a_model_leaves_beside_its_work_does_not_decide(task, tmp_path, base, says, passes):
@@ -146,12 +169,14 @@ async def test_what_a_model_leaves_beside_its_work_does_not_decide(task, tmp_pat
     assert reward == {"tests": float(passes)}, trajectory.metadata
 
 
+@pytest.mark.slow
 async def test_more_work_than_the_tests_may_get_has_failed(task, tmp_path, base):
     fill = shell("head -c 100000 /dev/urandom > large")
     assert (await play(task(), base, RIGHT, fill, tasks=str(tmp_path), work_mib=0.05))[2] == {"tests": 0.0}
     assert (await play(task(), base, RIGHT, fill, tasks=str(tmp_path), work_mib=1))[2] == {"tests": 1.0}
 
 
+@pytest.mark.slow
 async def test_tests_that_do_not_end_have_failed(task, tmp_path, base):
     tests = {"command": ["sleep", "600"], "seconds": 0.5}
     assert (await play(task(tests=tests), base, RIGHT, tasks=str(tmp_path)))[2] == {"tests": 0.0}
