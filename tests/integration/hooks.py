@@ -123,10 +123,12 @@ async def echoed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     return draft.finish()
 
 
-WRITES = r'<tool_call>\{"name": "shell", "arguments": \{"command": "echo [1-9][0-9] > value"\}\}</tool_call>'
+WRITES = r"""root ::= "<tool_call>{\"name\": \"shell\", \"arguments\": {\"command\": \"" echo "\"}}</tool_call>"
+echo ::= "echo " [1-9] [0-9] " > value"
+"""
 
 
 async def writing_numbers(ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
     """A terminal whose policy, which has learnt no words, chooses the digits of a command."""
-    engine = replace(ctx.engine, sampling=dict(ctx.engine.sampling) | {"regex": WRITES})
+    engine = replace(ctx.engine, sampling=dict(ctx.engine.sampling) | {"ebnf": WRITES})
     return await tools.generate(replace(ctx, engine=engine), prompt, **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import resource
 import subprocess
@@ -20,18 +21,20 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from slimx.environments import memory_group
+from slimx.environments import memory_group, seccomp
 from slimx.environments.boxes import roots
 from slimx.environments.boxes.engines import MAX_SAID, OWNER, ContainerEngine, owner
 from slimx.environments.boxes.protocol import BoxLost, BoxRefusal, Either, names_of, not_plain, too_large
 from slimx.environments.enclosure import MIB, NOBODY, Ran
-from slimx.environments.sandbox_watch import STOP_S, Ended, Limits, SandboxWatch
+from slimx.environments.sandbox_watch import Ended, Limits, SandboxWatch
 
 OWN_PROCESSES = 16
 """Processes and threads in the container besides the program and its own: its first one, and the runtime's while it
 starts the program."""
 NPROC = 16_384
 """Processes that a user may have, all boxes together, where this process cannot raise limits."""
+STOP_TRIES = 3
+"""On a busy machine podman gives up before the kernel has ended all processes."""
 COPY_SECONDS = 60.0
 """For a program that writes or reads one file."""
 _LAYER = "{{with .GraphDriver}}{{with .Data}}{{with .UpperDir}}{{.}}{{end}}{{end}}{{end}}"
@@ -81,7 +84,11 @@ class ContainerBox:
         image = self._imported or str(source)
         try:
             self._check(image)
-            self._name = self._engine.call(*self._created(image, host_usr, user, cpus)).splitlines()[-1]
+            with tempfile.NamedTemporaryFile("w", suffix=".json") as profile:
+                json.dump(seccomp.profile(), profile)
+                profile.flush()
+                words = self._created(image, host_usr, user, cpus, profile.name)
+                self._name = self._engine.call(*words).splitlines()[-1]
             self._layer = self._engine.call("inspect", "--format", _LAYER, self._name)
             self._began_with = self._used(None)
         except BaseException:
@@ -118,7 +125,7 @@ class ContainerBox:
             self._engine.call("export", "--output", str(archive), self._living(), seconds=roots.COPY_S)
             root = Path(directory) / "root"
             root.mkdir()
-            roots.unpack(archive, root, archive.stat().st_size * 2)
+            roots.unpack(archive, root, archive.stat().st_size * roots.UNPACKED)
             root.rename(to)
 
     def end(self) -> None:
@@ -133,7 +140,7 @@ class ContainerBox:
                 if imported is not None:
                     self._engine.call("rmi", "--force", imported)
 
-    def _created(self, image: str, host_usr: bool, user: str | None, cpus: float) -> list[str]:
+    def _created(self, image: str, host_usr: bool, user: str | None, cpus: float, profile: str) -> list[str]:
         """The command that makes the container."""
         limits = self.limits
         bounds = {"nofile": 256, "core": 0, "fsize": limits.disk_mib * MIB}
@@ -143,6 +150,8 @@ class ContainerBox:
         words = ["create", "--name", f"{roots.PREFIX}{uuid.uuid4().hex}", "--label", f"{OWNER}={owner()}"]
         words += ["--pull", "never", "--no-healthcheck", "--hostname", "box", "--network", "none"]
         words += ["--cap-drop", "all", "--security-opt", "no-new-privileges"]
+        # podman's own profile lets name spaces be made inside, in which a program has all powers.
+        words += ["--security-opt", f"seccomp={profile}"]
         # No swap: memory and swap together are what memory alone may be.
         words += ["--memory", f"{limits.memory_mib}m", "--memory-swap", f"{limits.memory_mib}m"]
         words += ["--pids-limit", str(limits.processes + OWN_PROCESSES), "--cpus", f"{cpus:g}", "--shm-size", "1m"]
@@ -201,11 +210,10 @@ class ContainerBox:
                 if ended == "exit":
                     ended = self._really_ended(name, process.returncode)
             finally:
-                self._stop(name)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(STOP_S)
+                # The client first: what waits for it to read would not end.
                 process.kill()
                 process.wait()
+                self._stop(name)
                 for stream in (process.stdin, process.stdout, process.stderr):
                     if stream is not None:
                         stream.close()
@@ -234,6 +242,9 @@ class ContainerBox:
         return "exit"
 
     def _stop(self, name: str) -> None:
+        for _ in range(STOP_TRIES - 1):
+            if self._engine.ask("stop", "--time", "0", name).returncode == 0:
+                return
         self._engine.call("stop", "--time", "0", name)
 
     def _used(self, group: memory_group.MemoryGroup | None) -> int:

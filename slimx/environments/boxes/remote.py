@@ -203,7 +203,7 @@ class RemoteBox:
                 self._ask("GET", f"{self._path}/snapshot", most=2**40, seconds=MAKE_S, to=file)
             root = Path(directory) / "root"
             root.mkdir()
-            roots.unpack(archive, root, archive.stat().st_size * 2)
+            roots.unpack(archive, root, archive.stat().st_size * roots.UNPACKED)
             root.rename(to)
 
     def end(self) -> None:

@@ -30,6 +30,8 @@ COPY_S = 600.0
 """Seconds for copying or removing a root."""
 ENTRY = 4096
 """Bytes that a file, directory or link counts besides its content."""
+UNPACKED = 9
+"""An archive has 512 bytes for an entry at least, so that it holds no more than this many times its size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ import signal
 import tarfile
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ from slimx.errors import SlimxError, raised
 
 MAX_BODY = 2 * MIB
 """Bytes of a request that is no file and no archive."""
-MAX_WAIT = 30.0
-"""Seconds."""
+MAX_WAIT, BODY_S = 30.0, 60.0
+"""Seconds for which a question whether a program has ended is held, and for a request, or a piece of an archive."""
 NAME = re.compile(r"[0-9a-f]{8,64}")
 RETRY_S = 2
 
@@ -94,6 +94,8 @@ class Service:
             return _refused(400, error.code, str(error), error.about)
         except web.HTTPRequestEntityTooLarge:
             return _refused(413, "box.large", f"a request has {MAX_BODY} bytes at most", request.path)
+        except TimeoutError:
+            return _refused(408, "box.request", f"a request was not whole after {BODY_S:g} s", request.path)
         except (ValueError, KeyError, TypeError) as error:
             return _refused(400, "box.request", raised(error), request.path)
 
@@ -116,10 +118,8 @@ class Service:
             digest = hashlib.sha256()
             with tempfile.NamedTemporaryFile(dir=self._images.uploads, prefix="sending-") as file:
                 left = size
-                async for piece in request.content.iter_chunked(2**18):
+                async for piece in _within(request.content.iter_chunked(2**18), BODY_S):
                     left -= len(piece)
-                    if left < 0:
-                        break
                     digest.update(piece)
                     file.write(piece)
                 if left != 0 or f"sha256-{digest.hexdigest()}" != name:
@@ -129,9 +129,16 @@ class Service:
                     os.link(file.name, self._images.uploads / name)
         return web.Response(status=201)
 
+    async def _json(self, request: web.Request) -> Any:
+        """The request's object, refused by its size before it is read."""
+        if _size(request) > MAX_BODY:
+            raise web.HTTPRequestEntityTooLarge(MAX_BODY, _size(request))
+        async with asyncio.timeout(BODY_S):
+            return await request.json()
+
     async def _begin(self, request: web.Request) -> web.Response:
         name = _name(request, "box")
-        asked = await request.json()
+        asked = await self._json(request)
         limits = limits_within(dict(asked["limits"]), self._limits)
         if self.boxes.full and name not in self.boxes.held:
             return web.Response(status=503, headers={"Retry-After": str(RETRY_S)})
@@ -150,7 +157,7 @@ class Service:
         return web.Response(status=204)
 
     async def _start(self, request: web.Request) -> web.Response:
-        held, name, asked = self._held(request), _name(request, "run"), await request.json()
+        held, name, asked = self._held(request), _name(request, "run"), await self._json(request)
         command, stdin, cwd = asked["command"], asked["stdin"], asked["cwd"]
         if (
             not isinstance(command, list)
@@ -186,10 +193,9 @@ class Service:
         if _size(request) > MAX_FILE:
             return _refused(413, "box.large", f"a file has {MAX_FILE} bytes at most", path)
         content = bytearray()
-        async for piece in request.content.iter_chunked(2**18):
-            content += piece
-            if len(content) > MAX_FILE:
-                return _refused(413, "box.large", f"a file has {MAX_FILE} bytes at most", path)
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.content.iter_chunked(2**18):  # no more than Content-Length
+                content += piece
         await self.boxes.call(held, lambda box: box.put(path, bytes(content)))
         return web.Response(status=204)
 
@@ -225,6 +231,17 @@ class Service:
         if held is None:
             raise web.HTTPNotFound
         return held
+
+
+async def _within[T](pieces: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
+    """The pieces, each within its time."""
+    while True:
+        async with asyncio.timeout(seconds):
+            try:
+                piece = await anext(pieces)
+            except StopAsyncIteration:
+                return
+        yield piece
 
 
 def _name(request: web.Request, kind: str) -> str:

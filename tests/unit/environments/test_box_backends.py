@@ -179,7 +179,7 @@ def test_a_file_alone_cannot_be_larger_than_the_disk(box):
 @pytest.mark.parametrize(
     ("program", "limits", "ended"),
     [
-        ("import time; time.sleep(300)", Limits(seconds=1.0, memory_mib=128, disk_mib=8), "time"),
+        ("import time; time.sleep(300)", Limits(seconds=5.0, memory_mib=128, disk_mib=8), "time"),
         ("while True: print('x' * 1000)", SMALL, "output"),
         ("import os, time\nfor _ in range(2): os.fork()\nb = bytearray(80 * 2**20)\ntime.sleep(300)", SMALL, "memory"),
     ],
