@@ -226,7 +226,7 @@ class ContainerBox:
         return Ran(output.decode(errors="replace"), error, ended, status, seconds), output
 
     def _really_ended(self, name: str, status: int) -> Ended:
-        """How a program ended whose client ended by itself. Raises BoxLost where it was the engine that failed.
+        """Say how a program ended whose client ended by itself. Raises BoxLost where it was the engine that failed.
 
         Status 125 is the engine's own or the program's: it is the program's if the container still runs, as it is
         asked after any end that a signal or the engine may have caused."""
