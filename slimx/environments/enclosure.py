@@ -27,6 +27,8 @@ NOBODY = 65534
 OWN_PROCESSES = 4
 """Processes of the enclosure itself: two of bubblewrap's, the program, and one to spare."""
 MIB = 2**20
+WAITING = 256
+"""Programs in containers and on servers that are awaited at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,13 @@ class Ran:
         return self.ended == "exit" and self.status == 0
 
 
-async def in_thread[T](call: Callable[[threading.Event], T]) -> T:
+async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = False) -> T:
     """Have `call` run in a thread that only sandboxes use, so that a hundred slow programs delay nobody but each other.
-    The event that it gets is set when the awaiting task is cancelled."""
+    `waits`: the program runs elsewhere, and the thread waits for it. The event that `call` gets is set when the
+    awaiting task is cancelled."""
     stop = threading.Event()
     try:
-        return await asyncio.get_running_loop().run_in_executor(_threads(), call, stop)
+        return await asyncio.get_running_loop().run_in_executor(_waiting() if waits else _threads(), call, stop)
     except asyncio.CancelledError:
         stop.set()
         raise
@@ -63,6 +66,12 @@ def _threads() -> ThreadPoolExecutor:
     their time limit. On a small machine some more, since what waits for a place waits within the deadline of its
     turn."""
     return ThreadPoolExecutor(max(8, len(os.sched_getaffinity(0))), thread_name_prefix="slimx-sandbox")
+
+
+@cache
+def _waiting() -> ThreadPoolExecutor:
+    """Threads that wait for programs which others run."""
+    return ThreadPoolExecutor(WAITING, thread_name_prefix="slimx-boxes")
 
 
 @cache

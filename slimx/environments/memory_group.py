@@ -70,6 +70,13 @@ class MemoryGroup:
         counts = dict(line.split() for line in (self.directory / events).read_text().splitlines())
         return int(counts.get("oom_kill", 0)) > 0
 
+    def members(self) -> list[int]:
+        """Numbers of the processes here; none once the group has gone."""
+        try:
+            return [int(each) for each in (self.directory / "cgroup.procs").read_text().split()]
+        except OSError:
+            return []
+
     def remove(self) -> None:
         """Remove the group once its processes have ended; one that does not empty is left to the next `find`."""
         until = time.monotonic() + REMOVE_S
@@ -94,20 +101,52 @@ def find(proc: Path = Path("/proc/self")) -> Hierarchy | None:
     return None
 
 
-def _places(proc: Path) -> list[Hierarchy]:
+def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
+    """The group that counts the memory of a process; None where this process cannot see it."""
+    try:
+        own = _own(proc / str(pid))
+    except OSError:
+        return None
+    for mounted, root, version in _mounted(proc / "self"):
+        group = MemoryGroup(_below(mounted, root, own.get("memory" if version == 1 else "", "/")), version)
+        with contextlib.suppress(OSError):
+            group.overflowed()
+            if pid in group.members():
+                return group
+    return None
+
+
+def _own(process: Path) -> dict[str, str]:
+    """Paths of a process's groups by controller, "" for version 2."""
     own = {}
-    for line in (proc / "cgroup").read_text().splitlines():
+    for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         own |= dict.fromkeys(controllers.split(","), path)
+    return own
+
+
+def _mounted(process: Path) -> list[tuple[str, str, int]]:
+    """Hierarchies with memory groups that a process sees: where mounted, which part of the tree, and version."""
     found = []
-    for line in (proc / "mountinfo").read_text().splitlines():
+    for line in (process / "mountinfo").read_text().splitlines():
         # ID, parent, device, root, mount point, options, optional fields, "-", type, source, options of the file system
         fields, _, kind = line.partition(" - ")
         root, mounted = fields.split()[3:5]
         kind, _, options = kind.split(" ", 2)
         if kind == "cgroup" and "memory" in options.split(","):
+            found.append((mounted, root, 1))
+        elif kind == "cgroup2":
+            found.append((mounted, root, 2))
+    return found
+
+
+def _places(proc: Path) -> list[Hierarchy]:
+    own = _own(proc)
+    found = []
+    for mounted, root, version in _mounted(proc):
+        if version == 1:
             found.append(Hierarchy(_below(mounted, root, own.get("memory", "/")), 1))
-        elif kind == "cgroup2" and "" in own:
+        elif "" in own:
             mine = _below(mounted, root, own[""])
             beside = [mine.parent] if mine != Path(mounted) and _delegated(mine.parent) else []
             found += [Hierarchy(each, 2) for each in (mine, *beside) if _hands_memory_on(each)]

@@ -70,14 +70,15 @@ class SandboxWatch:
         process: subprocess.Popen[bytes],
         limits: Limits,
         started: float,
-        told: int,
+        told: int | None,
         group: MemoryGroup | None = None,
         go: int | None = None,
         stop: threading.Event | None = None,
         disk_used: Callable[[int], int] | None = None,
     ):
-        """`told`: the descriptor that bubblewrap reports on. `group`: where the processes belong; bubblewrap waits for
-        a byte on `go` until they are there. `stop`: ends it. `disk_used`: bytes on disk, by the process's number."""
+        """`told`: the descriptor that bubblewrap reports on, where it is what runs. `group`: where the processes
+        belong; bubblewrap waits for a byte on `go` until they are there. `stop`: ends it. `disk_used`: bytes on disk,
+        by the process's number."""
         self.process, self.limits, self.group, self._go, self._stop = process, limits, group, go, stop
         self._disk_used = disk_used
         self.deadline = started + limits.seconds

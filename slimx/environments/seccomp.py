@@ -1,4 +1,5 @@
-"""The system calls that code in the sandbox may not make, as the program that the kernel runs at each of its calls.
+"""The system calls that code in the sandbox may not make, as the program that the kernel runs at each of its calls,
+and as the profile of a container.
 
 Denied are the calls that reach other name spaces, other processes or the kernel's own machinery, that keep memory which
 belongs to no process's address space, and sockets other than local ones and the Internet's (a virtual machine's host is
@@ -49,6 +50,7 @@ _FAMILIES = (1, 2, 10)
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the numbers, and AUDIT_ARCH, by `platform.machine`."""
+_ARCHITECTURES = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
 _LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
 """Offsets in seccomp_data; of the first argument its lower half."""
@@ -92,6 +94,35 @@ def program() -> bytes:
     code += [_step(_EQUAL, family, len(_FAMILIES) - place, 0) for place, family in enumerate(_FAMILIES)]
     code += [_step(_RETURN, _FAIL | errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW)]
     return b"".join(code)
+
+
+def profile() -> dict[str, object]:
+    """The same filter as container runtimes read it, `--security-opt seccomp=FILE` (OCI runtime specification,
+    config-linux, seccomp). Raises as `program` does."""
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        program()  # says so
+    column = _MACHINES[machine][0]
+
+    def denied(names: list[str], error: int, *conditions: dict[str, object]) -> dict[str, object]:
+        return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": error, "args": list(conditions)}
+
+    def first(operation: str, value: int, two: int = 0) -> dict[str, object]:
+        return {"index": 0, "value": value, "valueTwo": two, "op": f"SCMP_CMP_{operation}"}
+
+    spaces = [1 << bit for bit in range(32) if _NEW_NAMESPACE >> bit & 1]
+    others = [family for family in range(max(_FAMILIES)) if family not in _FAMILIES]
+    return {
+        "defaultAction": "SCMP_ACT_ALLOW",
+        "architectures": [_ARCHITECTURES[machine]],  # calls of others are not allowed
+        "syscalls": [
+            denied([name for name, numbers in _DENIED.items() if numbers[column] is not None], errno.EPERM),
+            denied(["clone3"], errno.ENOSYS),
+            *(denied(["clone"], errno.EPERM, first("MASKED_EQ", bit, bit)) for bit in spaces),
+            *(denied(["socket"], errno.EAFNOSUPPORT, first("EQ", family)) for family in others),
+            denied(["socket"], errno.EAFNOSUPPORT, first("GT", max(_FAMILIES))),
+        ],
+    }
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

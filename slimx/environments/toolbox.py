@@ -32,7 +32,8 @@ class ToolsLost(SlimxError):
 class Toolbox(Protocol):
     """One per rollout. `open` comes first and `close` last, also after an error or a deadline; calls come one by one.
 
-    A class method `check(**toolbox_options)`, if there is one, is called before the run starts."""
+    Class methods `check(**toolbox_options)` and `check_prompts(prompts, **toolbox_options)`, if there are any, are
+    called before the run starts."""
 
     async def open(self, prompt: Prompt, seed: int) -> list[dict[str, Any]]:
         """Begin; the tools as the chat template shows them, {"type": "function", "function": {"name", ...}}. `seed` is

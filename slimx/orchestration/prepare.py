@@ -27,7 +27,7 @@ from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.client.teacher import check_taught
 from slimx.rollout.flow.replay import NO_HOOKS
-from slimx.rollout.hook_loading import Hooks, check_answers, check_prompts, load_hooks
+from slimx.rollout.hook_loading import Hooks, check_answers, check_generated, check_prompts, load_hooks
 from slimx.rollout.preferences import check_pair
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 from slimx.trainer.model.check import check_transformer
@@ -147,6 +147,7 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         if config.rollout.generate == PAIRS:
             for prompt in prompts:
                 check_pair(prompt)
+        check_generated(hooks.generate, prompts)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
         if hooks.reward is not None:

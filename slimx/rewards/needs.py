@@ -1,8 +1,8 @@
-"""Marks by which a reward hook says its needs: a process of its own, an answer, checks before the run."""
+"""Marks by which a hook says its needs: a process of its own, an answer, checks before the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,9 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
     return mark
 
 
-def checks_prompts(check: Callable[[Iterable[Any]], None]) -> Callable[[Hook], Hook]:
+def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
     """Have `check` called with the prompts that the hook will judge before a run starts; what it raises (SlimxError)
-    ends the start."""
+    ends the start. That of a generate hook gets the hook's options, too."""
 
     def mark(hook: Hook) -> Hook:
         hook.check_prompts = check  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def check(hook: Any) -> None:
     getattr(_function(hook), "check", lambda **_: None)(**options)
 
 
-def prompt_check(hook: Any) -> Callable[[Iterable[Any]], None] | None:
+def prompt_check(hook: Any) -> Callable[..., None] | None:
     """The check of prompts that `checks_prompts` gave the hook, or the function behind a partial; None without one."""
     return getattr(_function(hook), "check_prompts", None)
 

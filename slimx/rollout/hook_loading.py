@@ -130,6 +130,12 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt]) -> None:
             check(prompt for prompt in prompts if fits is None or fits(prompt))
 
 
+def check_generated(generate: Generate, prompts: Sequence[Prompt]) -> None:
+    """Raise SlimxError for the first prompt that the generate hook, with its options, cannot begin."""
+    if (check := needs.prompt_check(generate)) is not None:
+        check(prompts, **(generate.keywords if isinstance(generate, partial) else {}))
+
+
 def name_of(hook: Any) -> str:
     """A hook as an error names it."""
     while isinstance(hook, partial):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from slimx.data.tokens import encode_turns
 from slimx.dotted import imported
 from slimx.environments.toolbox import Toolbox, ToolResult, ToolsLost
 from slimx.errors import SlimxError, raised
-from slimx.rewards.needs import checked_by
+from slimx.rewards.needs import checked_by, checks_prompts
 from slimx.rollout.draft import Draft
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
 from slimx.rollout.proxy.answer import AnswerReader
@@ -68,6 +68,15 @@ def check(
     find_parser(tool_parser, "")
 
 
+def check_prompts(
+    prompts: Iterable[Prompt], *, toolbox: str, toolbox_options: dict[str, Any] | None = None, **_: Any
+) -> None:
+    """Have the toolbox refuse prompts that it cannot begin, by its class method `check_prompts`, if it has one."""
+    check = getattr(imported("rollout.options.toolbox", toolbox), "check_prompts", None)
+    if check is not None:
+        check(prompts, **(toolbox_options or {}))
+
+
 @dataclass(slots=True)
 class _Count:
     """Numbers of one rollout."""
@@ -78,6 +87,7 @@ class _Count:
     errors: Counter[str] = field(default_factory=Counter)
 
 
+@checks_prompts(check_prompts)
 @checked_by(check)
 async def generate(
     ctx: RolloutContext,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +15,7 @@ from slimx.algorithms.inputs import LossInputs
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.environments.base import Step
 from slimx.rewards import exact
-from slimx.rollout import single_turn
+from slimx.rollout import single_turn, tools
 from slimx.rollout.hooks import RewardContext, RolloutContext
 
 
@@ -119,3 +121,14 @@ async def echoed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     finally:
         await asyncio.shield(world.close())
     return draft.finish()
+
+
+WRITES = r"""root ::= "<tool_call>{\"name\": \"shell\", \"arguments\": {\"command\": \"" echo "\"}}</tool_call>"
+echo ::= "echo " [1-9] [0-9] " > value"
+"""
+
+
+async def writing_numbers(ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
+    """A terminal whose policy, which has learnt no words, chooses the digits of a command."""
+    engine = replace(ctx.engine, sampling=dict(ctx.engine.sampling) | {"ebnf": WRITES})
+    return await tools.generate(replace(ctx, engine=engine), prompt, **options)

@@ -27,7 +27,7 @@ from slimx.preflight.checks.layout import check_layout
 from slimx.preflight.effects.probe import try_hooks
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.client.completion import ModelShape
-from slimx.rollout.hook_loading import Hooks, load_generate, load_keep, load_rewards
+from slimx.rollout.hook_loading import Hooks, check_generated, load_generate, load_keep, load_rewards
 
 HELD_S = 0.5
 """An event loop that stands still for so long is worth a note."""
@@ -56,6 +56,7 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> Examined:
         spec, tokenizer = configured_model(config), run_tokenizer(config)
         by_source = training_prompts(config, tokenizer, spec)
         prompts = [prompt for several in by_source.values() for prompt in several]
+        check_generated(hooks.generate, prompts)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
     except SlimxError as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slimx.environments.boxes import roots
-from slimx.environments.boxes.protocol import BoxRefusal
+from slimx.environments.boxes.protocol import BoxRefusal, Either, names_of, not_plain, too_large
 from slimx.environments.enclosure import MIB, NOBODY, Enclosure, NotStarted, Ran
 from slimx.environments.sandbox_watch import Limits
 
@@ -39,7 +39,7 @@ class BubblewrapBox:
         self._enclosure = Enclosure(self.limits)
         self._host_usr = host_usr
         self._turn, self._given_up = threading.Lock(), threading.Event()
-        self._root: roots.Root | None = roots.make(source, base, image_mib)
+        self._root: roots.Root | None = roots.make(source, base, image_mib, host_usr=host_usr)
         self._began_with = roots.used(self._root.path)
 
     def run(
@@ -64,7 +64,7 @@ class BubblewrapBox:
                     command,
                     group_mib=self.limits.memory_mib + self.limits.disk_mib,
                     stdin=stdin,
-                    stop=_Either(self._given_up, stop),
+                    stop=Either(self._given_up, stop),
                     disk_used=lambda outermost: roots.used(root, outermost) - self._began_with,
                 )
             except NotStarted as error:
@@ -93,11 +93,7 @@ class BubblewrapBox:
             with os.fdopen(file, "rb") as opened:
                 size = _plain(path, file)
                 if size > most:
-                    raise BoxRefusal(
-                        f"{path} in the box has {size} bytes, and {most} are allowed; keep it smaller",
-                        code="large",
-                        about=path,
-                    )
+                    raise too_large(path, str(size), most)
                 return opened.read(most)
 
     def snapshot(self, to: Path) -> None:
@@ -130,9 +126,7 @@ class BubblewrapBox:
     @contextlib.contextmanager
     def _above(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
         """The directory that holds `path`, reached without following a link, and the last name of the path."""
-        *names, last = [name for name in path.split("/") if name] or [""]
-        if not path.startswith("/") or ".." in (*names, last) or last in ("", "."):
-            raise BoxRefusal(f"{path!r} is no absolute path of a file in a box", code="path", about=path)
+        *names, last = names_of(path)
         at = os.open(self._living(), _DIRECTORY)
         try:
             for name in names:
@@ -156,17 +150,6 @@ class BubblewrapBox:
             os.fchown(descriptor, NOBODY, NOBODY)
 
 
-class _Either(threading.Event):
-    """Set if it or one of two other events is."""
-
-    def __init__(self, first: threading.Event, second: threading.Event | None):
-        super().__init__()
-        self._others = [each for each in (first, second) if each is not None]
-
-    def is_set(self) -> bool:
-        return super().is_set() or any(each.is_set() for each in self._others)
-
-
 def _plain(path: str, descriptor: int) -> int:
     """Size of the file. Raises BoxRefusal if it is no regular file."""
     found = os.fstat(descriptor)
@@ -176,7 +159,4 @@ def _plain(path: str, descriptor: int) -> int:
 
 
 def _not_plain(path: str, error: OSError | None) -> BoxRefusal:
-    reason = error.strerror if error is not None else "not a regular file"
-    return BoxRefusal(
-        f"{path} in the box is no file reached without links ({reason}); name a plain file", code="file", about=path
-    )
+    return not_plain(path, str(error.strerror) if error is not None else "not a regular file")

@@ -18,9 +18,23 @@ class BoxRefusal(SlimxError):
         super().__init__(text, code=f"box.{code}", about=about)
 
 
+class BoxLost(SlimxError):
+    """Raised where a box, or what it runs on, has gone or does not answer. `about`: container, engine or server."""
+
+    def __init__(self, text: str, *, about: str):
+        super().__init__(text, code="box.lost", about=about)
+
+
+class BoxBusy(SlimxError):
+    """Raised where a server of boxes had none to give until the deadline. `about`: the server."""
+
+    def __init__(self, text: str, *, about: str):
+        super().__init__(text, code="box.busy", about=about)
+
+
 class Box(Protocol):
     """One per rollout; its files stay from one program to the next, its processes do not. Calls block and take turns:
-    make them by `slimx.environments.enclosure.in_thread`."""
+    make them by `slimx.environments.enclosure.in_thread`. Any call may raise BoxLost."""
 
     def run(
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
@@ -45,3 +59,36 @@ class Box(Protocol):
     def end(self) -> None:
         """End what runs and remove the root; a second call does nothing."""
         ...
+
+
+def names_of(path: str) -> list[str]:
+    """The names that an absolute path of a file in a box goes through. Raises BoxRefusal for another path."""
+    names = [name for name in path.split("/") if name]
+    if not path.startswith("/") or not names or {".", ".."} & {*names} or "\0" in path:
+        raise BoxRefusal(f"{path!r} is no absolute path of a file in a box", code="path", about=path)
+    return names
+
+
+def not_plain(path: str, reason: str) -> BoxRefusal:
+    """The refusal of what is no plain file, or is reached over a link."""
+    return BoxRefusal(
+        f"{path} in the box is no file reached without links ({reason}); name a plain file", code="file", about=path
+    )
+
+
+def too_large(path: str, size: str, most: int) -> BoxRefusal:
+    """The refusal of a file of `size`, in words, to be read up to `most` bytes."""
+    return BoxRefusal(
+        f"{path} in the box has {size} bytes, and {most} are allowed; keep it smaller", code="large", about=path
+    )
+
+
+class Either(threading.Event):
+    """Set if it or one of two other events is."""
+
+    def __init__(self, first: threading.Event, second: threading.Event | None):
+        super().__init__()
+        self._others = [each for each in (first, second) if each is not None]
+
+    def is_set(self) -> bool:
+        return super().is_set() or any(each.is_set() for each in self._others)

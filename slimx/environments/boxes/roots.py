@@ -15,6 +15,7 @@ import stat
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ COPY_S = 600.0
 """Seconds for copying or removing a root."""
 ENTRY = 4096
 """Bytes that a file, directory or link counts besides its content."""
+UNPACKED = 9
+"""An archive has 512 bytes for an entry at least, so that it holds no more than this many times its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +50,45 @@ class Root:
         os.close(self.lock)
 
 
-def make(source: Path, base: Path | None, image_mib: int) -> Root:
+def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = False) -> Root:
     """A new root with what is in `source`, a tar archive (also compressed) or a directory, of up to `image_mib` MiB.
-    `base`: the directory to make it in; the one for temporary files if None. Raises BoxRefusal."""
+    `base`: the directory to make it in; the one for temporary files if None. `host_usr`: its programs are those of
+    /usr. Raises BoxRefusal."""
     if not source.exists():
-        raise BoxRefusal(
-            f"there is no image or root directory {source}; give a tar archive or a directory",
-            code="source",
-            about=str(source),
-        )
+        raise no_source(source)
     root = _hold(base or Path(tempfile.gettempdir()))
     try:
         if source.is_dir():
             copy(source, root.path)
         else:
             root.path.mkdir()
-            _unpack(source, root.path, image_mib * MIB)
+            unpack(source, root.path, image_mib * MIB)
+        if host_usr:
+            add_links(root.path)
         os.chmod(root.path, 0o755)
         if os.geteuid() == 0:
             _call("chown", "-hR", f"{NOBODY}:{NOBODY}", "--", str(root.path))
         if used(root.path) > image_mib * MIB:
-            raise _too_large(source, image_mib * MIB)
+            raise too_large(source, image_mib * MIB)
     except BaseException:
         root.remove()
         raise
     return root
+
+
+def no_source(source: Path) -> BoxRefusal:
+    return BoxRefusal(
+        f"there is no image or root directory {source}; give a tar archive or a directory",
+        code="source",
+        about=str(source),
+    )
+
+
+def add_links(root: Path) -> None:
+    """Give a root without programs of its own the links to those of /usr, where nothing is in their place."""
+    for name in ("bin", "lib", "lib64"):
+        if os.path.islink(f"/{name}") and not os.path.lexists(root / name):
+            os.symlink(f"usr/{name}", root / name)
 
 
 def sweep(base: Path | None = None) -> int:
@@ -117,15 +134,23 @@ def used(path: Path, outermost: int | None = None) -> int:
 
 
 def _deleted(path: Path, outermost: int) -> int:
-    device, found = path.lstat().st_dev, {}
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(outermost).children(recursive=True):
-            with contextlib.suppress(OSError), os.scandir(f"/proc/{process.pid}/fd") as descriptors:
-                for each in descriptors:
-                    with contextlib.suppress(OSError):
-                        file = each.stat()
-                        if file.st_nlink == 0 and file.st_dev == device and stat.S_ISREG(file.st_mode):
-                            found[file.st_ino] = ENTRY + file.st_blocks * 512
+    try:
+        below = [each.pid for each in psutil.Process(outermost).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    return deleted(below, path.lstat().st_dev)
+
+
+def deleted(processes: Iterable[int], device: int | None = None) -> int:
+    """Bytes of files that were deleted and are still open in these processes: of `device`, or of any."""
+    found = {}
+    for pid in processes:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
+            for each in descriptors:
+                with contextlib.suppress(OSError):
+                    file = each.stat()
+                    if file.st_nlink == 0 and device in (None, file.st_dev) and stat.S_ISREG(file.st_mode):
+                        found[file.st_dev, file.st_ino] = ENTRY + file.st_blocks * 512
     return sum(found.values())
 
 
@@ -138,14 +163,15 @@ def _hold(base: Path) -> Root:
     return Root(holder, lock)
 
 
-def _unpack(archive: Path, to: Path, most: int) -> None:
+def unpack(archive: Path, to: Path, most: int) -> None:
+    """Unpack a tar archive, also a compressed one, of up to `most` bytes. Raises BoxRefusal."""
     taken = 0
 
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         nonlocal taken
         taken += member.size + ENTRY
         if taken > most:
-            raise _too_large(archive, most)
+            raise too_large(archive, most)
         if member.issym() and os.path.isabs(member.linkname):
             # An image's absolute links begin at its own root.
             above = os.path.dirname("/" + member.name.strip("/"))
@@ -169,7 +195,7 @@ def _unpack(archive: Path, to: Path, most: int) -> None:
         ) from error  # fmt: skip
 
 
-def _too_large(source: Path, most: int) -> BoxRefusal:
+def too_large(source: Path, most: int) -> BoxRefusal:
     return BoxRefusal(
         f"{source} takes more than the {most // MIB} MiB that a box begins with at most; raise image_mib",
         code="large",

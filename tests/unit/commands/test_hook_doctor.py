@@ -210,3 +210,30 @@ def test_words_need_hooks_to_hear_them(run_file):
     result = CliRunner().invoke(app, ["doctor", str(run_file), "--say", "7"])
     assert isinstance(result.exception, SlimxError)
     assert (result.exception.code, result.exception.about) == ("doctor.say", "--say")
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "about"),
+    [
+        ({"image": "python:3.12"}, "box.source", "tasks:2"),
+        ({"files": "none"}, "task.row", "tasks:2"),
+        ({"image": "a", "root": "b"}, "prompts.map", None),
+    ],
+    ids=["image that is not there", "files that are not there", "bad task"],
+)
+@pytest.mark.costly
+@pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")
+def test_a_task_that_cannot_begin_is_a_problem_with_its_line(run_file, tmp_path, row, code, about):
+    tests = {"command": ["true"]}
+    rows = [{"prompt": "p", "tests": tests}, {"prompt": "p", "tests": tests, **row}]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    found = examine(
+        run_file,
+        f"rollout.prompts={tmp_path}/tasks.jsonl",
+        "rollout.map=slimx.environments.terminal.tasks.to_prompt",
+        "rollout.generate=slimx.rollout.tools.generate",
+        "rollout.options.toolbox=slimx.environments.terminal.toolbox.Terminal",
+        f"rollout.options.toolbox_options.tasks={tmp_path}",
+        "rollout.options.toolbox_options.box.host_usr=true",
+    )
+    assert [(each.code, each.about) for each in found.problems] == [(code, about or f"{tmp_path}/tasks.jsonl, line 2")]
