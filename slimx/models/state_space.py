@@ -64,6 +64,11 @@ class StateSpace:
         """Channels of the convolution: x, B and C."""
         return self.inner + 2 * self.keys
 
+    def rule(self, chunk: int) -> int:
+        """Products of the state-space rule for every token, in chunks of `chunk` tokens (2405.21060, section 6): per
+        group C with the chunk's B, per head the scores with the chunk's inputs, and the state written and read."""
+        return chunk * (self.keys + self.inner) + 2 * self.inner * self.state
+
     @property
     def projected(self) -> int:
         """Rows of the input projection: z, x, B, C, and a step for each head."""

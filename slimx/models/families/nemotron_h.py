@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slimx.errors import SlimxError
 from slimx.layout.maps import Cut, Sections
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.decoder import unusual
+from slimx.models.engine_rows import no_engine
 from slimx.models.rows import Attention, Layer, embedding, head
 from slimx.models.sigmoid_router import router_fields, unsupported_router
 from slimx.models.state_space import KINDS, PATTERN, Kind, StateSpace
@@ -236,10 +236,5 @@ def _experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Raises SlimxError: only training works."""
-    raise SlimxError(
-        f"{ARCHITECTURE}: no engine can be published to: SGLang's layout of Mamba-2 layers was never compared, and a "
-        "publication proves every tensor of an engine; train without engines (algorithm.name: sft, dpo or reward)",
-        code="model.no_engine",
-        about=ARCHITECTURE,
-    )
+    """Raises SlimxError: only the trainer has the model."""
+    raise no_engine(ARCHITECTURE, "SGLang's layout of Mamba-2 layers was never compared, and a publication proves all")

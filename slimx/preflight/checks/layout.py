@@ -15,6 +15,7 @@ from slimx.layout.patterns import select
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
+from slimx.models.state_space import layers_of
 
 
 @rule("layout.divides", about="trainer")
@@ -64,9 +65,29 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
         )
 
 
+@rule("layout.state_space", about="trainer.tensor")
+def shares_groups(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
+    if not layers_of(spec.transformer, "M"):
+        return
+    groups = spec.transformer["mamba_num_groups"]
+    if groups % sizes.tensor:
+        yield (
+            "trainer.tensor",
+            f"trainer.tensor={sizes.tensor} does not divide the {groups} groups of the Mamba-2 layers of {spec.path}; "
+            f"choose a divisor of {groups}",
+        )
+    if sizes.context > 1:
+        yield (
+            "trainer.context",
+            f"trainer.context={sizes.context} cuts sequences, and megatron-core 0.19.2 brings those of Mamba-2 layers "
+            f"together by Transformer Engine alone, which was never tried with {spec.path}; set trainer.context=1",
+        )
+
+
 @rule("layout.parts", about="trainer")
 def covers(sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
     split = not any(sizes_divide.ask(sizes, spec)) and not any(shares_key_heads.ask(sizes, spec))
+    split = split and not any(shares_groups.ask(sizes, spec))
     try:
         layout = MegatronLayout(spec.table, sizes)
     except SlimxError as error:

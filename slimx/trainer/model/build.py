@@ -126,15 +126,12 @@ def _build_chunk(
         turns = rotary_of(transformer, gpt)
         megatron_exact.install(layers, leaves=leaves, rotary=turns, known=(router.ExactRouter,))
         gpt = gpt | {"position_embedding_type": "none"}
-    mtp = None
     if transformer.mtp_num_layers:
-        mtp = with_prediction_layers(
-            get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
-        )
+        block = get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
+        gpt = gpt | {"mtp_block_spec": with_prediction_layers(block)}
     model = make(
         transformer,
         layers,
-        mtp_block_spec=mtp,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         vp_stage=chunk,
