@@ -34,7 +34,7 @@ def state_space_rule(
     """
     chunks = Chunks(lengths, x.device)
     heads, groups = x.shape[1], key.shape[1]
-    new, log = (x * step[..., None]).float(), step.float() * decay.float()
+    new, log = x.float() * step.float()[..., None], step.float() * decay.float()
     new = chunks.lay(new).transpose(1, 2).unflatten(1, (groups, -1))  # [chunks, groups, heads / groups, CHUNK, p]
     log = chunks.lay(log).transpose(1, 2).unflatten(1, (groups, -1)).cumsum(-1)
     keys, queries = (chunks.lay(each.float()).transpose(1, 2).unsqueeze(2) for each in (key, query))

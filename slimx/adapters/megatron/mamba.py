@@ -38,8 +38,8 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
 
     megatron-core's own (`hybrid_layer_specs`) names Transformer Engine's layers outright; this one has those that
     GPTModel's specification would have."""
-    packs, _ = mamba_mixer._check_mamba_sequence_packing_support(for_inference_not_training=False)
-    if not (torch.cuda.is_available() and mamba_mixer.HAVE_MAMBA_SSM and packs):
+    kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
+    if not (torch.cuda.is_available() and kernels):
         _install_torch()
     layers = gpt_layer_specs.TESpecProvider()
     hybrid_block.TENorm = gpt_layer_specs.TENorm  # of the stack's end

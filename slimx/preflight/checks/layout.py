@@ -113,7 +113,7 @@ def decays_known(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
     yield from ()
 
 
-SPLIT = (sizes_divide, shares_key_heads, covers, trains_something, decays_known)
+SPLIT = (sizes_divide, shares_key_heads, shares_groups, covers, trains_something, decays_known)
 """Asked of the policy and, with other keys, of the critic."""
 
 
