@@ -76,11 +76,12 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
             f"trainer.tensor={sizes.tensor} does not divide the {groups} groups of the Mamba-2 layers of {spec.path}; "
             f"choose a divisor of {groups}",
         )
-    if sizes.context > 1:
+    elif groups // sizes.tensor % sizes.context:
         yield (
             "trainer.context",
-            f"trainer.context={sizes.context} cuts sequences, and megatron-core 0.19.2 brings those of Mamba-2 layers "
-            f"together by Transformer Engine alone, which was never tried with {spec.path}; set trainer.context=1",
+            f"trainer.context={sizes.context} does not divide the {groups // sizes.tensor} groups that a rank of "
+            f"trainer.tensor={sizes.tensor} has in each Mamba-2 layer of {spec.path}, and its ranks exchange tokens for "
+            f"groups; choose a divisor of {groups // sizes.tensor}",
         )
 
 
