@@ -36,8 +36,9 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     token counts the experts that it is sent to, not those that exist. In a layer with a window every token is counted
     to see all of it, as nearly all of a sequence much longer than the window do; with sparse attention, to see as many
     tokens as the indexer chooses, which itself looks at every pair and has no backward pass. A delta net takes as much
-    for every token, however long the sequence, and so does a Mamba-2 layer: see `_delta_net`, `_state_space`. Norms, rotary embeddings and softmax are small, and
-    layers of multi-token prediction change both terms nearly alike: they are left out.
+    for every token, however long the sequence, and so does a Mamba-2 layer: see `_delta_net` and `_state_space`.
+    Norms, rotary embeddings and softmax are small, and layers of multi-token prediction change both terms nearly alike:
+    they are left out.
     """
     layers, hidden = transformer["num_layers"], transformer["hidden_size"]
     weights, pairs = _attention(transformer)

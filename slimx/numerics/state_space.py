@@ -1,5 +1,5 @@
-"""The state-space rule of Mamba-2 over packed sequences (Dao and Gu, Transformers are SSMs, 2405.21060), in plain torch:
-no state reaches from one sequence into the next.
+"""The state-space rule of Mamba-2 over packed sequences (Dao and Gu, Transformers are SSMs, 2405.21060), in plain
+torch: no state reaches from one sequence into the next.
 
 Every head keeps a state S [p, n], which token t with input x, step dt, and B and C of the head's group changes to
 

@@ -56,7 +56,9 @@ NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
     **{name: QWEN[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
-    **{name: QWEN[name] for name in ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")},
+    **{
+        name: QWEN[name] for name in ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+    },
     "hybrid_override_pattern": "ME*M",
     "layer_norm_epsilon": 1e-5,
     # The ranks of TP2 x CP2 have a group each.

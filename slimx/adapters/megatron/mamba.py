@@ -54,9 +54,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=joined, core_attention=layers.core_attention(), linear_proj=row
-        ),
+        submodules=SelfAttentionSubmodules(linear_qkv=joined, core_attention=layers.core_attention(), linear_proj=row),
     )
     parts: dict[str, ModuleSpec] = {
         "mamba_layer": ModuleSpec(
@@ -141,10 +139,18 @@ def split_conv1d_scan(
     step = torch.nn.functional.softplus(step.float() + step_bias.float())
     groups = (ngroups, -1)
     out = state_space_rule(
-        x.unflatten(-1, (heads, headdim)), step, decay, key.unflatten(-1, groups), query.unflatten(-1, groups), D, lengths
+        x.unflatten(-1, (heads, headdim)),
+        step,
+        decay,
+        key.unflatten(-1, groups),
+        query.unflatten(-1, groups),
+        D,
+        lengths,
     )
-    return (out.flatten(1).float() * torch.nn.functional.silu(gate.float())).to(projected.dtype).view(
-        *projected.shape[:2], inner
+    return (
+        (out.flatten(1).float() * torch.nn.functional.silu(gate.float()))
+        .to(projected.dtype)
+        .view(*projected.shape[:2], inner)
     )
 
 

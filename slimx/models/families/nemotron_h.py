@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron-3 (Nano 30B-A3B and tiny ones): layers of Mamba-2, of attention without positions, of MLPs and
-of experts, in an order of their own; squared ReLU without gates, experts chosen as DeepSeek-V3 chooses them."""
+"""Nemotron-H and Nemotron-3 (Nano 30B-A3B and tiny ones): layers of Mamba-2, of attention without positions, of MLPs
+and of experts, in an order of their own; squared ReLU without gates, experts chosen as DeepSeek-V3 chooses them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     hidden, experts = hf["hidden_size"], hf["n_routed_experts"] if "E" in _pattern(hf) else 0
-    of = {kind: Layer("decoder.layers.{layer}.", "backbone.layers.{layer}.", layers=_layers(hf, kind)) for kind in KINDS}
+    of = {
+        kind: Layer("decoder.layers.{layer}.", "backbone.layers.{layer}.", layers=_layers(hf, kind)) for kind in KINDS
+    }
     (norm, output), word = head(hf), embedding(hf)
     rows = (
         replace(word, sources=(("backbone.embeddings.weight", word.sources[0][1]),)),

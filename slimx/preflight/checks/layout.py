@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slimx.config.rule import Told, broken, refuse, rule
+from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
@@ -15,7 +16,7 @@ from slimx.layout.patterns import select
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
-from slimx.models.state_space import layers_of
+from slimx.models.state_space import PATTERN, layers_of
 
 
 @rule("layout.divides", about="trainer")
@@ -80,8 +81,18 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
         yield (
             "trainer.context",
             f"trainer.context={sizes.context} does not divide the {groups // sizes.tensor} groups that a rank of "
-            f"trainer.tensor={sizes.tensor} has in each Mamba-2 layer of {spec.path}, and its ranks exchange tokens for "
+            f"trainer.tensor={sizes.tensor} has in each Mamba-2 layer of {spec.path}, whose ranks exchange tokens for "
             f"groups; choose a divisor of {groups // sizes.tensor}",
+        )
+
+
+@rule("layout.hybrid_values", about="model.path")
+def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) -> Iterator[str]:
+    if spec.transformer.get(PATTERN) and (algorithm.scores or critic is not None):
+        what = "a critic" if critic is not None else "a reward model"
+        yield (
+            f"{spec.path} has the layers of megatron-core's HybridModel, on which {what} cannot be built here; choose an "
+            "algorithm without values (algorithm.name)"
         )
 
 

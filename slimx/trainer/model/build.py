@@ -32,7 +32,7 @@ from slimx.reshard.plan.precision import ModelDtype, Quantisation
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
-from slimx.trainer.model.hybrid_model import HYBRID, segments
+from slimx.trainer.model.hybrid_model import HybridPolicyModel, segments
 from slimx.trainer.model.lora import attach
 from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
 from slimx.trainer.model.transformer import rotary_of, transformer_config
@@ -60,7 +60,7 @@ def build_model(
     virtual = config.trainer.virtual_pipeline
     if pattern := spec.transformer.get(PATTERN):
         sizes = sizes_of(config.trainer)
-        make = partial(HYBRID[kind], hybrid_layer_pattern=segments(pattern, sizes.split, sizes.stages), **options)
+        make = partial(HybridPolicyModel, hybrid_layer_pattern=segments(pattern, sizes.split, sizes.stages), **options)
     else:
         make = partial(kind, **options)
     chunks = [

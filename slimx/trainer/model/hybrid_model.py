@@ -1,4 +1,4 @@
-"""megatron-core's HybridModel with the outputs of a policy, a critic or a reward model."""
+"""megatron-core's HybridModel with the output of a policy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slimx.trainer.model.policy_model import PolicyModel, PolicyOutput
-from slimx.trainer.model.value_model import ScoreModel, ValueModel, ValueOutput
+from slimx.trainer.model.policy_model import PolicyOutput
 
 
-class Trunk(HybridModel):
-    """Embedding and layers of megatron-core's HybridModel, whose own forward pass ends in logits or a loss; a subclass
-    has `_postprocess` as GPTModel does. Written for megatron-core 0.19.2."""
+class HybridPolicyModel(PolicyOutput, HybridModel):
+    """megatron-core's HybridModel for policy training, whose own forward pass ends in logits or a loss. Written for
+    megatron-core 0.19.2."""
 
     def forward(
         self,
@@ -28,35 +27,12 @@ class Trunk(HybridModel):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Any:
-        """input_ids [1, T] of packed sequences, on every pipeline stage."""
-        # Mamba-2 layers take a sequence's number for each token instead of the bounds; what lies behind the last
-        # sequence is one more.
+        """As a PolicyModel; input_ids [1, T] of packed sequences, on every pipeline stage."""
+        # Mamba-2 layers take a sequence's number for each token instead of the bounds.
         packed = replace(packed_seq_params, total_tokens=input_ids.shape[1] * self.config.context_parallel_size)
         given = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         hidden = self.decoder(hidden_states=given, attention_mask=attention_mask, packed_seq_params=packed)
         return self._postprocess(hidden, input_ids, position_ids, labels, None, None, None)
-
-
-class HybridPolicyModel(PolicyOutput, Trunk):
-    """A policy whose layers are a HybridModel's."""
-
-
-class HybridValueModel(ValueOutput, Trunk):
-    """A critic whose layers are a HybridModel's."""
-
-
-class HybridScoreModel(HybridValueModel):
-    """A reward model whose layers are a HybridModel's."""
-
-    BIAS = ScoreModel.BIAS
-
-
-HYBRID: dict[type, type[Trunk]] = {
-    PolicyModel: HybridPolicyModel,
-    ValueModel: HybridValueModel,
-    ScoreModel: HybridScoreModel,
-}
-"""Model with GPTModel's layers -> the same with a HybridModel's."""
 
 
 def segments(pattern: str, layers: Sequence[int], stages: int) -> str:

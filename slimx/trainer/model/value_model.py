@@ -45,8 +45,8 @@ class ValueHead(torch.nn.Module):
         return values if self.bias is None else values + self.bias
 
 
-class ValueOutput:
-    """A `value_head` in the place of the output layer of a model of megatron-core."""
+class ValueModel(GPTModel):
+    """megatron-core's GPTModel with a `value_head` instead of its output layer. Written for megatron-core 0.19.2."""
 
     BIAS = True
     """True if the head has a bias."""
@@ -70,12 +70,8 @@ class ValueOutput:
         return values.transpose(0, 1).contiguous()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Sharded state of the modules. The model's own method looks for an output layer, which is not here."""
+        """Sharded state of the modules. GPTModel's own method looks for an output layer, which is not here."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
-
-
-class ValueModel(ValueOutput, GPTModel):
-    """megatron-core's GPTModel with a value for each token. Written for megatron-core 0.19.2."""
 
 
 class ScoreModel(ValueModel):

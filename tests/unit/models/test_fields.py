@@ -14,10 +14,10 @@ from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import refused
 from tests.unit.models.deepseek_v3_config import V3
 from tests.unit.models.test_delta_net import EXPERTS, NEXT
-from tests.unit.models.test_nemotron_h import TINY as NEMOTRON
 from tests.unit.models.test_families import LLAMA_32_1B, QWEN3_32B, QWEN25_7B
 from tests.unit.models.test_glm_and_minimax import FLASH, GLM, MINIMAX
 from tests.unit.models.test_gpt_oss import HF as GPT_OSS
+from tests.unit.models.test_nemotron_h import TINY as NEMOTRON
 
 ROOT = Path(__file__).parents[3]
 OUTSIDE = {"MixtralForCausalLM": "examples.mixtral"}

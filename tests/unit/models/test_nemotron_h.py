@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
+from slimx.config.sections.critic import Critic
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, nemotron_h, read_model
 from slimx.models.files.megatron_directory import numbers_layers, places
 from slimx.models.state_space import layers_of
-from slimx.preflight.checks.layout import check_layout
+from slimx.preflight.checks.layout import check_layout, has_no_values
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +46,18 @@ TINY = NANO | {
 def read(tmp_path: Path, hf: dict[str, Any]) -> ModelSpec:
     (tmp_path / "config.json").write_text(json.dumps(hf))
     return read_model(tmp_path)
+
+
+def run(tmp_path: Path, algorithm: str, **trainer: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path)},
+            "model": {"path": str(tmp_path)},
+            "trainer": trainer,
+            "rollout": {"prompts": "p", "engines": []},
+            "algorithm": {"name": algorithm},
+        }
+    )
 
 
 def test_the_published_model_has_its_parameters_and_layers(tmp_path: Path):
@@ -156,14 +169,13 @@ def test_engines_are_refused():
 )
 def test_ranks_share_the_groups_of_heads(tmp_path: Path, sizes: dict[str, int], key: str):
     spec = read(tmp_path, TINY | {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 8})
-    config = Config.model_validate(
-        {
-            "run": {"dir": str(tmp_path)},
-            "model": {"path": str(tmp_path)},
-            "trainer": sizes,
-            "rollout": {"prompts": "p", "engines": []},
-            "algorithm": {"name": "sft"},
-        }
-    )
     with refused("layout.state_space", about=key):
-        check_layout(config.trainer, spec)
+        check_layout(run(tmp_path, "sft", **sizes).trainer, spec)
+
+
+def test_no_value_model_is_built_on_them(tmp_path: Path):
+    spec = read(tmp_path, TINY)
+    told = {name: [*has_no_values.ask(run(tmp_path, name).algorithm, None, spec)] for name in ("sft", "dpo", "reward")}
+    assert {name: len(sentences) for name, sentences in told.items()} == {"sft": 0, "dpo": 0, "reward": 1}
+    critic = Critic()
+    assert len([*has_no_values.ask(run(tmp_path, "sft").algorithm, critic, spec)]) == 1
