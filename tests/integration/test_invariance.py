@@ -2,9 +2,9 @@
 
 Each layout is one start of real gloo ranks that take one step for each model: a Qwen3-MoE with tied embeddings (GRPO),
 a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token prediction;
-GSPO), a Qwen3-Next (gated delta nets; GRPO), and a Nemotron-3 (Mamba-2 layers; GRPO). One rank without recomputation is
-what all others must equal. `layout_cases` says which layouts: `make test` has every pair of settings, and each setting with both of the first two
-models; `make test-all` has every layout with both.
+GSPO), a Qwen3-Next (gated delta nets; GRPO), and a Nemotron-3 (Mamba-2 layers; GRPO). One rank without recomputation
+is what all others must equal. `layout_cases` says which layouts: `make test` has every pair of settings, and each
+setting with both of the first two models; `make test-all` has every layout with both.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) 
     if spec.transformer.get(PATTERN) and (algorithm.scores or critic is not None):
         what = "a critic" if critic is not None else "a reward model"
         yield (
-            f"{spec.path} has the layers of megatron-core's HybridModel, on which {what} cannot be built here; choose an "
-            "algorithm without values (algorithm.name)"
+            f"{spec.path} has the layers of megatron-core's HybridModel, on which {what} cannot be built here; choose "
+            "an algorithm without values (algorithm.name)"
         )
 
 
