@@ -44,7 +44,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
     kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
     if not (torch.cuda.is_available() and kernels):
         _install_torch()
-    # Its own ask Transformer Engine for the order, by a function that has no CPU kernel.
+    # Upstream's ask Transformer Engine for the order, by a function that has no CPU kernel.
     mamba_context_parallel._undo_attention_load_balancing = in_order
     mamba_context_parallel._redo_attention_load_balancing = in_zigzag
     layers = gpt_layer_specs.TESpecProvider()
@@ -147,11 +147,8 @@ def split_conv1d_scan(
         D,
         lengths,
     )
-    return (
-        (out.flatten(1).float() * torch.nn.functional.silu(gate.float()))
-        .to(projected.dtype)
-        .view(*projected.shape[:2], inner)
-    )
+    gated = out.flatten(1).float() * torch.nn.functional.silu(gate.float())
+    return gated.to(projected.dtype).view(*projected.shape[:2], inner)
 
 
 class GroupedNorm(torch.nn.Module):

@@ -4,6 +4,7 @@ and of experts, in an order of their own; squared ReLU without gates, experts ch
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from slimx.layout.maps import Cut, Sections
@@ -165,17 +166,9 @@ def _mamba(at: Layer, sizes: StateSpace) -> tuple[Row, ...]:
     """The norm before a Mamba-2 mixer and the mixer: each rank of a tensor-parallel group has its share of the groups,
     with their heads."""
     groups = sizes.groups
-    share, per_group = sizes.inner // groups, (sizes.heads // groups, sizes.state)
-    heads, state = per_group
-    kinds = {"z": share, "x": share, "B": state, "C": state, "dt": heads}
-    starts, row = {}, 0
-    for kind, rows in kinds.items():
-        starts[kind] = row
-        row += groups * rows
-    cuts = {kind: Cut(0, starts[kind], rows, rows) for kind, rows in kinds.items()}
-    # The convolution has the second to the fourth of them.
-    mixed = [cuts[kind]._replace(row=starts[kind] - starts["x"]) for kind in "xBC"]
-    convolution: dict[str, Any] = {"map": Sections(groups, tuple(mixed)), "axis": 0, "sections": tuple("xBC")}
+    share, state = sizes.inner // groups, sizes.state
+    kinds = {"z": share, "x": share, "B": state, "C": state, "dt": sizes.heads // groups}
+    convolution = {kind: kinds[kind] for kind in ("x", "B", "C")}
     vectors = [
         Row(f"{at.here}mixer.{name}", ((f"{at.there}mixer.{name}", (sizes.heads,)),), axis=0, layers=at.layers)
         for name in ("A_log", "D", "dt_bias")
@@ -185,16 +178,31 @@ def _mamba(at: Layer, sizes: StateSpace) -> tuple[Row, ...]:
         at.row(
             "mixer.in_proj.weight",
             [("mixer.in_proj", (sizes.projected, sizes.hidden))],
-            map=Sections(groups, tuple(cuts.values())),
-            axis=0,
-            sections=tuple(kinds),
+            **_one_behind_the_other(groups, kinds),
         ),
-        at.row("mixer.conv1d_weight", [("mixer.conv1d", (sizes.mixed, 1, sizes.width))], **convolution),
-        at.row("mixer.conv1d_bias", [("mixer.conv1d", (sizes.mixed,))], kind="bias", **convolution),
+        at.row(
+            "mixer.conv1d_weight",
+            [("mixer.conv1d", (sizes.mixed, 1, sizes.width))],
+            **_one_behind_the_other(groups, convolution),
+        ),
+        at.row(
+            "mixer.conv1d_bias",
+            [("mixer.conv1d", (sizes.mixed,))],
+            kind="bias",
+            **_one_behind_the_other(groups, convolution),
+        ),
         *vectors,
         at.row("mixer.norm.weight", [("mixer.norm", (sizes.inner,))], axis=0),
         at.linear("mixer.out_proj.weight", "mixer.out_proj", (sizes.hidden, sizes.inner), axis=1),
     )
+
+
+def _one_behind_the_other(groups: int, kinds: dict[str, int]) -> dict[str, Any]:
+    """Fields of a Row whose source holds several kinds of rows one behind the other; `kinds`: rows of each that belong
+    to one group. Ranks share each kind."""
+    starts = accumulate((groups * rows for rows in kinds.values()), initial=0)
+    cuts = [Cut(0, start, rows, rows) for start, rows in zip(starts, kinds.values(), strict=False)]
+    return {"map": Sections(groups, tuple(cuts)), "axis": 0, "sections": tuple(kinds)}
 
 
 def _attention(at: Layer, sizes: Attention) -> tuple[Row, ...]:
