@@ -13,6 +13,7 @@ from slimx.data.prompt_files.hub import HUB
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
+from slimx.models.state_space import layers_of
 from slimx.orchestration.prompts import first_prompt, run_tokenizer
 from slimx.preflight.plan.report import Planned, plan_report, predictions
 from slimx.preflight.plan.suggest import nearest_layout, suggest_layouts
@@ -80,6 +81,7 @@ def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:
             packages=installed(),
             exact=config.exact,
             delta_nets=delta_net_layers(spec.transformer) > 0,
+            state_spaces=bool(layers_of(spec.transformer, "M")),
             experts=spec.experts,
         ).reasons
     except SlimxError as error:  # no violation: the plan may be for machines that have the package

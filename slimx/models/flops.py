@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slimx.models.state_space import PATTERN, StateSpace, layers_of
+
 _CHUNK = 64
 """Tokens of a delta net's chunk."""
+_STATE_CHUNK = 128
+"""Tokens of a Mamba-2 layer's chunk, as megatron-core's mixer asks mamba_ssm for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +36,18 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     token counts the experts that it is sent to, not those that exist. In a layer with a window every token is counted
     to see all of it, as nearly all of a sequence much longer than the window do; with sparse attention, to see as many
     tokens as the indexer chooses, which itself looks at every pair and has no backward pass. A delta net takes as much
-    for every token, however long the sequence: see `_delta_net`. Norms, rotary embeddings and softmax are small, and
-    layers of multi-token prediction change both terms nearly alike: they are left out.
+    for every token, however long the sequence, and so does a Mamba-2 layer: see `_delta_net` and `_state_space`.
+    Norms, rotary embeddings and softmax are small, and layers of multi-token prediction change both terms nearly alike:
+    they are left out.
     """
     layers, hidden = transformer["num_layers"], transformer["hidden_size"]
     weights, pairs = _attention(transformer)
     moe, linear = _moe_layers(transformer), delta_net_layers(transformer)
-    attending = layers - linear
+    attending, dense = attention_layers(transformer), dense_layers(transformer)
     per_token = attending * weights + hidden * vocab_size
     per_token += linear * _delta_net(transformer) if linear else 0
-    per_token += (layers - moe) * 3 * hidden * transformer["ffn_hidden_size"]  # gate, up and down
+    per_token += len(layers_of(transformer, "M")) * _state_space(transformer) if transformer.get(PATTERN) else 0
+    per_token += dense * _matrices(transformer) * hidden * transformer["ffn_hidden_size"]
     per_token += moe * _experts(transformer) if moe else 0
     local = _windowed_layers(transformer)
     if local:
@@ -51,6 +57,33 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
         read, scored = _indexer(transformer)
         return SequenceFlops(linear=3 * 2 * per_token + 2 * layers * read, quadratic=2 * layers * scored / 2)
     return SequenceFlops(linear=3 * 2 * per_token, quadratic=3 * 2 * (attending - local) * pairs / 2)
+
+
+def attention_layers(transformer: dict[str, Any]) -> int:
+    """Layers with attention."""
+    if transformer.get(PATTERN):
+        return len(layers_of(transformer, "*"))
+    return transformer["num_layers"] - delta_net_layers(transformer)
+
+
+def dense_layers(transformer: dict[str, Any]) -> int:
+    """Layers with an MLP."""
+    if transformer.get(PATTERN):
+        return len(layers_of(transformer, "-"))
+    return transformer["num_layers"] - _moe_layers(transformer)
+
+
+def _matrices(transformer: dict[str, Any]) -> int:
+    """Matrices of an MLP or an expert: gate, up and down, or the last two."""
+    return 3 if transformer.get("gated_linear_unit", True) else 2
+
+
+def _state_space(transformer: dict[str, Any]) -> int:
+    """Products of a Mamba-2 layer for every token: with its weights, those of its convolution among them, and of the
+    state-space rule."""
+    sizes = StateSpace.of(transformer)
+    weights = sizes.hidden * (sizes.projected + sizes.inner) + sizes.width * sizes.mixed
+    return weights + sizes.rule(_STATE_CHUNK)
 
 
 def delta_net_layers(transformer: dict[str, Any]) -> int:
@@ -115,4 +148,4 @@ def _experts(transformer: dict[str, Any]) -> int:
     chosen = transformer["moe_router_topk"] * transformer["moe_ffn_hidden_size"]
     shared = transformer.get("moe_shared_expert_intermediate_size") or 0
     gate = hidden if transformer.get("moe_shared_expert_gate") else 0
-    return 3 * hidden * (chosen + shared) + hidden * transformer["num_moe_experts"] + gate
+    return _matrices(transformer) * hidden * (chosen + shared) + hidden * transformer["num_moe_experts"] + gate

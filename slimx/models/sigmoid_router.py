@@ -14,13 +14,20 @@ from slimx.models.rows import Layer
 
 
 def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig for the experts and their router."""
+    """Fields of megatron-core's TransformerConfig for the experts, their router and their places."""
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     return {
         "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+        "moe_shared_expert_intermediate_size": _sizes(hf)["shared"] or None,
+        **router_fields(hf),
+    }
+
+
+def router_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig for routed experts and their router."""
+    return {
         "num_moe_experts": hf["n_routed_experts"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": _sizes(hf)["shared"] or None,
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-CHUNK = 64
-"""Tokens of a chunk."""
+from slimx.numerics.chunks import CHUNK, Chunks
 
 
 def gated_delta_rule(
@@ -39,7 +38,7 @@ def gated_delta_rule(
     `scale` of the queries: None for dk^-1/2. Computed in fp32.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    chunks = _Chunks(lengths, query.device)
+    chunks = Chunks(lengths, query.device)
     q, k, v = (chunks.lay(x.float()).transpose(1, 2) for x in (query * scale, key, value))  # [chunks, heads, CHUNK, d]
     log, beta = (chunks.lay(x.float()).transpose(1, 2) for x in (decay, rate))  # [chunks, heads, CHUNK]
     log = log.cumsum(-1)
@@ -103,32 +102,3 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension, computed in fp32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-class _Chunks:
-    """Packed sequences, longest first, as a batch of chunks; a sequence's last one is padded with zeros, which change
-    no state."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device):
-        counts = torch.tensor([-(-length // CHUNK) for length in lengths])
-        self.order = counts.argsort(descending=True, stable=True)
-        starts = counts.cumsum(0) - counts
-        self.steps = [
-            (starts[self.order][: int((counts > number).sum())] + number).to(device)
-            for number in range(int(counts.max()))
-        ]
-        """Chunks that are next, one of each sequence that is long enough, in the order of `order`."""
-        sizes = torch.tensor(list(lengths))
-        inside = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        self._places = (starts.repeat_interleave(sizes) * CHUNK + inside).to(device)
-        self._count = int(counts.sum())
-        self.order = self.order.to(device)
-
-    def lay(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [chunks, CHUNK, ...]."""
-        whole = x.new_zeros(self._count * CHUNK, *x.shape[1:]).index_copy(0, self._places, x)
-        return whole.view(self._count, CHUNK, *x.shape[1:])
-
-    def collect(self, x: torch.Tensor) -> torch.Tensor:
-        """[chunks, CHUNK, ...] -> [T, ...]."""
-        return x.flatten(0, 1)[self._places]

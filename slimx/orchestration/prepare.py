@@ -16,6 +16,7 @@ from slimx.engines.server.spec import EngineSpec, server_args
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.models.flops import delta_net_layers
+from slimx.models.state_space import layers_of
 from slimx.orchestration.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
 from slimx.preflight.checks import RULES, model_facts, weight_facts
 from slimx.preflight.checks.layout import critic_keys
@@ -86,6 +87,7 @@ def check_run(config: Config) -> Prepared:
         packages=installed(),
         exact=config.exact,
         delta_nets=delta_net_layers(spec.transformer) > 0,
+        state_spaces=bool(layers_of(spec.transformer, "M")),
         experts=spec.experts,
     )
     check_transformer(spec, config, backends, cpu=device == "cpu")

@@ -48,9 +48,10 @@ def stock(config: str, *without: str, **fields: Any) -> Callable[[Path, int], Or
     return lambda path, seed: Oracle(path, seed, config, {**shape, **fields})
 
 
-def hybrid(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
-    """The same with gated delta nets."""
-    return lambda path, seed: Oracle(path, seed, config, {**SHAPE, **fields}, scatter_slow_decays)
+def hybrid(config: str, *without: str, **fields: Any) -> Callable[[Path, int], Oracle]:
+    """The same with gated delta nets or Mamba-2 layers."""
+    shape = {name: value for name, value in SHAPE.items() if name not in without}
+    return lambda path, seed: Oracle(path, seed, config, {**shape, **fields}, scatter_slow_decays)
 
 
 def predicting(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
@@ -158,6 +159,21 @@ HYBRID = {
     "linear_value_head_dim": 10,
 }
 HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24}
+NEMOTRON = {
+    "num_key_value_heads": 2,
+    "hybrid_override_pattern": "ME*-ME",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 4,
+    "ssm_state_size": 10,
+    "layer_norm_epsilon": 1e-5,
+    "time_step_min": 1e-30,  # by which transformers alone bounds every step
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
 CASES: dict[str, Case] = {
     "V3": Case(make=deepseek("V3"), mtp=1, thorough=True),
     "Moonlight": Case(make=deepseek("Moonlight")),
@@ -202,6 +218,9 @@ CASES: dict[str, Case] = {
         make=stock("MixtralConfig", num_local_experts=8, num_experts_per_tok=3),
         family="examples.mixtral",
         thorough=True,
+    ),
+    "Nemotron-3": Case(
+        make=hybrid("NemotronHConfig", "num_hidden_layers", "rms_norm_eps", **NEMOTRON), thorough=True, cut=True
     ),
     "Ling-2": Case(make=bailing_oracle.Oracle, mtp=1, thorough=True),
 }

@@ -52,3 +52,23 @@ NEXT = QWEN | {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 10,
 }
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    **{name: QWEN[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+    **{
+        name: QWEN[name] for name in ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+    },
+    "hybrid_override_pattern": "ME*M",
+    "layer_norm_epsilon": 1e-5,
+    # The ranks of TP2 x CP2 have a group each.
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 4,
+    "ssm_state_size": 10,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+}

@@ -2,9 +2,9 @@
 
 Each layout is one start of real gloo ranks that take one step for each model: a Qwen3-MoE with tied embeddings (GRPO),
 a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token prediction;
-GSPO), and a Qwen3-Next (gated delta nets; GRPO). One rank without recomputation is what all others must equal.
-`layout_cases` says which layouts: `make test` has every pair of settings, and each setting with both of the first two
-models; `make test-all` has every layout with both.
+GSPO), a Qwen3-Next (gated delta nets; GRPO), and a Nemotron-3 (Mamba-2 layers; GRPO). One rank without recomputation
+is what all others must equal. `layout_cases` says which layouts: `make test` has every pair of settings, and each
+setting with both of the first two models; `make test-all` has every layout with both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slimx.data.support import Support
 from slimx.models.families import read_model
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights
-from tests.integration.invariance_models import DEEPSEEK, NEXT, QWEN
+from tests.integration.invariance_models import DEEPSEEK, NEMOTRON, NEXT, QWEN
 from tests.integration.invariance_rank import VERSION
 from tests.integration.layout_cases import (
     COVERING,
@@ -51,6 +51,7 @@ ALGORITHMS = {
     "qwen": {"old_logprobs": "recompute", "correction": {"kind": "truncate", "level": "geometric", "low": 0.5}},
     "deepseek": {"name": "gspo", "clip_high": 0.2, "kl_unbiased": True, "entropy_coef": 0.1, "teacher_coef": 0.3},
     "next": {},
+    "nemotron": {},
 }
 GROUPS = 4
 
@@ -119,7 +120,8 @@ class Laboratory:
         """`asked`: names of the layouts and models that will be asked for."""
         self.directory, self.asked, self.done = directory, asked, set[str]()
         self.models = []
-        for seed, (name, hf, mtp) in enumerate((("qwen", QWEN, 0), ("deepseek", DEEPSEEK, 1), ("next", NEXT, 0))):
+        every = (("qwen", QWEN, 0), ("deepseek", DEEPSEEK, 1), ("next", NEXT, 0), ("nemotron", NEMOTRON, 0))
+        for seed, (name, hf, mtp) in enumerate(every):
             if not any(name == model for _, model in asked):
                 continue
             save_groups(directory / f"{name}.groups", rollouts(seed))
@@ -185,7 +187,7 @@ def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
 CASES = [
     pytest.param(case, model, id=f"{name_of(case)}-{model}", marks=[] if (case, model) in QUICK else [pytest.mark.slow])
     for case in (*COVERING, EIGHT)
-    for model in (*MODELS, "next")
+    for model in (*MODELS, "next", "nemotron")
 ]
 
 

@@ -25,6 +25,7 @@ from slimx.models.families import (
     llama,
     mimo,
     minimax_m2,
+    nemotron_h,
     qwen2,
     qwen3,
     qwen3_5,
@@ -85,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         llama,
         mimo,
         minimax_m2,
+        nemotron_h,
         qwen2,
         qwen3,
         qwen3_5,
@@ -99,11 +101,6 @@ _VISION = (
     "Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM can be trained"
 )
 UNBUILDABLE: dict[str, str] = {
-    "NemotronHForCausalLM": (
-        "slimx builds megatron-core's GPTModel, and Mamba-2 layers are of its HybridModel alone; megatron-core 0.19.2 "
-        "(ssm/mamba_mixer) builds them with mamba_ssm's CUDA kernels only, and trains packed sequences with one of "
-        "these alone"
-    ),
     "Qwen3_5ForConditionalGeneration": _VISION,
     "Qwen3_5MoeForConditionalGeneration": _VISION,
 }
@@ -117,9 +114,9 @@ class ModelSpec:
     path: str
     hf: dict[str, Any]
     transformer: dict[str, Any]
-    """Fields of megatron-core's TransformerConfig."""
+    """Fields of megatron-core's TransformerConfig; of a hybrid model its pattern too (`slimx.models.state_space`)."""
     gpt: dict[str, Any]
-    """Arguments of megatron-core's GPTModel."""
+    """Arguments of megatron-core's GPTModel, or its HybridModel."""
     table: Table
     """The trainer's layout of every checkpoint tensor."""
     family: Family

@@ -25,6 +25,8 @@ from slimx.models.files.megatron_common import saved_vocabulary
 from slimx.models.files.safe_pickle import read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_CONVOLUTION = re.compile(r"(?<=\.mixer\.)conv1d_")
+"""A Mamba-2 layer's convolution, which checkpoints have called a module since it was one."""
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
@@ -177,6 +179,7 @@ def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
         name, index, axes = _PREDICTION_LAYER.sub(r"\1transformer_layer.", part.name), (), ()
         if not per_layer and entry.row.stage == "layer":
             name, index, axes = _LAYER.sub("decoder.layers.", name), (entry.layer,), (table.layers,)
+        name = _CONVOLUTION.sub("conv1d.", name)
         if _EXPERT.search(name):
             name = _EXPERT.sub(r".experts.experts.\1.\2", name)
             index, axes = (*index, entry.expert), (*axes, table.experts)
@@ -204,4 +207,4 @@ def numbers_layers(transformer: Mapping[str, Any]) -> bool:
     return any(
         isinstance(frequency, list) or frequency > 1
         for frequency in (transformer.get(key) or 1 for key in ("moe_layer_freq", "linear_attention_freq"))
-    )
+    ) or bool(transformer.get("is_hybrid_model"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slimx.config.rule import Told, broken, refuse, rule
+from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
@@ -15,6 +16,7 @@ from slimx.layout.patterns import select
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
+from slimx.models.state_space import PATTERN, layers_of
 
 
 @rule("layout.divides", about="trainer")
@@ -64,9 +66,40 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
         )
 
 
+@rule("layout.state_space", about="trainer.tensor")
+def shares_groups(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
+    if not layers_of(spec.transformer, "M"):
+        return
+    groups = spec.transformer["mamba_num_groups"]
+    if groups % sizes.tensor:
+        yield (
+            "trainer.tensor",
+            f"trainer.tensor={sizes.tensor} does not divide the {groups} groups of the Mamba-2 layers of {spec.path}; "
+            f"choose a divisor of {groups}",
+        )
+    elif groups // sizes.tensor % sizes.context:
+        yield (
+            "trainer.context",
+            f"trainer.context={sizes.context} does not divide the {groups // sizes.tensor} groups that a rank of "
+            f"trainer.tensor={sizes.tensor} has in each Mamba-2 layer of {spec.path}, whose ranks exchange tokens for "
+            f"groups; choose a divisor of {groups // sizes.tensor}",
+        )
+
+
+@rule("layout.hybrid_values", about="model.path")
+def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) -> Iterator[str]:
+    if spec.transformer.get(PATTERN) and (algorithm.scores or critic is not None):
+        what = "a critic" if critic is not None else "a reward model"
+        yield (
+            f"{spec.path} has the layers of megatron-core's HybridModel, on which {what} cannot be built here; choose "
+            "an algorithm without values (algorithm.name)"
+        )
+
+
 @rule("layout.parts", about="trainer")
 def covers(sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
     split = not any(sizes_divide.ask(sizes, spec)) and not any(shares_key_heads.ask(sizes, spec))
+    split = split and not any(shares_groups.ask(sizes, spec))
     try:
         layout = MegatronLayout(spec.table, sizes)
     except SlimxError as error:
@@ -92,7 +125,7 @@ def decays_known(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
     yield from ()
 
 
-SPLIT = (sizes_divide, shares_key_heads, covers, trains_something, decays_known)
+SPLIT = (sizes_divide, shares_key_heads, shares_groups, covers, trains_something, decays_known)
 """Asked of the policy and, with other keys, of the critic."""
 
 

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slimx.layout.ranks import Sizes
+from slimx.models.state_space import Kind, StateSpace
 
 Kernels = Literal["engine", "torch"]
 FP32 = 4
 _CHUNK = 64
-"""Tokens of a delta net's chunk."""
+"""Tokens of a delta net's chunk, and with plain torch of a Mamba-2 layer's."""
+_STATE_CHUNK = 128
+"""Tokens of a Mamba-2 layer's chunk, as megatron-core's mixer asks mamba_ssm for them."""
 _INDEXER_ROWS = 8192
 """Queries whose scores megatron-core's fused indexer holds at once (`fused_indexer_block_size`)."""
 
@@ -118,10 +121,60 @@ def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool, linear: b
         attention_norm=setting.norm(hidden),
         mlp_norm=setting.norm(hidden),
         mlp_input=hidden * setting.itemsize,
-        gathered=2 * setting.tokens * model["hidden_size"] * setting.itemsize if setting.sizes.tensor > 1 else 0.0,
+        gathered=_gathered(model, setting),
         **attention,
         **mlp,
     )
+
+
+def hybrid_layer_bytes(model: dict[str, Any], setting: Setting, kind: Kind) -> LayerBytes:
+    """Bytes of a layer of a hybrid model, which is a mixer or an MLP alone."""
+    hidden = setting.share * model["hidden_size"] * setting.itemsize
+    norm = setting.norm(setting.share * model["hidden_size"])
+    mixes = kind in ("M", "*")
+    parts = dict.fromkeys(("core", "context", "attention_input", "projected", "core_work"), 0.0)
+    parts |= dict.fromkeys(("router", "dispatched", "inner", "activated", "shared", "mlp_work"), 0.0)
+    compute = {"M": _state_space, "*": _grouped, "-": _mlp, "E": _experts}[kind]
+    return LayerBytes(
+        input=hidden,
+        attention_norm=norm if mixes else 0.0,
+        mlp_norm=0.0 if mixes else norm,
+        mlp_input=0.0 if mixes else hidden,
+        gathered=_gathered(model, setting),
+        **{**parts, **compute(model, setting)},
+    )
+
+
+def _gathered(model: dict[str, Any], s: Setting) -> float:
+    return 2 * s.tokens * model["hidden_size"] * s.itemsize if s.sizes.tensor > 1 else 0.0
+
+
+def _state_space(model: dict[str, Any], s: Setting) -> dict[str, float]:
+    """A Mamba-2 mixer (2405.21060): groups of heads are split over the tensor-parallel ranks, tokens are whole. Never
+    measured."""
+    sizes = StateSpace.of(model)
+    tokens = s.tokens / s.sizes.tensor  # as if every rank had all channels of fewer tokens
+    inner, mixed, heads = tokens * sizes.inner, tokens * sizes.mixed, tokens * sizes.heads
+    if s.kernels == "torch":
+        # The projection; of the convolution fp32 inputs of each tap, its result and silu's; in fp32 what
+        # `slimx.numerics.state_space` keeps: inputs, keys and queries, scores and weights of chunks, states.
+        projected = (tokens * sizes.projected + 2 * mixed) * s.itemsize + (sizes.width + 1) * mixed * FP32
+        states = heads / _CHUNK * sizes.head * sizes.state * FP32
+        scores = (2 * heads + tokens * sizes.groups) * _CHUNK * FP32
+        core = (6 * inner + 2 * heads * sizes.state + 4 * tokens * sizes.keys + 4 * heads) * FP32 + scores + 2 * states
+        work = scores + (2 * inner + 2 * heads * sizes.state) * FP32
+    else:
+        # mamba_ssm's fused function keeps its input and the scan's output, and computes the rest again.
+        projected, core = tokens * sizes.projected * s.itemsize, inner * s.itemsize
+        states = heads / _STATE_CHUNK * sizes.head * sizes.state * FP32
+        work = (2 * tokens * sizes.projected + 2 * inner) * s.itemsize + 2 * states
+    return {
+        "attention_input": s.share * model["hidden_size"] * s.itemsize,
+        # All kept: recomputation of an attention's core leaves a mixer alone.
+        "projected": projected + core,
+        "context": inner * s.itemsize + s.norm(inner),
+        "core_work": work,
+    }
 
 
 def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
@@ -240,10 +293,17 @@ def _mask(s: Setting) -> float:
     return s.tokens * s.length * s.itemsize if s.kernels == "torch" and s.sizes.context > 1 else 0.0
 
 
-def _steps(s: Setting, inner: float, *, weighted: bool) -> float:
-    """Elements that a gated activation keeps beside its input: its result; with plain torch also silu, the linear part
-    and, where the router's weights are applied, their product before that."""
-    return inner * ((4 if weighted else 3) if s.kernels == "torch" else 1)
+def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -> float:
+    """Elements that an activation keeps beside its input: its result; with plain torch also silu and the linear part of
+    a gated one, or the relu of a squared one, and, where the router's weights are applied, their product before that.
+    """
+    steps = 2 + (_halves(model) == 2) + weighted if s.kernels == "torch" else 1
+    return inner * steps
+
+
+def _halves(model: dict[str, Any]) -> int:
+    """Numbers of a first product for each number of its activation."""
+    return 2 if model.get("gated_linear_unit", True) else 1
 
 
 def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
@@ -251,8 +311,8 @@ def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
     return {
         "router": 0.0,
         "dispatched": 0.0,
-        "inner": 2 * inner * s.itemsize,
-        "activated": _steps(s, inner, weighted=False) * s.itemsize,
+        "inner": _halves(model) * inner * s.itemsize,
+        "activated": _steps(model, s, inner, weighted=False) * s.itemsize,
         "shared": 0.0,
         "mlp_work": 3 * inner * s.itemsize,
     }
@@ -267,8 +327,8 @@ def _experts(model: dict[str, Any], s: Setting) -> dict[str, float]:
     return {
         "router": s.share * (12 * experts + 32 * chosen),
         "dispatched": copies * model["hidden_size"] * s.itemsize,
-        "inner": 2 * inner * s.itemsize,
-        "activated": _steps(s, inner, weighted=True) * s.itemsize,
-        "shared": (2 * shared + _steps(s, shared, weighted=False)) * s.itemsize,
+        "inner": _halves(model) * inner * s.itemsize,
+        "activated": _steps(model, s, inner, weighted=True) * s.itemsize,
+        "shared": (_halves(model) * shared + _steps(model, s, shared, weighted=False)) * s.itemsize,
         "mlp_work": (3 * inner + 2 * copies * model["hidden_size"]) * s.itemsize,
     }

@@ -49,6 +49,16 @@ _ORDER = (
     "self_attention.q_layernorm.",
     "self_attention.k_layernorm.",
     "self_attention.kv_layernorm.",
+    # A Mamba-2 mixer's own come before those of its modules.
+    "mixer.conv1d_weight",
+    "mixer.conv1d_bias",
+    "mixer.dt_bias",
+    "mixer.A_log",
+    "mixer.D",
+    "mixer.in_proj.weight",
+    "mixer.in_proj.layer_norm_weight",
+    "mixer.norm.",
+    "mixer.out_proj.",
     "pre_mlp_layernorm.",
     "mlp.router.",
     "mlp.linear_fc1.weight",
@@ -63,6 +73,7 @@ _ORDER = (
     "mlp.shared_experts.linear_fc2.",
     "mlp.shared_experts.",
     "final_layernorm.",
+    "final_norm.",
     "output_layer.",
 )
 """Beginnings of names within a layer, in the order in which megatron-core's modules register their parameters (with

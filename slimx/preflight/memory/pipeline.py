@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from slimx.config.sections.trainer import Recompute, Trainer
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
-from slimx.preflight.memory.activations import FP32, LayerBytes, Setting, layer_bytes
+from slimx.models.state_space import PATTERN
+from slimx.preflight.memory.activations import FP32, LayerBytes, Setting, hybrid_layer_bytes, layer_bytes
 
 LOGIT_BYTES = 12
 """Per logit of a chunk: itself, its exponential and their product, in fp32 (`slimx.trainer.model.logprobs`)."""
@@ -43,17 +44,15 @@ def activation_bytes(
     spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, place: int, microbatches: int
 ) -> ActivationBytes:
     """Activations of pipeline rank `place`, in a step of `microbatches` micro-batches."""
-    model, moe_layers = spec.transformer, set(spec.moe_layers)
-    linear = model.get("linear_attention_freq") or [0] * spec.table.layers
-    kind_of = [(layer in moe_layers, bool(linear[layer])) for layer in range(spec.table.layers)]
-    kinds = {(moe, net): layer_bytes(model, setting, moe=moe, linear=net) for moe, net in set(kind_of)}
+    model = spec.transformer
+    every = _each_layer(spec, setting)
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
     kept = work = 0.0
     units = in_flight(sizes, place, microbatches)
     for chunk, count in Counter(units).items():
         stage = chunk * sizes.pipeline + place
         first = sum(counts[:stage])
-        layers = [kinds[kind] for kind in kind_of[first : first + counts[stage]]]
+        layers = every[first : first + counts[stage]]
         held, top = _layers(layers, trainer.recompute)
         boundary = _boundary(model["hidden_size"], setting, stage, sizes)
         kept, work = kept + count * (held + boundary), max(work, top)
@@ -66,13 +65,26 @@ def activation_bytes(
         kept += last * (setting.norm(hidden / sizes.tensor) + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
         head = _head(spec, trainer, setting)
         for _ in range(spec.table.mtp_layers):
-            held, top = _layers([kinds[bool(moe_layers), False]], trainer.recompute)
+            predicting = layer_bytes(model, setting, moe=bool(spec.moe_layers))
+            held, top = _layers([predicting], trainer.recompute)
             joined = 2 * setting.norm(hidden / sizes.tensor) + 3 * hidden / sizes.tensor * setting.itemsize
             kept += last * (held + joined + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
             head = max(head, top)
         # When the layers' turn comes, what lies behind them is gone.
         work = max(0.0, work - (kept - behind) / last)
     return ActivationBytes(kept=round(kept), head=round(head), work=round(work), in_flight=len(units))
+
+
+def _each_layer(spec: ModelSpec, setting: Setting) -> list[LayerBytes]:
+    """Bytes of every decoder layer."""
+    model, moe = spec.transformer, set(spec.moe_layers)
+    if pattern := model.get(PATTERN):
+        hybrid = {kind: hybrid_layer_bytes(model, setting, kind) for kind in set(pattern)}
+        return [hybrid[kind] for kind in pattern]
+    linear = model.get("linear_attention_freq") or [0] * spec.table.layers
+    kind_of = [(layer in moe, bool(linear[layer])) for layer in range(spec.table.layers)]
+    kinds = {(moe, net): layer_bytes(model, setting, moe=moe, linear=net) for moe, net in set(kind_of)}
+    return [kinds[kind] for kind in kind_of]
 
 
 def in_flight(sizes: Sizes, place: int, microbatches: int) -> list[int]:

@@ -20,7 +20,8 @@ from typing import Any, Literal
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
-from slimx.models.flops import delta_net_layers, sequence_flops
+from slimx.models.flops import attention_layers, delta_net_layers, dense_layers, sequence_flops
+from slimx.models.state_space import PATTERN, StateSpace, layers_of
 from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.reshard.plan.precision import ITEMSIZE
@@ -80,7 +81,9 @@ def update_cost(
     tokens = batch.rollouts_per_update * batch.tokens_per_rollout / (sizes.data * sizes.context)
     width = tokens * model["hidden_size"] * itemsize
     t, c, e = sizes.tensor, sizes.context, sizes.expert * sizes.expert_tensor
-    projections = layers + (layers - moe) + (moe if model.get("moe_shared_expert_intermediate_size") else 0)
+    dense = dense_layers(model) / sizes.pipeline
+    mixers = len(layers_of(model, "M") + layers_of(model, "*")) / sizes.pipeline if model.get(PATTERN) else layers
+    projections = mixers + dense + (moe if model.get("moe_shared_expert_intermediate_size") else 0)
     moved = {"tensor": 5 * projections * width * (t - 1) / t / link(t)}
     if moe:
         chosen = model["moe_router_topk"] * sizes.expert_tensor * width / t
@@ -90,9 +93,12 @@ def update_cost(
     else:
         key = 2 * max(1, model["num_query_groups"] / t) * model["kv_channels"]
     linear = delta_net_layers(model) / sizes.pipeline
-    around = 3 * (layers - linear) * (c - 1) * key
+    around = 3 * attention_layers(model) / sizes.pipeline * (c - 1) * key
     if linear:
         around += 2 * linear * (c - 1) / c * delta_net_rows(model) / t
+    if mamba := layers_of(model, "M"):
+        sizes_of_one = StateSpace.of(model)
+        around += 2 * len(mamba) / sizes.pipeline * (c - 1) / c * (sizes_of_one.projected + sizes_of_one.inner) / t
     moved["context"] = tokens * around * itemsize / link(t * c)
     moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
     if sizes.pipeline > 1:

@@ -12,7 +12,7 @@ from typing import Literal
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 
-_MODULES = ("transformer_engine", "deep_ep", "fla", "fused_weight_gradient_mlp_cuda")
+_MODULES = ("transformer_engine", "deep_ep", "fla", "mamba_ssm", "causal_conv1d", "fused_weight_gradient_mlp_cuda")
 """fla is flash-linear-attention, the last one apex's extension."""
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 """Distributions by whose metadata Transformer Engine 2.20 finds FlashAttention. The module flash_attn says nothing:
@@ -66,10 +66,12 @@ def choose_backends(
     packages: Collection[str],
     exact: bool = False,
     delta_nets: bool = False,
+    state_spaces: bool = False,
     experts: int = 0,
 ) -> Backends:
     """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines. `exact`: for
-    numerics.mode exact, whose layers take the place of plain torch's. `delta_nets`: the model has some.
+    numerics.mode exact, whose layers take the place of plain torch's. `delta_nets`, `state_spaces`: the model has
+    some (the latter: Mamba-2 layers).
     `experts`: routed ones of a layer.
 
     Raises SlimxError naming the key and what is missing."""
@@ -88,7 +90,8 @@ def choose_backends(
     permute, why_permute = _permute_fusion(device, packages)
     overlap, why_overlap = _overlap(trainer, device, packages, experts)
     delta_rule = [_delta_rule(device, packages)] if delta_nets else []
-    reasons = (why_attention, *delta_rule, why_dispatcher, why_fusion, why_permute, why_overlap)
+    state_rule = [_state_rule(device, packages)] if state_spaces else []
+    reasons = (why_attention, *delta_rule, *state_rule, why_dispatcher, why_fusion, why_permute, why_overlap)
     return Backends(
         attention=attention,
         dispatcher=dispatcher,
@@ -141,6 +144,14 @@ def _delta_rule(device: str, packages: Collection[str]) -> str:
         return "gated delta rule: flash-linear-attention's kernels"
     missing = "flash-linear-attention is not installed" if device == "cuda" else "there is no CUDA"
     return f"gated delta rule in plain torch: {missing}"
+
+
+def _state_rule(device: str, packages: Collection[str]) -> str:
+    lacking = [name for name in ("mamba_ssm", "causal_conv1d") if name not in packages]
+    if device == "cuda" and not lacking:
+        return "state-space rule of Mamba-2: mamba_ssm's kernels"
+    missing = f"{' and '.join(lacking)} not installed" if device == "cuda" else "there is no CUDA"
+    return f"state-space rule of Mamba-2 in plain torch: {missing}"
 
 
 def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +20,19 @@ from slimx.adapters.megatron import attention as megatron_attention
 from slimx.adapters.megatron import delta_net as megatron_delta_net
 from slimx.adapters.megatron import exact as megatron_exact
 from slimx.adapters.megatron import latent as megatron_latent
+from slimx.adapters.megatron import mamba as megatron_mamba
 from slimx.adapters.megatron import sparse as megatron_sparse
 from slimx.config.schema import Config
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
+from slimx.models.state_space import PATTERN
 from slimx.reshard.pack.served import ServedWeights
 from slimx.reshard.plan.precision import ModelDtype, Quantisation
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
+from slimx.trainer.model.hybrid_model import HybridPolicyModel, segments
 from slimx.trainer.model.lora import attach
 from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
 from slimx.trainer.model.transformer import rotary_of, transformer_config
@@ -53,8 +57,12 @@ def build_model(
         if kind is PolicyModel
         else {}
     )
-    make = partial(kind, **options)
     virtual = config.trainer.virtual_pipeline
+    if pattern := spec.transformer.get(PATTERN):
+        sizes = sizes_of(config.trainer)
+        make = partial(HybridPolicyModel, hybrid_layer_pattern=segments(pattern, sizes.split, sizes.stages), **options)
+    else:
+        make = partial(kind, **options)
     chunks = [
         _build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, config.leaves)
         for chunk in range(virtual)
@@ -101,14 +109,14 @@ def _build_chunk(
     leaves: int | None,
 ) -> torch.nn.Module:
     """`leaves`: of exact mode; None in fast mode."""
-    if transformer.experimental_attention_variant == megatron_delta_net.VARIANT:
-        layers = megatron_delta_net.decoder_spec(transformer, chunk)
-    elif transformer.experimental_attention_variant == "dsa":
-        layers = megatron_sparse.block_spec(transformer, vp_stage=chunk)
+    kind = router.PolicyRouter if leaves is None else router.ExactRouter
+    if transformer.is_hybrid_model:
+        layers = megatron_mamba.stack_spec(transformer)
+        router.install_in(layers.submodules.moe_layer, kind)
     else:
-        layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
-    megatron_latent.install(layers)
-    router.install(layers, router.PolicyRouter if leaves is None else router.ExactRouter)
+        layers = _gpt_layers(transformer, chunk)
+        megatron_latent.install(layers)
+        router.install(layers, kind)
     if spec.normalises_projections:
         projection_norm.install(layers, transformer)
     if transformer.softmax_type == "learnable":
@@ -118,15 +126,12 @@ def _build_chunk(
         turns = rotary_of(transformer, gpt)
         megatron_exact.install(layers, leaves=leaves, rotary=turns, known=(router.ExactRouter,))
         gpt = gpt | {"position_embedding_type": "none"}
-    mtp = None
     if transformer.mtp_num_layers:
-        mtp = with_prediction_layers(
-            get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
-        )
+        block = get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
+        gpt = gpt | {"mtp_block_spec": with_prediction_layers(block)}
     model = make(
         transformer,
         layers,
-        mtp_block_spec=mtp,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         vp_stage=chunk,
@@ -144,6 +149,14 @@ def _build_chunk(
         elif isinstance(module, DSAIndexer):
             module.k_norm.float()  # as checkpoints and engines have it
     return halved
+
+
+def _gpt_layers(transformer: TransformerConfig, chunk: int | None) -> Any:
+    if transformer.experimental_attention_variant == megatron_delta_net.VARIANT:
+        return megatron_delta_net.decoder_spec(transformer, chunk)
+    if transformer.experimental_attention_variant == "dsa":
+        return megatron_sparse.block_spec(transformer, vp_stage=chunk)
+    return get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
 
 
 def compute_as_served(weights: Weights, quantisation: Quantisation, dtype: ModelDtype) -> None:

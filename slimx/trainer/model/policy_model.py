@@ -24,15 +24,14 @@ from slimx.adapters.megatron.sparse import without_choice
 from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
 
-class PolicyModel(GPTModel):
-    """megatron-core's GPTModel for policy training.
+class PolicyOutput:
+    """Log-probs in the place of logits, for a model of megatron-core.
 
-    Upstream's returns logits, or the losses of labels. This one takes `Targets` in the place of labels and returns
+    Upstream's models return logits, or the losses of labels. This takes `Targets` in the place of labels and returns
     their log-probs and entropies, fp32 tensors [T], and what else `label_logprobs` gives; the logits exist for a chunk
     of tokens at a time (`slimx.trainer.model.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to
     the backward pass.
-    Without targets it returns all logits [1, T, V / TP], as upstream's does without labels.
-    Written for megatron-core 0.19.2.
+    Without targets it returns all logits [1, T, V / TP], as upstream's do without labels.
     """
 
     def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, exact: bool = False, **kwargs: Any):
@@ -96,6 +95,10 @@ class PolicyModel(GPTModel):
             whole = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         chunk = chunk_tokens(self._chunk, len(head))
         return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk, exact=self._exact)
+
+
+class PolicyModel(PolicyOutput, GPTModel):
+    """megatron-core's GPTModel for policy training. Written for megatron-core 0.19.2."""
 
 
 class PredictionLayer(MultiTokenPredictionLayer):

@@ -7,6 +7,7 @@ import difflib
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -15,11 +16,12 @@ from slimx.config.schema import Config
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
+from slimx.models.state_space import PATTERN
 from slimx.numerics.exact import Llama3, Rotary, Yarn, yarn_lengthening
 from slimx.trainer.device.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
 """Activations by the name in a family's `activation_func`: megatron-core knows its fused kernels by these functions."""
 
 
@@ -48,7 +50,7 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
     trainer, dtype = config.trainer, DTYPES[config.numerics.dtype]
     kind = _kind(spec)
     fields: dict[str, Any] = {
-        **spec.transformer,
+        **{name: value for name, value in spec.transformer.items() if name != PATTERN},
         "mtp_num_layers": spec.table.mtp_layers or None,
         "activation_func": ACTIVATIONS[spec.transformer.get("activation_func", "silu")],
         "hidden_dropout": 0.0,
@@ -137,7 +139,7 @@ def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
         # The unfused rotation asks the GPU for the bounds of the sequences, and waits for it, twice in every layer.
         "apply_rope_fusion": engine and fused_rotation(spec),
         # Compiled by torch, so that it needs a compiler on the machine: not where the layers are plain torch.
-        "bias_activation_fusion": engine,
+        "bias_activation_fusion": engine and spec.transformer.get("activation_func") != "squared_relu",
         "moe_permute_fusion": backends.permute_fusion and spec.experts > 0,
     }
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import get_submodules
+from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 
 from slimx.algorithms.router_terms import LayerTally
 from slimx.errors import SlimxError
@@ -186,6 +186,11 @@ class ExactRouter(PolicyRouter, _ExactRouting):
 def install(block: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
     """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with routers of `kind`."""
     for layer in block.layer_specs:
-        parts = get_submodules(layer.submodules.mlp)
-        if isinstance(parts, MoESubmodules):
-            parts.router = kind
+        install_in(layer, kind)
+
+
+def install_in(layer: Any, kind: type[PolicyRouter]) -> None:
+    """Have a layer of this spec built with a router of `kind`, if it has experts."""
+    parts = get_submodules(layer.submodules.mlp) if isinstance(layer, ModuleSpec) else None
+    if isinstance(parts, MoESubmodules):
+        parts.router = kind

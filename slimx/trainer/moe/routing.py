@@ -57,7 +57,7 @@ class Routing:
         config = chunks[0].config
         for chunk, cursor in zip(chunks, self._cursors, strict=True):
             for layer in chunk.decoder.layers:
-                if isinstance(router := getattr(layer.mlp, "router", None), PolicyRouter):
+                if isinstance(router := getattr(getattr(layer, "mlp", None), "router", None), PolicyRouter):
                     number, row = layer.layer_number - 1, len(self.layers)
                     self.layers.append(number)
                     self._places.append(_PlacedRouter(router, cursor, number, row, f"the router of layer {number}"))

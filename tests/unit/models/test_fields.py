@@ -17,6 +17,7 @@ from tests.unit.models.test_delta_net import EXPERTS, NEXT
 from tests.unit.models.test_families import LLAMA_32_1B, QWEN3_32B, QWEN25_7B
 from tests.unit.models.test_glm_and_minimax import FLASH, GLM, MINIMAX
 from tests.unit.models.test_gpt_oss import HF as GPT_OSS
+from tests.unit.models.test_nemotron_h import TINY as NEMOTRON
 
 ROOT = Path(__file__).parents[3]
 OUTSIDE = {"MixtralForCausalLM": "examples.mixtral"}
@@ -27,8 +28,9 @@ MIXTRAL = {key: value for key, value in QWEN3_32B.items() if key != "use_sliding
 }
 KNOWN: dict[str, dict[str, Any]] = {
     hf["architectures"][0]: {**hf, "num_hidden_layers": 4}
-    for hf in (V3, FLASH, GLM, GPT_OSS, LLAMA_32_1B, MINIMAX, QWEN25_7B, QWEN3_32B, QWEN3_MOE, MIXTRAL)
+    for hf in (V3, FLASH, GLM, GPT_OSS, LLAMA_32_1B, MINIMAX, QWEN25_7B, QWEN3_32B, QWEN3_MOE, MIXTRAL, NEMOTRON)
 }
+WITHOUT_POSITIONS = {"NemotronHForCausalLM"}
 HYBRID = ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForCausalLM")
 """Those with layers of two kinds."""
 KNOWN |= {name: {**NEXT, "architectures": [name], "num_hidden_layers": 4} for name in HYBRID}
@@ -115,13 +117,14 @@ def test_a_field_that_may_change_the_computation_is_refused_by_name(
     own = (architecture, field) in (
         *((name, "layer_types") for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM")),
         ("MixtralForCausalLM", "sliding_window"),
+        ("NemotronHForCausalLM", "sliding_window"),
     )
     own = own or (architecture in HYBRID and field == "layer_types")
     with refused("model.unsupported" if own else "model.field_unread", about=within + field):
         read(tmp_path, hf)
 
 
-@pytest.mark.parametrize("architecture", sorted(KNOWN))
+@pytest.mark.parametrize("architecture", sorted(KNOWN.keys() - WITHOUT_POSITIONS))
 @pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
 def test_another_scaling_of_positions_is_refused_by_name(tmp_path: Path, architecture: str, form: str):
     changed = {form: {"rope_type": "longrope", "factor": 2.0}}
@@ -130,7 +133,7 @@ def test_another_scaling_of_positions_is_refused_by_name(tmp_path: Path, archite
         read(tmp_path, hf)
 
 
-@pytest.mark.parametrize("architecture", sorted(KNOWN))
+@pytest.mark.parametrize("architecture", sorted(KNOWN.keys() - WITHOUT_POSITIONS))
 def test_a_field_within_the_scaling_that_nobody_reads_is_refused_by_name(tmp_path: Path, architecture: str):
     known = KNOWN[architecture].get("text_config", KNOWN[architecture])
     name = "long_factor" if "Qwen3_5" in architecture else "mrope_section"  # which those read

@@ -12,6 +12,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
@@ -20,8 +22,11 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen2, qwen3_moe, qwen3_next
+from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, nemotron_h, qwen2, qwen3_moe, qwen3_next
 from slimx.models.flops import sequence_flops
+from slimx.models.state_space import StateSpace
+from slimx.numerics.chunks import CHUNK
+from slimx.numerics.state_space import state_space_rule
 
 COMMON = {
     "vocab_size": 160,
@@ -106,3 +111,39 @@ def test_delta_nets_cost_as_much_for_every_token():
             model(torch.arange(tokens)[None] % 160, use_cache=False)
         expected = flops.linear * tokens + 2 * flops.quadratic * tokens**2
         assert 3 * counter.get_total_flops() == pytest.approx(expected, rel=5e-3)
+
+
+def test_mamba_2_layers_cost_as_much_for_every_token():
+    """The forward pass, as of delta nets. transformers repeats B and C for every head, so here each head is a group of
+    its own, and takes the states of all chunks from one another at once, which is left out."""
+    config = NemotronHConfig(
+        **{name: value for name, value in COMMON.items() if name != "num_hidden_layers"},
+        num_key_value_heads=2,
+        head_dim=24,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=48,
+        hybrid_override_pattern="M*-E",
+        mamba_num_heads=4,
+        mamba_head_dim=12,
+        n_groups=4,
+        ssm_state_size=10,
+        chunk_size=128,  # of mamba_ssm's kernels as megatron-core calls them
+    )
+    torch.manual_seed(0)
+    model = NemotronHForCausalLM(config)
+    flops = sequence_flops(nemotron_h.transformer_config(config.to_dict()), config.vocab_size)
+    for chunks in (1, 3):
+        tokens = 128 * chunks
+        with FlopCounterMode(display=False) as counter:
+            model(torch.arange(tokens)[None] % 160, use_cache=False)
+        between = 2 * (chunks + 1) ** 2 * 4 * 12 * 10
+        expected = flops.linear * tokens + 2 * flops.quadratic * tokens**2
+        assert 3 * (counter.get_total_flops() - between) == pytest.approx(expected, rel=5e-3)
+
+
+def test_heads_of_a_mamba_2_layer_share_the_scores_of_their_group():
+    sizes, tokens = StateSpace(hidden=64, heads=8, head=12, groups=4, state=10), 2 * CHUNK
+    x, step, keys = torch.zeros(tokens, 8, 12), torch.zeros(tokens, 8), torch.zeros(tokens, 4, 10)
+    with FlopCounterMode(display=False) as counter:
+        state_space_rule(x, step, torch.zeros(8), keys, keys, torch.zeros(8), [tokens])
+    assert counter.get_total_flops() == 2 * sizes.rule(CHUNK) * tokens

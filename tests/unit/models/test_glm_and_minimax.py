@@ -245,7 +245,7 @@ def test_a_family_that_upstream_cannot_build_is_refused_with_the_reason(tmp_path
 
 def test_upstream_still_needs_cuda_kernels_where_families_are_refused_or_adapted_for_it():
     """When one of these fails, upstream can do without them: correct the reason in UNBUILDABLE, or let
-    slimx.adapters.megatron.delta_net go."""
+    slimx.adapters.megatron.delta_net or .mamba go."""
     from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNet
     from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM, MambaMixer
 
