@@ -35,7 +35,16 @@ def emulator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exact_emulator")
     for source in (*CSRC.glob("exact*"), CSRC / "arithmetic.h", CSRC / "intrinsics.h", *EMULATION.iterdir()):
         shutil.copy(source, folder)
-    flags = ["-O1", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off", "-pthread"]
+    flags = [
+        "-O1",
+        "-std=c++20",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-ffp-contract=off",
+        "-pthread",
+    ]
     command = ["g++", *flags, "-shared", "-fPIC", "-x", "c++", "exact.cu", "-o", "emulator.so"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
