@@ -88,7 +88,7 @@ def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
 
 
 def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Compute `reference.attend`; waits for the device once, to learn the largest length and whether rows share keys."""
+    """Compute `reference.attend`; waits for the device once, for the largest length and whether rows share keys."""
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     if not len(query):
         return out
