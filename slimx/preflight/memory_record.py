@@ -21,7 +21,7 @@ class TrainerMemory(Record):
     parameters: int
     """Elements."""
     weights: int
-    """With what exact mode rounds them to where publish.quantise is set."""
+    """With what exact mode rounds them to where publish.quantise is set, and with codes and scales of trainer.fp8."""
     gradients: int
     optimizer: int
     """On the device."""
