@@ -84,7 +84,7 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         # parallel, and the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,
         **_fusion_fields(spec, backends),
-        **_fp8_fields(trainer, backends),
+        **fp8_fields(trainer, backends),
         # The slot of a layer's spec into which exact mode puts its own activation.
         "use_te_activation_func": config.exact,
     }
@@ -145,7 +145,7 @@ def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
     }
 
 
-def _fp8_fields(trainer: Trainer, backends: Backends) -> dict[str, Any]:
+def fp8_fields(trainer: Trainer, backends: Backends) -> dict[str, Any]:
     """Transformer Engine's recipe; plain torch's layers have their own (`slimx.adapters.megatron.fp8`). Gradients are
     e4m3 too: blocks are small enough that e5m2's range is not needed. Attention and output layer stay bf16."""
     if trainer.fp8 is None or not backends.transformer_engine:
