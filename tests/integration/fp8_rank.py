@@ -104,7 +104,8 @@ class Fp8Rank(OptimizerRank):
         """Passes with other weights and a step between passes with these: the stand of Transformer Engine fails where
         a copy of weights is out of date."""
         trainer = self.built()
-        copies = [module._fp8_workspaces for module in trainer.chunks[0].modules() if hasattr(module, "_fp8_workspaces")]
+        modules = trainer.chunks[0].modules()
+        copies = [module._fp8_workspaces for module in modules if hasattr(module, "_fp8_workspaces")]
         self.said["no_copies"] = not any(copies)
         first = trainer.weights.snapshot()
         self.steps(trainer, 1)

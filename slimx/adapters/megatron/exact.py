@@ -9,7 +9,7 @@ of the tree, and the sum is rounded once. A reduction by the communication libra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 

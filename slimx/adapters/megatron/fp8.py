@@ -1,7 +1,7 @@
 """Linear layers that compute in fp8 where Transformer Engine does not: on the CPU, by the rounding of a publication.
 
-The modules are those of `layers` with the products of `slimx.reshard.kernels.products`: names, shapes and checkpoint keys
-of parameters stay. On GPUs Transformer Engine's own layers take their place (`slimx.trainer.model.transformer`).
+The modules are those of `layers` with the products of `slimx.reshard.kernels.products`: names, shapes and checkpoint
+keys of parameters stay. On GPUs Transformer Engine's own layers take their place (`slimx.trainer.model.transformer`).
 Written for megatron-core 0.19.2.
 """
 

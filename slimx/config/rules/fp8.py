@@ -12,8 +12,8 @@ from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.trainer import Trainer
 
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
-"""GPUs (`cluster.gpu`) whose tensor cores take the blocks of a recipe as they are. Blackwell computes 128-wide blocks as
-MXFP8, for which their scales would have to be powers of two."""
+"""GPUs (`cluster.gpu`) whose tensor cores take the blocks of a recipe as they are. Blackwell computes 128-wide blocks
+as MXFP8, for which their scales would have to be powers of two."""
 
 
 @rule("fp8.dtype", about="numerics.dtype")
@@ -39,15 +39,13 @@ def one_rule(trainer: Trainer, publish: Publish) -> Iterator[str]:
         return
     remedy = "set publish.quantise=te" if trainer.fp8 == "blockwise" else "leave publish.quantise out"
     yield (
-        f"trainer.fp8={trainer.fp8} rounds weights otherwise than publish.quantise={publish.quantise}, and engines would "
-        f"compute with other weights than the trainer; {remedy}"
+        f"trainer.fp8={trainer.fp8} rounds weights otherwise than publish.quantise={publish.quantise}, and engines "
+        f"would compute with other weights than the trainer; {remedy}"
     )
 
 
 @rule("fp8.proven", about="trainer.fp8")
-def proven(
-    trainer: Trainer, numerics: Numerics, algorithm: Algorithm, critic: Critic | None
-) -> Iterator[Told]:
+def proven(trainer: Trainer, numerics: Numerics, algorithm: Algorithm, critic: Critic | None) -> Iterator[Told]:
     if trainer.fp8 is None:
         return
     for key, given in (

@@ -30,7 +30,9 @@ from slimx.preflight.checks import (
     weights,
 )
 
-RULES = rules_in(layout, routing, sparse, exact, lora, qat, fp8, batch, serving, reach, machine, memory, weights, teacher)
+RULES = rules_in(
+    layout, routing, sparse, exact, lora, qat, fp8, batch, serving, reach, machine, memory, weights, teacher
+)
 
 
 def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:

@@ -45,14 +45,14 @@ def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Iterator[To
         name = row.name.removesuffix(".weight").split(".")[-1]
         if not _whole(row, 1, width):
             yield (
-                f"trainer.fp8={trainer.fp8} has blocks of {width} rows and columns, and {name} of {spec.path} is made of "
-                "pieces that they do not divide; leave trainer.fp8 out"
+                f"trainer.fp8={trainer.fp8} has blocks of {width} rows and columns, and {name} of {spec.path} is made "
+                "of pieces that they do not divide; leave trainer.fp8 out"
             )
         elif not _whole(row, ways, width):
             yield (
                 split,
-                f"trainer.fp8={trainer.fp8} has blocks of {width} rows and columns, and {split}={ways} would cut {name} "
-                f"of {spec.path} inside one; set {split} lower",
+                f"trainer.fp8={trainer.fp8} has blocks of {width} rows and columns, and {split}={ways} would cut "
+                f"{name} of {spec.path} inside one; set {split} lower",
             )
         else:
             continue

@@ -1,10 +1,10 @@
 """The three matrix products of a linear layer in fp8, by the rounding of a publication.
 
-Their operands are rounded as Transformer Engine's recipes `Float8BlockScaling` (with fp32 scales) and `MXFP8BlockScaling`
-round them: in blocks along the dimension that the product sums over, each time from the unrounded tensor. So a tensor
-that two products need is rounded twice, once along its rows and once along its columns, except for weights in square
-blocks. Tensor cores multiply codes and apply scales to sums of a block; here code times scale is one fp32 number, and the
-sum is fp32, so results agree but for the rounding of fp32.
+Their operands are rounded as by Transformer Engine's recipes `Float8BlockScaling` (with fp32 scales) and
+`MXFP8BlockScaling`: in blocks along the dimension that the product sums over, each time from the unrounded tensor. So a
+tensor that two products need is rounded twice, once along its rows and once along its columns, except for weights in
+square blocks. Tensor cores multiply codes and apply scales to sums of a block; here code times scale is one fp32
+number, and the sum is fp32, so results agree but for the rounding of fp32.
 """
 
 from __future__ import annotations

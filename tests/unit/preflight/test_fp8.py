@@ -74,7 +74,7 @@ def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path) -> No
         ({"trainer": {"fp8": "mxfp8", "qat": "int4"}}, "fp8.proven", "trainer.qat"),
         ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron", "trainer.megatron.fp8"),
         ({"trainer": {"megatron": {"fp8_recipe": "mxfp8"}}}, "trainer.megatron", "trainer.megatron.fp8_recipe"),
-        ({"trainer": {"fp8": "mxfp8", "megatron": {"fp8_param": True}}}, "trainer.megatron", "trainer.megatron.fp8_param"),
+        ({"trainer": {"fp8": "mxfp8", "megatron": {"fp8_param": 1}}}, "trainer.megatron", "trainer.megatron.fp8_param"),
     ],
 )
 def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], code: str, about: str) -> None:

@@ -17,7 +17,7 @@ def spread(seed: int, *shape: int) -> torch.Tensor:
     """Numbers whose size differs from row to row and from column to column, some rows zero."""
     random = torch.Generator().manual_seed(seed)
     down, across = (10 ** torch.randn(n, generator=random) for n in shape)
-    down[:: 7] = 0
+    down[::7] = 0
     return (torch.randn(shape, generator=random) * down[:, None] * across).bfloat16()
 
 

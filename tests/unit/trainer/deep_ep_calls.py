@@ -1,4 +1,4 @@
-"""Runs megatron-core's dispatch and combine against the real Python of sgl-deep-ep, whose kernels are one rank's copies.
+"""Runs megatron-core's dispatch and combine against the real Python of sgl-deep-ep, whose kernels are copies.
 
     python -m tests.unit.trainer.deep_ep_calls DIRECTORY
 
