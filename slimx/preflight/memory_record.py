@@ -21,7 +21,7 @@ class TrainerMemory(Record):
     parameters: int
     """Elements."""
     weights: int
-    """With what exact mode rounds them to where publish.quantise is set, and with codes and scales of trainer.fp8."""
+    """With what exact mode rounds them to where publish.quantise is set."""
     gradients: int
     optimizer: int
     """On the device."""
@@ -35,6 +35,9 @@ class TrainerMemory(Record):
     """Beside activations, while a layer's gradients are computed."""
     step: int
     """Beside weights, gradients and optimizer, while the optimizer steps."""
+    copies: int = 0
+    """Codes and scales that Transformer Engine keeps of the weights (trainer.fp8), from the first step until the
+    trainer leaves the device."""
     communication: int
     """Tokens on their way to and from experts."""
     publication: int

@@ -155,9 +155,10 @@ def _record(
     step = min(MOMENT_PIECE, hosted)
     dispatched = _dispatched(spec, setting)
     overhead = OVERHEAD if device == "cuda" else 0
-    served = _served(config, state) + _in_fp8(config, state, device) if model == "trainer" else 0
+    served = _served(config, state) if model == "trainer" else 0
+    copies = _in_fp8(config, state, device) if model == "trainer" else 0
     merged = state.adapted * ITEMSIZE[config.numerics.dtype]
-    static = state.weights + served + merged + state.gradients + state.optimizer - hosted
+    static = state.weights + served + merged + state.gradients + state.optimizer - hosted + copies
     moving = config.schedule.colocate and config.trainer.offload
     copied = config.algorithm.reference and config.trainer.lora is None  # beside adapters it is the base
     others = copied + bool(config.algorithm.teacher) if model == "trainer" else 0
@@ -174,6 +175,7 @@ def _record(
         head=activations.head,
         work=activations.work,
         step=step,
+        copies=copies,
         communication=dispatched,
         publication=buckets,
         overhead=overhead,

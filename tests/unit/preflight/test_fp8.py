@@ -23,10 +23,12 @@ WIDE |= {"moe_intermediate_size": 256}
 BASE: dict[str, Any] = {"run": {"dir": "r"}, "rollout": {"prompts": "p"}, "numerics": {"dtype": "bfloat16"}}
 
 
-def planned(folder: Path, model: dict[str, Any], trainer: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+def planned(
+    folder: Path, model: dict[str, Any], trainer: dict[str, Any], **sections: Any
+) -> tuple[Config, dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model))
-    config = Config.model_validate({**BASE, "model": {"path": str(folder)}, "trainer": trainer})
+    config = Config.model_validate({**BASE, "model": {"path": str(folder)}, "trainer": trainer, **sections})
     return config, model_facts(config, read_model(folder)) | {"sizes": sizes_of(config.trainer)}
 
 
@@ -88,12 +90,14 @@ def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], co
 def test_a_plan_counts_the_copies_of_weights(tmp_path: Path, recipe: str, each: float) -> None:
     found = {}
     for fp8 in (None, recipe):
-        config, facts = planned(tmp_path / "model", WIDE, {"fp8": fp8})
+        config, facts = planned(tmp_path / "model", WIDE, {"fp8": fp8}, schedule={"colocate": True})
         for device in ("cuda", "cpu"):
             (found[fp8, device],) = trainer_memory(config, facts["spec"], facts["sizes"], device)
     heads, hidden, inner, experts = 4 + 2 * 2, 256, 256, WIDE["num_experts"]
     layer = (heads + 4) * 128 * hidden + 3 * experts * hidden * inner
     added = 2 * layer * WIDE["num_hidden_layers"] * each
-    assert found[recipe, "cuda"].weights - found[None, "cuda"].weights == added
+    assert found[recipe, "cuda"].copies == added
+    assert found[recipe, "cuda"].weights == found[None, "cuda"].weights
     assert found[recipe, "cuda"].peak - found[None, "cuda"].peak == added
+    assert found[recipe, "cuda"].away == found[None, "cuda"].away  # they go when the trainer leaves the GPU
     assert found[recipe, "cpu"] == found[None, "cpu"]
