@@ -49,6 +49,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _rounded(values: torch.Tensor, recipe: Recipe, block: tuple[int, int]) -> torch.Tensor:
-    """What is left of `values` [rows, cols] in blocks of fp8, in fp32."""
+    """Rounds `values` [rows, cols] to blocks of fp8 and returns them in fp32."""
     codes, scales = quantise(values.detach().contiguous(), RULE[recipe.rule.upper()], block)
     return dequantise(codes, scales, block, torch.float32)
