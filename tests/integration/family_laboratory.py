@@ -28,7 +28,7 @@ from tests.integration.family_oracle import Oracle
 from tests.integration.rank_processes import run_ranks
 from tests.needed import missing
 
-ENGINE, ENGINE_STAGES = "engine-TP2xEP2", "engine-TP2xPP2"
+ENGINE = "engine-TP2xEP2"
 """The layers are Transformer Engine's (transformer_engine_stand.py)."""
 LAYOUTS = {
     "single": {"world_size": 1},
@@ -39,7 +39,6 @@ LAYOUTS = {
     "CP2": {"world_size": 2, "context": 2},
     "CP2xTP2xPP2": {"world_size": 8, "context": 2, "tensor": 2, "pipeline": 2},
     ENGINE: {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
-    ENGINE_STAGES: {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
 SIZES = {
     "single": Sizes(),
@@ -50,14 +49,13 @@ SIZES = {
     "CP2": Sizes(context=2),
     "CP2xTP2xPP2": Sizes(context=2, tensor=2, pipeline=2, expert_tensor=2),
     ENGINE: Sizes(tensor=2, expert=2),
-    ENGINE_STAGES: Sizes(tensor=2, pipeline=2, expert_tensor=2),
 }
 
 
 def quick(layout: str, model: str) -> bool:
     """Returns True if `make test` has the model in that layout: each has every kind of split in two ranks, or four."""
-    if layout in (ENGINE, ENGINE_STAGES):
-        return layout == ENGINE and model in ("Qwen3-MoE", "V3")
+    if layout == ENGINE:
+        return model in ("Qwen3-MoE", "V3")
     return layout in (("TP2xPP2",) if CASES[model].dense else ("TP2xEP2", "PP2"))
 
 
@@ -104,7 +102,7 @@ class Laboratory:
         return Ran(self.directory / layout, model, SIZES[layout], self.oracle(model))
 
     def _run(self, layout: str) -> None:
-        if layout in (ENGINE, ENGINE_STAGES) and not transformer_engine_stand.PACKAGE.is_dir():
+        if layout == ENGINE and not transformer_engine_stand.PACKAGE.is_dir():
             missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
         out = self.directory / layout
         out.mkdir()
@@ -126,7 +124,7 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        machine = transformer_engine_stand.__name__ if layout in (ENGINE, ENGINE_STAGES) else None
+        machine = transformer_engine_stand.__name__ if layout == ENGINE else None
         run_ranks("tests.integration.family_rank", out, SIZES[layout].world, machine=machine)
 
 

@@ -7,17 +7,7 @@ from collections.abc import Iterator
 from slimx.config.rule import Told, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.run import Numerics
 from slimx.config.sections.trainer import Muon, Trainer
-
-
-@rule("gradients.dtype", about="trainer.grad_dtype")
-def narrower_gradients(trainer: Trainer, numerics: Numerics) -> Iterator[str]:
-    if trainer.grad_dtype == "bfloat16" and numerics.dtype != "bfloat16":
-        yield (
-            f"trainer.grad_dtype=bfloat16 has no effect with numerics.dtype={numerics.dtype}, whose gradients are "
-            "fp32; set trainer.grad_dtype=float32"
-        )
 
 
 @rule("muon.unused", about="trainer.optimizer.muon")
@@ -48,7 +38,6 @@ def proven(trainer: Trainer, algorithm: Algorithm, critic: Critic | None) -> Ite
         ("trainer.lora", trainer.lora is not None),
         ("trainer.optimizer.offload_fraction", trainer.optimizer.offload_fraction > 0),
         ("algorithm.name", algorithm.scores),
-        ("trainer.grad_dtype", trainer.grad_dtype != "float32"),
     ):
         if given:
             yield key, f"{key} was never proven with trainer.optimizer.kind=muon; change it, or set the kind to adam"

@@ -209,9 +209,6 @@ class Trainer(RankLayout):
     grad_bucket_elements: Amount | None = None
     """Gradients of a bucket, at least; null: megatron-core's choice, the larger of 40 million and 1 million for each of
     these ranks."""
-    grad_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients of micro-batches and of data-parallel ranks are summed. bfloat16 halves their memory and
-    traffic, and rounds every sum to 8 bits."""
     max_tokens_per_microbatch: Amount = 8192
     """Tokens packed into one forward pass, at most."""
     balance: Literal["tokens", "flops"] = "flops"

@@ -2,7 +2,7 @@
 
     weights     one buffer per model chunk, kind of parallelism (dense, experts) and dtype; without the distributed
                 optimizer one tensor per parameter
-    gradients   a buffer of the same length, of fp32 or, with trainer.grad_dtype, of what is not fp32 in bf16
+    gradients   a buffer of fp32 of the same length
     optimizer   Adam's two moments in fp32 (Muon: one of a matrix), and fp32 main weights of what is not fp32 itself: of
                 all, or (distributed optimizer) of this rank's even share of each buffer
     experts     count as dense where the expert parallel size is 1: their gradients are summed over the same ranks
@@ -58,7 +58,6 @@ class Buffers:
     def __init__(self, runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes):
         self.runs, self.sizes, self.distributed = runs, sizes, trainer.distributed_optimizer
         dense, experts = sizes.data * sizes.context, sizes.stage // (sizes.expert * sizes.expert_tensor)
-        self._halved = trainer.grad_dtype == "bfloat16"
         trained = sorted((run for run in runs if run.trained), key=_buffer)
         muon = trainer.optimizer.kind == "muon"
         self._spared = FP32 * sum(run.elements * run.count for run in trained if muon and run.orthogonalised)
@@ -89,7 +88,7 @@ class Buffers:
         for at, (_, dtype, length, _) in enumerate(self._buffers):
             owned = int(self._owned(np.array([rank]), at)[0])
             weights += length * ITEMSIZE[dtype] if self.distributed else 0
-            gradients += length * (ITEMSIZE[dtype] if self._halved else FP32)
+            gradients += length * FP32
             optimizer += owned * self._each(at)
             moments += owned * 2 * FP32
         return StateBytes(

@@ -81,7 +81,7 @@ def build_model(
             transformer,
             DistributedDataParallelConfig(
                 use_distributed_optimizer=config.trainer.distributed_optimizer,
-                grad_reduce_in_fp32=config.trainer.grad_dtype == "float32",
+                grad_reduce_in_fp32=True,
                 overlap_grad_reduce=backends.overlap_grad_reduce,
                 bucket_size=config.trainer.grad_bucket_elements,
             ),

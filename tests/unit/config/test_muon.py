@@ -29,12 +29,6 @@ def test_muon_without_shards_is_taken():
         ("muon.proven", "trainer.lora", {**MUON, "lora": {"rank": 4, "alpha": 8}}, {}),
         (
             "muon.proven",
-            "trainer.grad_dtype",
-            {**MUON, "grad_dtype": "bfloat16"},
-            {"numerics": {"dtype": "bfloat16"}},
-        ),
-        (
-            "muon.proven",
             "trainer.optimizer.offload_fraction",
             {**MUON, "optimizer": {"kind": "muon", "offload_fraction": 0.5}},
             {},

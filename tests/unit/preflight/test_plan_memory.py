@@ -101,15 +101,6 @@ def test_bytes_per_parameter_are_those_of_megatron_lm():
         assert found == pytest.approx(each * count, rel=1e-3 if distributed else 1e-9)
 
 
-def test_gradients_in_bf16_take_half_the_memory():
-    sizes = Sizes(data=4)
-    runs = Holdings(TABLES["qwen"], "bfloat16").runs(sizes, 0)
-    whole, halved = (state_bytes(runs, Trainer(grad_dtype=dtype), sizes, 0) for dtype in ("float32", "bfloat16"))
-    assert halved.gradients * 2 == whole.gradients
-    assert halved.gradients == whole.weights  # of buffers with the same gaps
-    assert (halved.weights, halved.optimizer) == (whole.weights, whole.optimizer)
-
-
 def test_parameters_are_as_many_as_megatron_lm_reports():
     """Its report (same file) leaves out routers and the norms of queries and keys, which are added here."""
     qwen, v3 = QWEN3_30B, DEEPSEEK_V3
