@@ -98,10 +98,12 @@ unit: $(LIBRARY)
 	@mkdir -p build; code=0; $(TESTS) --numprocesses=2 tests/unit > build/unit-tests.txt 2>&1 || code=$$?; \
 	  echo; cat build/unit-tests.txt; exit $$code
 
-# Its Python alone, outside what the environment imports: what it computes needs a GPU.
+# Their Python alone, outside what the environment imports: what they compute needs a GPU.
 ENGINE := $(VENV)/transformer-engine
-$(ENGINE): $(STAMP) requirements/cu130.txt
-	@$(PIP) --no-deps --upgrade --target $@ "$$(grep -om1 '^transformer-engine==[^ ]*' requirements/cu130.txt)"
+DEEP_EP := $(VENV)/deep-ep
+$(ENGINE) $(DEEP_EP): PACKAGE = $(if $(filter $(ENGINE),$@),transformer-engine,sgl-deep-ep)
+$(ENGINE) $(DEEP_EP): $(STAMP) requirements/cu130.txt
+	@$(PIP) --no-deps --upgrade --target $@ "$$(grep -om1 '^$(PACKAGE)==[^ ]*' requirements/cu130.txt)"
 	@touch $@
 
 .PHONY: integration
@@ -113,7 +115,7 @@ test-unit: $(LIBRARY) ## unit tests for the edit loop: none that is marked costl
 	$(TESTS) --numprocesses=3 -m "not slow and not costly" tests/unit
 
 .PHONY: test-all
-test-all: $(LIBRARY) $(ENGINE) lint ## the same and the tests marked slow
+test-all: $(LIBRARY) $(ENGINE) $(DEEP_EP) lint ## the same and the tests marked slow
 	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/unit tests/integration tests/gpu/test_exact_trainer.py
 
 .PHONY: lint

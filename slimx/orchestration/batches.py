@@ -22,6 +22,7 @@ from slimx.data.records import Group
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import sequence_flops
+from slimx.reshard.plan.precision import TOKENS
 
 Packer = Callable[[Sequence[TrainingRow]], TrainBatch]
 
@@ -33,7 +34,7 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
         pack,
         data_size=sizes.data,
         max_tokens=config.trainer.max_tokens_per_microbatch,
-        multiple_of=sizes.tensor * sizes.context,
+        multiple_of=sizes.tensor * sizes.context * (TOKENS if config.trainer.fp8 else 1),
         sequence_multiple=sizes.sequence_multiple,
         count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
         cost=sequence_flops(spec.transformer, spec.vocab_size) if flops else float,

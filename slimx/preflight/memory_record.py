@@ -35,6 +35,9 @@ class TrainerMemory(Record):
     """Beside activations, while a layer's gradients are computed."""
     step: int
     """Beside weights, gradients and optimizer, while the optimizer steps."""
+    copies: int = 0
+    """Codes and scales that Transformer Engine keeps of the weights (trainer.fp8), from the first step until the
+    trainer leaves the device."""
     communication: int
     """Tokens on their way to and from experts."""
     publication: int

@@ -67,7 +67,8 @@ class TrainerWorker:
 
         config = Config.model_validate(self._values)
         local = is_loopback(urlsplit(init_method).hostname or "")
-        prepare_process(self.device, shares_layers=config.trainer.tensor * config.trainer.context > 1, local=local)
+        shares = config.trainer.tensor * config.trainer.context > 1
+        prepare_process(self.device, shares_layers=shares, local=local, fp8=config.trainer.fp8 is not None)
         adapters = install_adapters(exact=config.exact, deep_ep=config.trainer.moe.dispatcher == "flex")
         import torch
 

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from slimx.adapters.megatron import cpu as megatron_cpu
 from slimx.numerics.attention import packed_attention
 from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
+from slimx.reshard.kernels import products
+from slimx.reshard.plan.precision import RECIPES
 
 PACKAGE = Path(sys.prefix) / "transformer-engine"
 """Where `make venv` puts the package's Python, outside what an interpreter of the environment imports."""
@@ -62,14 +64,20 @@ class CompiledHalf(types.ModuleType):
         return vars(self)[name]
 
 
-def install() -> None:
-    """Import Transformer Engine, give it kernels of plain torch, and have trainers choose its layers as on a GPU."""
+def install(*, fp32_scales: bool = True) -> None:
+    """Import Transformer Engine, give it kernels of plain torch, and have trainers choose its layers as on a GPU.
+    `fp32_scales`: set the variable that a rank with trainer.fp8 has; nothing else reads it."""
+    if fp32_scales:
+        os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
     megatron_cpu.install()
     _import(CompiledHalf(COMPILED))
     megatron_cpu.install_megatron()
     # Asked by the constructors of its modules.
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    from transformer_engine.pytorch import quantization
+
+    quantization._FP8_SUPPORT = quantization._FP8_BLOCK_SCALING_SUPPORT = (True, "")
     _compute_modules()
     _compute_functions()
     from slimx.trainer import trainer  # once megatron-core finds the layers
@@ -83,7 +91,8 @@ def _import(compiled: CompiledHalf) -> None:
         module = MagicMock(name=name)
         module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
         sys.modules[name] = module
-    for kernel in (multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale):
+    padding = (fused_multi_row_padding, fused_multi_row_unpadding)
+    for kernel in (multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale, *padding):
         setattr(compiled, kernel.__name__, kernel)
     sys.modules[COMPILED] = compiled
     sys.path.append(str(PACKAGE))
@@ -134,17 +143,18 @@ def _compute_functions() -> None:
         setattr(moe_utils, name, bound(getattr(extension, name), compute))
 
 
-def _linear(self: Any, inp: torch.Tensor, **_: Any) -> Any:
-    return _product(self, inp)
+def _linear(self: Any, inp: torch.Tensor, is_first_microbatch: bool | None, **_: Any) -> Any:
+    return _product(self, inp, is_first_microbatch)
 
 
-def _norm_linear(self: Any, inp: torch.Tensor, **_: Any) -> Any:
+def _norm_linear(self: Any, inp: torch.Tensor, is_first_microbatch: bool | None, **_: Any) -> Any:
     assert self.normalization == "RMSNorm"
     assert not self.return_layernorm_output
-    return _product(self, _normed(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma))
+    normed = _normed(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+    return _product(self, normed, is_first_microbatch)
 
 
-def _product(module: Any, x: torch.Tensor) -> Any:
+def _product(module: Any, x: torch.Tensor, first: bool | None) -> Any:
     """x W^T + b with what tensor parallelism exchanges before and after."""
     from megatron.core.tensor_parallel import mappings
 
@@ -152,7 +162,7 @@ def _product(module: Any, x: torch.Tensor) -> Any:
     if module.parallel_mode == "column":
         enter = mappings.gather_from_sequence_parallel_region if cut else mappings.copy_to_tensor_model_parallel_region
         x = enter(x, group=group)
-    out = F.linear(x, module.weight)
+    out = _multiplied(module, "weight", x, first)
     if module.parallel_mode == "row":
         leave = mappings.reduce_scatter_to_sequence_parallel_region
         out = (leave if cut else mappings.reduce_from_tensor_model_parallel_region)(out, group=group)
@@ -160,6 +170,29 @@ def _product(module: Any, x: torch.Tensor) -> Any:
     if module.return_bias:
         return out, bias
     return out if bias is None else out + bias
+
+
+def _multiplied(module: Any, name: str, x: torch.Tensor, first: bool | None) -> torch.Tensor:
+    """x W^T with the module's parameter `name`, in fp8 where the caller's context says so.
+
+    The weights' copies from one micro-batch to the next lie where Transformer Engine has them; one that is used and is
+    not of the present weights fails."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    from transformer_engine.pytorch.utils import assert_dim_for_fp8_exec
+
+    weight = getattr(module, name)
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return F.linear(x, weight)
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    assert_dim_for_fp8_exec(x, weight)
+    if recipe.float8_block_scaling():
+        assert not recipe.fp8_quant_fwd_weight.power_2_scale
+    if first is not None:
+        copies = module._fp8_workspaces
+        if first or name not in copies:
+            copies[name] = weight.detach().clone()
+        assert torch.equal(copies[name], weight), f"a copy of {name} is not of the present weights"
+    return products.linear(x, weight, RECIPES["blockwise" if recipe.float8_block_scaling() else "mxfp8"])
 
 
 def _norm(self: Any, input: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -175,9 +208,11 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: boo
     return (zero_centred_rms_norm if zero_centred else rms_norm)(x, weight, eps)
 
 
-def _grouped_linear(self: Any, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor, **_: Any) -> Any:
+def _grouped_linear(
+    self: Any, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor, is_first_microbatch: bool | None, **_: Any
+) -> Any:
     parts = inp.split([int(rows) for rows in m_splits])
-    outs = [F.linear(x, getattr(self, f"weight{number}")) for number, x in enumerate(parts)]
+    outs = [_multiplied(self, f"weight{number}", x, is_first_microbatch) for number, x in enumerate(parts)]
     biases = [getattr(self, f"bias{number}") if self.use_bias else None for number in range(len(parts))]
     if self.return_bias:
         return torch.cat(outs), biases
@@ -272,6 +307,23 @@ def _sort_chunks_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _sort_chunks(inp, split_sizes, sorted_index), _sort_chunks(probs, split_sizes, sorted_index)
+
+
+def fused_multi_row_padding(
+    source: torch.Tensor, out: torch.Tensor, rows: Sequence[int], padded: Sequence[int]
+) -> None:
+    """Runs of `rows` rows become runs of `padded` rows, zeros at their ends."""
+    runs = zip(source.split(list(rows)), out.split(list(padded)), strict=True)
+    for run, place in runs:
+        place.zero_()[: len(run)] = run
+
+
+def fused_multi_row_unpadding(
+    source: torch.Tensor, out: torch.Tensor, padded: Sequence[int], rows: Sequence[int]
+) -> None:
+    runs = zip(source.split(list(padded)), out.split(list(rows)), strict=True)
+    for run, place in runs:
+        place.copy_(run[: len(place)])
 
 
 def multi_tensor_adam(

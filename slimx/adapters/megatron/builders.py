@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,3 +25,19 @@ def submodules_of(builder: Builder) -> dict[str, Builder]:
     parts = get_submodules(builder) if isinstance(builder, ModuleSpec | partial) else None
     named = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)} if parts is not None else {}
     return {name: value for name, value in named.items() if callable(value)}
+
+
+def exchange(builder: Builder, parts: Mapping[Callable[..., Any], ModuleSpec]) -> Builder:
+    """The builder that stands in the place of `builder`: of what `parts` gives for its class or function, with its own
+    arguments and those of the part. Submodules and a ModuleSpec are exchanged in place."""
+    for name, value in submodules_of(builder).items():
+        setattr(get_submodules(builder), name, exchange(value, parts))
+    other = parts.get(kind_of(builder))
+    if other is None:
+        return builder
+    if isinstance(builder, ModuleSpec):
+        builder.module, builder.params = other.module, {**builder.params, **other.params}
+        return builder
+    if isinstance(builder, partial):
+        return partial(other.module, *builder.args, **builder.keywords, **other.params)
+    return other

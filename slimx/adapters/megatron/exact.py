@@ -9,7 +9,7 @@ of the tree, and the sum is rounded once. A reduction by the communication libra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slimx.adapters.megatron.attention import PackedAttention
-from slimx.adapters.megatron.builders import Builder, kind_of, submodules_of
+from slimx.adapters.megatron.builders import Builder, exchange, kind_of, submodules_of
 from slimx.adapters.megatron.latent import LatentAttention
 from slimx.adapters.megatron.layers import (
     ColumnGroupedLinear,
@@ -80,28 +80,19 @@ def install(block: Any, *, leaves: int, rotary: exact.Rotary, known: Collection[
         _build_shared_experts: ModuleSpec(SharedExpertMLP),
     }
     for layer in block.layer_specs:
-        _exchange(layer, parts)
+        exchange(layer, parts)
+        _exchange_activations(layer)
         _check(layer, "a layer", known)
     block.layer_norm = ExactNorm
 
 
-def _exchange(builder: Builder, parts: dict[Callable[..., Any], ModuleSpec]) -> Builder:
-    """Returns the builder that stands in the place of `builder`; submodules and a ModuleSpec are exchanged in place."""
-    for name, value in submodules_of(builder).items():
-        setattr(get_submodules(builder), name, _exchange(value, parts))
-    other = parts.get(kind_of(builder))
+def _exchange_activations(builder: Builder) -> None:
+    for value in submodules_of(builder).values():
+        _exchange_activations(value)
     if isinstance(builder, ModuleSpec | partial):
         submodules = get_submodules(builder)
         if isinstance(submodules, MLPSubmodules | GroupedMLPSubmodules):
             submodules.activation_func = ExactSwiGLU
-    if other is None:
-        return builder
-    if isinstance(builder, ModuleSpec):
-        builder.module, builder.params = other.module, {**builder.params, **other.params}
-        return builder
-    if isinstance(builder, partial):
-        return partial(other.module, *builder.args, **builder.keywords, **other.params)
-    return other
 
 
 def _check(builder: Builder, place: str, known: Collection[type]) -> None:

@@ -119,10 +119,8 @@ class Lora(Section):
     """Directory of adapters in PEFT's format to begin with, of the same rank, alpha and targets; null: new ones."""
 
 
-_PRECISION = (
-    "its log-probs and publications were never compared with an engine's; train in numerics.dtype=bfloat16, and let "
-    "engines compute in fp8 by publish.quantise"
-)
+_FP8 = "set trainer.fp8, whose layers and blocks are checked against publications"
+_PRECISION = "its log-probs and publications were never compared with an engine's; set trainer.fp8, or leave it out"
 _SHARDS = "ranks are planned without such shards; set trainer.tensor, and trainer.distributed_optimizer for the state"
 _OTHER_WEIGHTS = "it builds layers whose weights checkpoints and publications do not know; leave it out"
 _INTERLEAVED = "it mixes the rows of gate and up, which checkpoints and engines hold in two blocks; leave it out"
@@ -133,13 +131,16 @@ NOT_PASSED = {
     "moe_z_loss_coeff": "set trainer.moe.z_loss_coef",
     "moe_router_bias_update_rate": "set trainer.moe.bias_update_rate",
     "moe_enable_routing_replay": "set trainer.moe.routing_replay",
+    "moe_router_padding_for_fp8": "it sends tokens to experts that engines do not choose; leave it out",
+    "moe_router_padding_for_quantization": "it sends tokens to experts that engines do not choose; leave it out",
     "moe_router_fusion": "a fused router can be neither recorded nor replayed",
     "moe_router_force_biased": "it replaces the routers' choice by noise; leave it out",
     "overlap_moe_expert_parallel_comm": "its schedule takes layers apart, and their routers would lose their batch",
     "cuda_graph_impl": "a captured router would see the first micro-batch for ever",
     "enable_cuda_graph": "a captured router would see the first micro-batch for ever",
     "external_cuda_graph": "a captured router would see the first micro-batch for ever",
-    "fp8": _PRECISION,
+    "fp8": _FP8,
+    "fp8_recipe": _FP8,
     "fp8_param": _PRECISION,
     "fp8_quantizer_factory": _PRECISION,
     "fp8_output_proj": _PRECISION,
@@ -244,6 +245,10 @@ class Trainer(RankLayout):
     """int4: the model computes with routed experts rounded to INT4, in groups of 32 columns (docs/numerics.md), and the
     optimizer's fp32 weights, which stay unrounded, get the gradients as they are; engines get the rounded values;
     null: none."""
+    fp8: Literal["blockwise", "mxfp8"] | None = None
+    """Matrix products of the linear layers in fp8 (e4m3), weights and optimizer unchanged. blockwise: weights in blocks
+    of 128 x 128, inputs and gradients of 1 x 128, fp32 scales (Hopper); mxfp8: 1 x 32 with scales of powers of two
+    (Blackwell); null: in the model's dtype."""
     lora: Lora | None = None
     """Train low-rank adapters (LoRA) instead of the weights; null: none."""
     optimizer: Optimizer = Optimizer()

@@ -16,6 +16,7 @@ from slimx.models.trunk import read_trunk
 from slimx.preflight.checks import (
     batch,
     exact,
+    fp8,
     layout,
     lora,
     machine,
@@ -29,7 +30,9 @@ from slimx.preflight.checks import (
     weights,
 )
 
-RULES = rules_in(layout, routing, sparse, exact, lora, qat, batch, serving, reach, machine, memory, weights, teacher)
+RULES = rules_in(
+    layout, routing, sparse, exact, lora, qat, fp8, batch, serving, reach, machine, memory, weights, teacher
+)
 
 
 def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
     """Bytes of a trainer rank that takes turns with an engine, by holder."""
     if phase in ("publish", "wake") and offload:
         parts = _kept(rank, phase)
-        return {what: n for what, n in parts.items() if what not in ("gradients", "optimizer state")}
+        return {what: n for what, n in parts.items() if what not in ("gradients", "optimizer state", "codes in fp8")}
     if phase in ("start", "generate"):
         left = sum(record.away for record in rank) - sum(record.overhead for record in rank[1:])
         own = max(record.overhead for record in rank)
@@ -121,6 +121,7 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
         twice = {"weights in the making": weights} if weights > main else {"main weights": main}
         return {"weights": weights, "gradients": gradients} | twice | overhead
     state = {"weights": weights, "gradients": gradients, "optimizer state": total("optimizer")} | overhead
+    state["codes in fp8"] = total("copies")
     if phase == "publish":
         state["buckets"] = total("publication")
     elif phase == "train":

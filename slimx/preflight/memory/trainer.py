@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,9 +19,9 @@ from slimx.preflight.memory.activations import Setting
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.parameter_runs import Holdings, ParameterRun
 from slimx.preflight.memory.pipeline import ActivationBytes, activation_bytes
-from slimx.preflight.memory.state import Buffers, StateBytes, state_bytes
+from slimx.preflight.memory.state import FP32, Buffers, StateBytes, state_bytes
 from slimx.preflight.memory_record import TrainerMemory
-from slimx.reshard.plan.precision import ITEMSIZE
+from slimx.reshard.plan.precision import ITEMSIZE, RECIPES
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
@@ -155,8 +156,9 @@ def _record(
     dispatched = _dispatched(spec, setting)
     overhead = OVERHEAD if device == "cuda" else 0
     served = _served(config, state) if model == "trainer" else 0
+    copies = _in_fp8(config, state, device) if model == "trainer" else 0
     merged = state.adapted * ITEMSIZE[config.numerics.dtype]
-    static = state.weights + served + merged + state.gradients + state.optimizer - hosted
+    static = state.weights + served + merged + state.gradients + state.optimizer - hosted + copies
     moving = config.schedule.colocate and config.trainer.offload
     copied = config.algorithm.reference and config.trainer.lora is None  # beside adapters it is the base
     others = copied + bool(config.algorithm.teacher) if model == "trainer" else 0
@@ -173,6 +175,7 @@ def _record(
         head=activations.head,
         work=activations.work,
         step=step,
+        copies=copies,
         communication=dispatched,
         publication=buckets,
         overhead=overhead,
@@ -200,6 +203,16 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
 def _served(config: Config, state: StateBytes) -> int:
     """Bytes of `slimx.reshard.pack.served.ServedWeights`: codes and what they are widened to; scales are left out."""
     return state.quantised * (1 + ITEMSIZE[config.numerics.dtype]) if config.served_rule else 0
+
+
+def _in_fp8(config: Config, state: StateBytes, device: str) -> int:
+    """Bytes of codes and scales that Transformer Engine keeps of the weights from one micro-batch to the next: of their
+    rows and once more of their columns. The layers of the CPU keep none."""
+    if config.trainer.fp8 is None or device == "cpu":
+        return 0
+    recipe = RECIPES[config.trainer.fp8]
+    scales = -(-state.quantised // math.prod(recipe.weight)) * (1 if recipe.rule == "mxfp8" else FP32)
+    return 2 * (state.quantised + scales)
 
 
 def _dispatched(spec: ModelSpec, setting: Setting) -> int:

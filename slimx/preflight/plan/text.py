@@ -26,7 +26,7 @@ COLUMNS: tuple[tuple[str, int, Callable[[TrainerMemory], str]], ...] = (
     ("grads", 7, lambda record: _gib(record.gradients)),
     ("optimizer", 11, lambda record: _gib(record.optimizer)),
     ("activations", 13, lambda record: _gib(record.activations)),
-    ("on top", 8, lambda record: _gib(max(record.head, record.work) + record.communication)),
+    ("on top", 8, lambda record: _gib(max(record.head, record.work) + record.communication + record.copies)),
     ("overhead", 10, lambda record: _gib(record.overhead)),
     ("peak", 8, lambda record: _gib(record.peak)),
     ("in flight", 11, lambda record: str(record.in_flight)),

@@ -87,11 +87,13 @@ def choose_backends(
         _check_flex(trainer, device, packages)
     else:
         why_dispatcher = "moe.dispatcher alltoall: as configured"
+    why_fp8 = _fp8(trainer, device, packages)
     permute, why_permute = _permute_fusion(device, packages)
     overlap, why_overlap = _overlap(trainer, device, packages, experts)
     delta_rule = [_delta_rule(device, packages)] if delta_nets else []
     state_rule = [_state_rule(device, packages)] if state_spaces else []
-    reasons = (why_attention, *delta_rule, *state_rule, why_dispatcher, why_fusion, why_permute, why_overlap)
+    why_kernels = (why_attention, *delta_rule, *state_rule, why_dispatcher, why_fusion)
+    reasons = (*why_kernels, why_permute, why_overlap, *why_fp8)
     return Backends(
         attention=attention,
         dispatcher=dispatcher,
@@ -172,6 +174,22 @@ def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
     if has_engine(device, packages):
         return True, f"{name} fused: Transformer Engine's kernels"
     return False, f"{name} unfused: Transformer Engine is not installed, or numerics.mode is exact"
+
+
+def _fp8(trainer: Trainer, device: str, packages: Collection[str]) -> tuple[str, ...]:
+    if trainer.fp8 is None:
+        return ()
+    asked = f"fp8 {trainer.fp8}"
+    if device != "cuda":
+        return (f"{asked}: rounded as a publication rounds, products in fp32 (there is no CUDA)",)
+    if not has_engine(device, packages):
+        raise SlimxError(
+            f"trainer.fp8={trainer.fp8} needs the package transformer_engine, which is not here; install it or leave "
+            "trainer.fp8 out",
+            code="trainer.not_installed",
+            about="trainer.fp8",
+        )
+    return (f"{asked}: Transformer Engine's recipe",)
 
 
 def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: int) -> tuple[bool, str]:

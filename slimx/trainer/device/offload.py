@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slimx.adapters.megatron import weight_copies
 from slimx.trainer.device.host_moments import MOMENTS
 
 STATE = (*MOMENTS, "momentum_buffer")
@@ -69,6 +70,7 @@ class Offload:
         if "training" not in self.away:
             # bf16 models: fp32 copies of the gradients that only a step needs.
             self.optimizer.zero_grad(set_to_none=True)
+            weight_copies.drop(self.chunks)
             held, gradients, state = self._collect()
             # State is made by the first step, so what there is is looked up every time.
             _refresh(self._weights, held)

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from slimx.adapters.megatron import attention as megatron_attention
 from slimx.adapters.megatron import delta_net as megatron_delta_net
 from slimx.adapters.megatron import exact as megatron_exact
+from slimx.adapters.megatron import fp8 as megatron_fp8
 from slimx.adapters.megatron import latent as megatron_latent
 from slimx.adapters.megatron import mamba as megatron_mamba
 from slimx.adapters.megatron import sparse as megatron_sparse
@@ -28,7 +29,7 @@ from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.state_space import PATTERN
 from slimx.reshard.pack.served import ServedWeights
-from slimx.reshard.plan.precision import ModelDtype, Quantisation
+from slimx.reshard.plan.precision import RECIPES, ModelDtype, Quantisation, Recipe
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
@@ -63,8 +64,10 @@ def build_model(
         make = partial(HybridPolicyModel, hybrid_layer_pattern=segments(pattern, sizes.split, sizes.stages), **options)
     else:
         make = partial(kind, **options)
+    # Transformer Engine's layers compute in fp8 themselves, see `transformer_config`.
+    emulated = None if backends.transformer_engine else RECIPES.get(config.trainer.fp8)
     chunks = [
-        _build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, config.leaves)
+        _build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, config.leaves, emulated)
         for chunk in range(virtual)
     ]
     _freeze(chunks, spec, config)
@@ -107,8 +110,9 @@ def _build_chunk(
     chunk: int | None,
     device: torch.device,
     leaves: int | None,
+    recipe: Recipe | None,
 ) -> torch.nn.Module:
-    """`leaves`: of exact mode; None in fast mode."""
+    """`leaves`: of exact mode; None in fast mode. `recipe`: of plain torch's layers that compute in fp8."""
     kind = router.PolicyRouter if leaves is None else router.ExactRouter
     if transformer.is_hybrid_model:
         layers = megatron_mamba.stack_spec(transformer)
@@ -122,6 +126,8 @@ def _build_chunk(
     if transformer.softmax_type == "learnable":
         megatron_attention.install_for_sinks(layers)
     gpt = spec.gpt
+    if recipe is not None:
+        megatron_fp8.install(layers, recipe)
     if leaves is not None:
         turns = rotary_of(transformer, gpt)
         megatron_exact.install(layers, leaves=leaves, rotary=turns, known=(router.ExactRouter,))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from slimx.adapters.megatron import deep_ep
+from tests.needed import missing
 from tests.refusals import refused
 
+PACKAGE = Path(sys.prefix) / "deep-ep"
+"""Where `make test-all` puts sgl-deep-ep, outside what an interpreter of the environment imports."""
 EVENTS = "class EventHandle: pass\nclass EventOverlap: pass\n"
 
 
@@ -50,3 +55,17 @@ def test_an_import_that_fails_ends_those_who_need_it_and_no_other(package: Path,
 
 def test_without_the_package_nothing_is_done() -> None:
     assert deep_ep.install(needed=False) == []
+
+
+@pytest.mark.slow  # imports megatron-core once more
+def test_megatrons_calls_fit_the_pinned_package() -> None:
+    """On sgl-deep-ep's own Python, with copies in the place of its kernels (deep_ep_calls.py)."""
+    if not PACKAGE.is_dir():
+        missing(f"needs {PACKAGE}: `make test-all` installs it")
+    command = [sys.executable, "-m", "tests.unit.trainer.deep_ep_calls", str(PACKAGE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["adapted"], said["kept"], said["sms"], said["hybrid"]) == (["deep_ep_events"], True, 24, False)
+    assert said["came_through"] == [True] * 8
+    assert said["called"] == ["__init__", "combine", "current_stream_wait", "dispatch", "get_dispatch_layout"]

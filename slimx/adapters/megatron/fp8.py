@@ -1,0 +1,93 @@
+"""Linear layers that compute in fp8 where Transformer Engine does not: on the CPU, by the rounding of a publication.
+
+The modules are those of `layers` with the products of `slimx.reshard.kernels.products`: names, shapes and checkpoint
+keys of parameters stay. On GPUs Transformer Engine's own layers take their place (`slimx.trainer.model.transformer`).
+Written for megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from slimx.adapters.megatron.builders import exchange
+from slimx.adapters.megatron.layers import ColumnGroupedLinear, NormColumnParallelLinear, RowGroupedLinear
+from slimx.reshard.kernels.products import linear
+from slimx.reshard.plan.precision import Recipe
+
+
+def install(block: Any, recipe: Recipe) -> None:
+    """Have the linear layers of a decoder's spec (TransformerBlockSubmodules) built so that they compute by `recipe`:
+    those that Transformer Engine would compute in fp8, which embedding, router and output layer are not."""
+    kinds = {
+        ColumnParallelLinear: Fp8Column,
+        NormColumnParallelLinear: Fp8NormColumn,
+        RowParallelLinear: Fp8Row,
+        ColumnGroupedLinear: Fp8ColumnGrouped,
+        RowGroupedLinear: Fp8RowGrouped,
+    }
+    parts = {plain: ModuleSpec(kind, params={"recipe": recipe}) for plain, kind in kinds.items()}
+    for layer in block.layer_specs:
+        exchange(layer, parts)
+
+
+class _Product:
+    """The product of a linear layer without a bias."""
+
+    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.recipe = recipe
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        sequence_parallel: bool = False,
+        allreduce_dgrad: bool = False,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if bias is not None:
+            raise NotImplementedError("a bias has no place in a product in fp8: slimx.preflight.checks.fp8 refuses it")
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        return linear(input, weight, self.recipe)
+
+
+class Fp8Column(_Product, ColumnParallelLinear):
+    pass
+
+
+class Fp8NormColumn(_Product, NormColumnParallelLinear):
+    pass
+
+
+class Fp8Row(_Product, RowParallelLinear):
+    pass
+
+
+class Fp8ColumnGrouped(ColumnGroupedLinear):
+    layer = Fp8Column
+
+    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
+        self.options = {**self.options, "recipe": recipe}
+        super().__init__(*args, **kwargs)
+
+
+class Fp8RowGrouped(RowGroupedLinear):
+    layer = Fp8Row
+
+    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
+        self.options = {**self.options, "recipe": recipe}
+        super().__init__(*args, **kwargs)

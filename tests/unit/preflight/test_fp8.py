@@ -1,0 +1,103 @@
+"""Training in fp8 is refused by name, before anything starts, wherever it was not proven, and planned where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimx.config.rule import broken
+from slimx.config.schema import Config
+from slimx.layout.ranks import sizes_of
+from slimx.models.families import read_model
+from slimx.preflight.checks import RULES, model_facts
+from slimx.preflight.memory.trainer import trainer_memory
+from tests.checkpoint_stand import QWEN3_MOE
+from tests.refusals import invalid
+from tests.unit.convert.convert_stand import QWEN3
+
+WIDE = QWEN3_MOE | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+WIDE |= {"moe_intermediate_size": 256}
+BASE: dict[str, Any] = {"run": {"dir": "r"}, "rollout": {"prompts": "p"}, "numerics": {"dtype": "bfloat16"}}
+
+
+def planned(
+    folder: Path, model: dict[str, Any], trainer: dict[str, Any], **sections: Any
+) -> tuple[Config, dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model))
+    config = Config.model_validate({**BASE, "model": {"path": str(folder)}, "trainer": trainer, **sections})
+    return config, model_facts(config, read_model(folder)) | {"sizes": sizes_of(config.trainer)}
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "expected"),
+    [
+        (WIDE, {"fp8": "blockwise"}, None),
+        (WIDE, {"fp8": "blockwise", "world_size": 2, "tensor": 2, "expert_tensor": 2}, None),
+        (WIDE, {"fp8": "mxfp8", "world_size": 2, "tensor": 2, "expert_tensor": 2}, None),
+        (
+            WIDE,
+            {"fp8": "blockwise", "world_size": 8, "tensor": 2, "expert": 2, "expert_tensor": 4},
+            ("fp8.blocks", "trainer.expert_tensor"),
+        ),
+        (WIDE | {"head_dim": 64}, {"fp8": "blockwise"}, ("fp8.blocks", "trainer.fp8")),
+        (WIDE | {"head_dim": 64}, {"fp8": "mxfp8"}, None),
+        (WIDE | {"moe_intermediate_size": 192}, {"fp8": "blockwise"}, ("fp8.blocks", "trainer.fp8")),
+    ],
+)
+def test_blocks_that_ranks_would_cut_are_refused(
+    tmp_path: Path, model: dict[str, Any], trainer: dict[str, Any], expected: tuple[str, str] | None
+) -> None:
+    _, facts = planned(tmp_path / "model", model, trainer)
+    found = {(b.code, b.about) for b in broken(RULES, facts) if b.code.startswith("fp8.")}
+    assert found == ({expected} if expected else set())
+
+
+def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path) -> None:
+    biased = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    _, facts = planned(tmp_path / "model", biased, {"fp8": "mxfp8"})
+    assert ("fp8.architecture", "model.path") in {(b.code, b.about) for b in broken(RULES, facts)}
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "about"),
+    [
+        ({"numerics": {"dtype": "float32"}}, "fp8.dtype", "numerics.dtype"),
+        ({"numerics": {"dtype": "bfloat16", "mode": "exact"}}, "fp8.proven", "numerics.mode"),
+        ({"publish": {"quantise": "ieee"}}, "fp8.quantise", "publish.quantise"),
+        ({"publish": {"quantise": "ue8m0"}}, "fp8.quantise", "publish.quantise"),
+        ({"publish": {"quantise": "te"}, "trainer": {"fp8": "mxfp8"}}, "fp8.quantise", "publish.quantise"),
+        ({"cluster": {"gpu": "gb300"}}, "fp8.gpu", "trainer.fp8"),
+        ({"cluster": {"gpu": "h100"}, "trainer": {"fp8": "mxfp8"}}, "fp8.gpu", "trainer.fp8"),
+        ({"trainer": {"fp8": "mxfp8", "lora": {"rank": 4, "alpha": 8}}}, "fp8.proven", "trainer.lora"),
+        ({"trainer": {"fp8": "mxfp8", "qat": "int4"}}, "fp8.proven", "trainer.qat"),
+        ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron", "trainer.megatron.fp8"),
+        ({"trainer": {"megatron": {"fp8_recipe": "mxfp8"}}}, "trainer.megatron", "trainer.megatron.fp8_recipe"),
+        ({"trainer": {"fp8": "mxfp8", "megatron": {"fp8_param": 1}}}, "trainer.megatron", "trainer.megatron.fp8_param"),
+    ],
+)
+def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], code: str, about: str) -> None:
+    values = {**BASE, "model": {"path": "m"}, "trainer": {"fp8": "blockwise"}}
+    Config.model_validate(values | {"publish": {"quantise": "te"}, "cluster": {"gpu": "h100"}})
+    with invalid(code, about=about):
+        Config.model_validate(values | sections)
+
+
+@pytest.mark.parametrize(("recipe", "each"), [("blockwise", 1 + 4 / 128**2), ("mxfp8", 1 + 1 / 32)])
+def test_a_plan_counts_the_copies_of_weights(tmp_path: Path, recipe: str, each: float) -> None:
+    found = {}
+    for fp8 in (None, recipe):
+        config, facts = planned(tmp_path / "model", WIDE, {"fp8": fp8}, schedule={"colocate": True})
+        for device in ("cuda", "cpu"):
+            (found[fp8, device],) = trainer_memory(config, facts["spec"], facts["sizes"], device)
+    heads, hidden, inner, experts = 4 + 2 * 2, 256, 256, WIDE["num_experts"]
+    layer = (heads + 4) * 128 * hidden + 3 * experts * hidden * inner
+    added = 2 * layer * WIDE["num_hidden_layers"] * each
+    assert found[recipe, "cuda"].copies == added
+    assert found[recipe, "cuda"].weights == found[None, "cuda"].weights
+    assert found[recipe, "cuda"].peak - found[None, "cuda"].peak == added
+    assert found[recipe, "cuda"].away == found[None, "cuda"].away  # they go when the trainer leaves the GPU
+    assert found[recipe, "cpu"] == found[None, "cpu"]

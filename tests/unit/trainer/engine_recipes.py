@@ -1,0 +1,51 @@
+"""Writes what Transformer Engine's own Python makes of the fields that `trainer.fp8` gives megatron-core.
+
+python -m tests.unit.trainer.engine_recipes
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from slimx.trainer.process import prepare_process
+
+
+def main() -> None:
+    prepare_process("cuda", shares_layers=False, local=True, fp8=True)
+    from tests.integration import transformer_engine_stand
+
+    transformer_engine_stand.install(fp32_scales=False)
+    import torch
+    from megatron.core.fp8_utils import get_fp8_align_size, get_fp8_recipe
+    from megatron.core.transformer import TransformerConfig
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    from slimx.config.sections.trainer import Trainer
+    from slimx.reshard.plan.precision import RECIPES
+    from slimx.trainer.device.backends import choose_backends
+    from slimx.trainer.model.transformer import fp8_fields
+
+    def described(quantizer: Any) -> dict[str, Any]:
+        rows, columns = (list(quantizer.get_scale_shape((256, 640), columnwise=across)) for across in (False, True))
+        fields = ("amax_epsilon", "force_pow_2_scales", "block_scaling_dim", "block_len")
+        own = {name: getattr(quantizer, name) for name in fields if hasattr(quantizer, name)}
+        kind, dtype = type(quantizer).__name__, quantizer.dtype.name
+        return own | {"kind": kind, "dtype": dtype, "scales": [rows, columns]}
+
+    out = {}
+    for name in RECIPES:
+        trainer = Trainer(fp8=name)
+        backends = choose_backends(trainer, device="cuda", packages={"transformer_engine"})
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **fp8_fields(trainer, backends))
+        recipe = get_fp8_recipe(config)
+        made = {}
+        for mode, slots in (("forward", ("input", "weight")), ("backward", ("gradient",))):
+            state = RecipeState.create(recipe, mode=mode, num_quantizers=3, device=torch.device("cpu"))
+            made |= dict(zip(slots, map(described, state.make_quantizers()), strict=False))
+        out[name] = made | {"align": get_fp8_align_size(config.fp8_recipe)}
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What Transformer Engine's own Python makes of `trainer.fp8`: the blocks and the rule that slimx rounds by."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from slimx.reshard.plan.precision import RECIPES, TOKENS
+from tests.integration import transformer_engine_stand
+from tests.needed import missing
+
+pytestmark = pytest.mark.slow  # imports the whole of it
+
+
+def test_quantisers_have_the_blocks_and_the_rule_that_slimx_rounds_by() -> None:
+    if not transformer_engine_stand.PACKAGE.is_dir():
+        missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
+    command = [sys.executable, "-m", "tests.unit.trainer.engine_recipes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert made.keys() == RECIPES.keys()
+    for name, slots in made.items():
+        assert TOKENS % slots.pop("align") == 0
+        assert {slot["dtype"] for slot in slots.values()} == {"kFloat8E4M3"}
+        recipe = RECIPES[name]
+        for what, slot in slots.items():
+            block = recipe.weight if what == "weight" else recipe.vector
+            # Scales of [256, 640] by rows and by columns, padded for the product's kernel.
+            if name == "mxfp8":
+                assert (slot["kind"], recipe.rule, block) == ("MXFP8Quantizer", "mxfp8", (1, 32))
+                assert slot["scales"] == [[256, 640 // 32], [256 // 32, 640]]
+                continue
+            # The rule te: 448 / amax, no least amax, no powers of two.
+            assert (slot["kind"], recipe.rule) == ("Float8BlockQuantizer", "te")
+            assert (slot["amax_epsilon"], slot["force_pow_2_scales"], slot["block_len"]) == (0.0, False, block[1])
+            assert slot["block_scaling_dim"] == (2 if block == (128, 128) else 1)
+            assert slot["scales"] == ([[2, 8], [5, 4]] if block == (128, 128) else [[5, 256], [2, 640]])
