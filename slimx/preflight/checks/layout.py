@@ -81,7 +81,7 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
         yield (
             "trainer.context",
             f"trainer.context={sizes.context} cuts sequences, and that was never proven for the Mamba-2 layers of "
-            f"{spec.path}: megatron-core 0.19.2 puts them together again with Transformer Engine; set trainer.context=1",
+            f"{spec.path}, which megatron-core 0.19.2 puts together by Transformer Engine; set trainer.context=1",
         )
 
 
