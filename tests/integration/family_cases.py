@@ -219,8 +219,9 @@ CASES: dict[str, Case] = {
         family="examples.mixtral",
         thorough=True,
     ),
+    # transformers' own gradients of decays are 4.5e-5 off those in float64.
     "Nemotron-3": Case(
-        make=hybrid("NemotronHConfig", "num_hidden_layers", "rms_norm_eps", **NEMOTRON), thorough=True, cut=True
+        make=hybrid("NemotronHConfig", "num_hidden_layers", "rms_norm_eps", **NEMOTRON), thorough=True, rounding=6e-5
     ),
     "Ling-2": Case(make=bailing_oracle.Oracle, mtp=1, thorough=True),
 }

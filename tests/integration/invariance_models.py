@@ -61,7 +61,6 @@ NEMOTRON = {
     },
     "hybrid_override_pattern": "ME*M",
     "layer_norm_epsilon": 1e-5,
-    # The ranks of TP2 x CP2 have a group each.
     "mamba_num_heads": 8,
     "mamba_head_dim": 12,
     "n_groups": 4,

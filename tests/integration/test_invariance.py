@@ -188,6 +188,7 @@ CASES = [
     pytest.param(case, model, id=f"{name_of(case)}-{model}", marks=[] if (case, model) in QUICK else [pytest.mark.slow])
     for case in (*COVERING, EIGHT)
     for model in (*MODELS, "next", "nemotron")
+    if model != "nemotron" or case["context"] == 1  # Mamba-2 layers are refused otherwise
 ]
 
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -30,7 +28,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from slimx.layout.zigzag import zigzag
 from slimx.numerics.delta_rule import causal_convolution
 from slimx.numerics.norm import rms_scale
 from slimx.numerics.state_space import state_space_rule
@@ -44,9 +41,6 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
     kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
     if not (torch.cuda.is_available() and kernels):
         _install_torch()
-    # Upstream's ask Transformer Engine for the order, by a function that has no CPU kernel.
-    mamba_context_parallel._undo_attention_load_balancing = in_order
-    mamba_context_parallel._redo_attention_load_balancing = in_zigzag
     layers = gpt_layer_specs.TESpecProvider()
     hybrid_block.TENorm = gpt_layer_specs.TENorm  # of the stack's end
     joined, row = layers.column_parallel_layer_norm_linear(), layers.row_parallel_linear()
@@ -90,23 +84,6 @@ def _install_torch() -> None:
     mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
     mamba_mixer.mamba_split_conv1d_scan_combined = split_conv1d_scan
     mamba_mixer.ExtendedRMSNorm = GroupedNorm
-
-
-def in_order(x: torch.Tensor, size: int, packed: PackedSeqParams) -> torch.Tensor:
-    """Tokens of all `size` context-parallel ranks, rank by rank [T, ...], in the order of their sequences."""
-    return x.index_select(0, _held(size, packed, x.device).argsort())
-
-
-def in_zigzag(x: torch.Tensor, size: int, packed: PackedSeqParams) -> torch.Tensor:
-    """The inverse of `in_order`."""
-    return x.index_select(0, _held(size, packed, x.device))
-
-
-def _held(size: int, packed: PackedSeqParams, device: torch.device) -> torch.Tensor:
-    """Positions in the pack that the ranks hold, one rank behind the other."""
-    bounds = packed.cu_seqlens_q
-    lengths = (bounds[1:] - bounds[:-1]).tolist()
-    return torch.from_numpy(np.concatenate([zigzag(lengths, size, rank) for rank in range(size)])).to(device)
 
 
 def split_conv1d_scan(

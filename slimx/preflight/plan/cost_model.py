@@ -21,7 +21,7 @@ from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import attention_layers, delta_net_layers, dense_layers, sequence_flops
-from slimx.models.state_space import PATTERN, StateSpace, layers_of
+from slimx.models.state_space import PATTERN, layers_of
 from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.reshard.plan.precision import ITEMSIZE
@@ -96,9 +96,6 @@ def update_cost(
     around = 3 * attention_layers(model) / sizes.pipeline * (c - 1) * key
     if linear:
         around += 2 * linear * (c - 1) / c * delta_net_rows(model) / t
-    if mamba := layers_of(model, "M"):
-        sizes_of_one = StateSpace.of(model)
-        around += 2 * len(mamba) / sizes.pipeline * (c - 1) / c * (sizes_of_one.projected + sizes_of_one.inner) / t
     moved["context"] = tokens * around * itemsize / link(t * c)
     moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
     if sizes.pipeline > 1:

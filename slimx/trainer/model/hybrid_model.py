@@ -27,7 +27,7 @@ class HybridPolicyModel(PolicyOutput, HybridModel):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Any:
-        """As a PolicyModel; input_ids [1, T] of packed sequences, on every pipeline stage."""
+        """Compute what a PolicyModel does; input_ids [1, T] of packed sequences, on every pipeline stage."""
         # Mamba-2 layers take a sequence's number for each token instead of the bounds.
         packed = replace(packed_seq_params, total_tokens=input_ids.shape[1] * self.config.context_parallel_size)
         given = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
