@@ -14,6 +14,7 @@ from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
 from slimx.preflight.checks import (
+    activations,
     batch,
     exact,
     layout,
@@ -29,7 +30,9 @@ from slimx.preflight.checks import (
     weights,
 )
 
-RULES = rules_in(layout, routing, sparse, exact, lora, qat, batch, serving, reach, machine, memory, weights, teacher)
+RULES = rules_in(
+    layout, routing, sparse, exact, lora, qat, activations, batch, serving, reach, machine, memory, weights, teacher
+)
 
 
 def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:
