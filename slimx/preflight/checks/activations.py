@@ -40,7 +40,8 @@ def has_such_modules(trainer: Trainer, spec: ModelSpec) -> Iterator[Told]:
 
 @rule("activations.attention", about="trainer.offload_activations")
 def proven_attention(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
-    kind = spec.transformer.get("experimental_attention_variant") or ("mamba" if spec.transformer.get(PATTERN) else None)
+    mixers = "mamba" if spec.transformer.get(PATTERN) else None
+    kind = spec.transformer.get("experimental_attention_variant") or mixers
     if kind is not None and trainer.offload_activations:
         yield (
             f"trainer.offload_activations was never proven with the attention of {spec.path} ({kind}); leave it out, "
