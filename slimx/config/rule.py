@@ -8,6 +8,7 @@ for; nobody lists calls. The tables are `slimx.config.rules.RULES` (the configur
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
 """Things that must be at hand, the cheapest first."""
 
 
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)  # slow, and a search for layouts asks thousands of times
+
+
 Told = str | tuple[str, str]
 """A sentence, or the key that it is about and the sentence."""
 
@@ -65,7 +71,7 @@ class Rule:
     @property
     def facts(self) -> tuple[str, ...]:
         """Names of the facts that the rule needs."""
-        return tuple(inspect.signature(self.ask).parameters)
+        return _parameters(self.ask)
 
     @property
     def needs(self) -> str:

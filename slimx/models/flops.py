@@ -86,6 +86,28 @@ def _state_space(transformer: dict[str, Any]) -> int:
     return weights + sizes.rule(_STATE_CHUNK)
 
 
+def layer_products(transformer: dict[str, Any], vocab_size: int, length: int) -> dict[str, float]:
+    """FLOPs of the forward pass for each token of a sequence of `length`, all layers together, by megatron-core's names
+    of recomputed modules; what belongs to none of them is under `rest`, the output layer under `head`.
+
+    `shared_experts` is a part of `moe` and not counted there. Norms and activations have no products."""
+    total = sequence_flops(transformer, vocab_size)
+    hidden, moe = transformer["hidden_size"], _moe_layers(transformer)
+    out = {"core_attn": total.quadratic * length / 3, "head": 2.0 * hidden * vocab_size, "mla_up_proj": 0.0}
+    matrices = _matrices(transformer)
+    out["mlp"] = 2.0 * dense_layers(transformer) * matrices * hidden * transformer["ffn_hidden_size"]
+    shared = transformer.get("moe_shared_expert_intermediate_size") or 0
+    out["shared_experts"] = 2.0 * moe * matrices * hidden * shared
+    out["moe"] = 2.0 * moe * _experts(transformer) - out["shared_experts"] if moe else 0.0
+    if transformer.get("multi_latent_attention"):
+        heads, head = transformer["num_attention_heads"], transformer["qk_head_dim"]
+        query = (transformer["q_lora_rank"] or 0) * heads * (head + transformer["qk_pos_emb_head_dim"])
+        keys = transformer["kv_lora_rank"] * heads * (head + transformer["v_head_dim"])
+        out["mla_up_proj"] = 2.0 * transformer["num_layers"] * (query + keys)
+    forward = (total.linear + total.quadratic * length) / 3
+    return out | {"rest": max(0.0, forward - sum(out.values()))}
+
+
 def delta_net_layers(transformer: dict[str, Any]) -> int:
     """Layers that are gated delta nets."""
     return sum(transformer.get("linear_attention_freq") or ())

@@ -60,10 +60,19 @@ class TrainerMemory(Record):
     """Tokens that sparse attention sees in a step's updates (trainer.indexer_replay)."""
     host_checkpoint: int
     """Copy that checkpoints are written from."""
+    host_activations: int
+    """Activations that wait for the backward pass (trainer.offload_activations), each rounded up to a power of two by
+    torch's allocator of pinned memory: twice their size at most."""
+    moved: int
+    """Activations of an update that are copied to the host, and back."""
+    parts: dict[str, int]
+    """Bytes that recomputation of a module, by its name in trainer.recompute.modules, or offloading it (`offload NAME`)
+    takes off the activations, if nothing else is recomputed or offloaded."""
 
     @property
     def host(self) -> int:
-        return self.host_optimizer + self.host_copies + self.host_away + self.host_chosen + self.host_checkpoint
+        kept = self.host_optimizer + self.host_copies + self.host_away + self.host_chosen
+        return kept + self.host_checkpoint + self.host_activations
 
 
 class EngineMemory(Record):

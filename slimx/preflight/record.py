@@ -192,6 +192,8 @@ class Suggestion(Record):
     """Free GPU memory on the fullest rank."""
     cost: float
     """Predicted seconds of an update by the stated cost model; for ranking only."""
+    again: float
+    """FLOPs that are computed again, as a share of those of an update without recomputation."""
     why: str
 
 
@@ -235,6 +237,8 @@ class PlanReport(Record):
     gpu: str | None = None
     """Kind of GPU that is planned for."""
     gpu_memory: int | None = None
+    host_bandwidth: float | None = None
+    """Bytes per second and direction between that GPU and host memory."""
     trainer: Sizes | None = None
     largest_rank: int = 0
     """Elements of the parameters on the trainer rank that holds most of them."""

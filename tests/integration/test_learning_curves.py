@@ -121,6 +121,47 @@ def test_a_model_with_gated_delta_nets_learns_it_by_grpo(warm_start):
     learn("qwen3_next", {"model": {"path": str(model)}, "trainer": {"load": start}, "algorithm": {"reference": True}})
 
 
+def test_ppo_learns_it_from_a_reward_model_alone(warm_start):
+    """Pairs of answers to a reward model, and its score to PPO, whose critic begins as that model; right answers, which
+    the policy is not told of, become most."""
+    task, weights = PLACE / "task", PLACE / "rm" / "hf"
+    held_out = {"prompts": str(task / "heldout-pairs.jsonl"), "every": 50}
+    begun = {"trainer": {"load": str(warm_start)}, "eval": held_out}
+    if not weights.exists():
+        places = {"run": {"dir": str(PLACE / "rm")}, "rollout": {"prompts": str(task / "pairs.jsonl")}}
+        process = TrainProcess(write("quickstart-rm.yaml", places, begun))
+        assert process.wait(3600) == 0, process.text()
+    judged = steps(PLACE / "rm")
+    assert judged[0]["eval/accuracy"] == 0.5 and judged[max(judged)]["eval/accuracy"] >= 0.9
+    directory = PLACE / "rlhf"
+    config = merged(
+        yaml.safe_load((ROOT / "configs/moe/quickstart-rlhf.yaml").read_text()),
+        {
+            "run": {"dir": str(directory)},
+            "trainer": {"load": str(warm_start)},
+            "rollout": {"prompts": str(task / "train.jsonl")},
+            "critic": {"load": str(weights)},
+            "schedule": {"steps": STEPS},
+            "eval": {"prompts": str(task / "heldout.jsonl"), "every": 0},
+        },
+    )
+    (part,) = (part for part in config["reward"]["parts"] if part["name"] == "right")
+    (judge,) = (engine for engine in config["rollout"]["engines"] if engine.get("frozen"))
+    judge["model"] = str(weights)
+    file = write("quickstart-rlhf.yaml", config)
+
+    def right() -> list[float]:
+        rows = steps(directory) if (directory / "metrics.jsonl").exists() else {}
+        return [row["reward/part/right/mean"] / part["weight"] for step, row in sorted(rows.items()) if step]
+
+    if not arrived(right()):
+        process = TrainProcess(file)
+        process.until(lambda: arrived(right()) or completed_steps(directory) >= STEPS, 2 * 3600)
+        process.kill(signal.SIGTERM)
+        process.wait()
+    assert right()[0] <= AT_MOST and arrived(right()), right()
+
+
 def make_next(out: Path) -> None:
     quickstart = runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))
     hf = {key: value for key, value in quickstart["CONFIG"].items() if key != "use_sliding_window"} | NEXT

@@ -2,6 +2,7 @@
 
 from slimx.config.rule import rules_in
 from slimx.config.rules import (
+    activations,
     algorithm,
     exact,
     flow,
@@ -15,4 +16,6 @@ from slimx.config.rules import (
     updates,
 )
 
-RULES = rules_in(algorithm, serving, exact, updates, flow, lora, optimizer, qat, fp8, recovery, reward_model)
+RULES = rules_in(
+    algorithm, serving, exact, updates, flow, lora, optimizer, qat, fp8, activations, recovery, reward_model
+)

@@ -58,6 +58,10 @@ class Optimizer(Section):
     step."""
 
 
+OffloadedModule = Literal["core_attn", "attn_proj", "expert_fc1", "moe_act"]
+"""megatron-core's names of parts of a layer whose inputs can be moved to the host."""
+
+
 class Recompute(Section):
     """Parts of the forward pass that the backward pass computes again instead of keeping them."""
 
@@ -125,6 +129,8 @@ _SHARDS = "ranks are planned without such shards; set trainer.tensor, and traine
 _OTHER_WEIGHTS = "it builds layers whose weights checkpoints and publications do not know; leave it out"
 _INTERLEAVED = "it mixes the rows of gate and up, which checkpoints and engines hold in two blocks; leave it out"
 _DROPPED = "it drops tokens that engines compute, so that log-probs differ; bound trainer.max_tokens_per_microbatch"
+_FIRST_PASS = "it holds from the second pass on, and each is a first one here; name fewer parts in "
+_FIRST_PASS += "trainer.offload_activations"
 NOT_PASSED = {
     "moe_aux_loss_coeff": "set trainer.moe.aux_loss_coef",
     "moe_router_load_balancing_type": "set trainer.moe.aux_loss_type",
@@ -133,6 +139,11 @@ NOT_PASSED = {
     "moe_enable_routing_replay": "set trainer.moe.routing_replay",
     "moe_router_padding_for_fp8": "it sends tokens to experts that engines do not choose; leave it out",
     "moe_router_padding_for_quantization": "it sends tokens to experts that engines do not choose; leave it out",
+    "fine_grained_activation_offloading": "set trainer.offload_activations",
+    "offload_modules": "set trainer.offload_activations",
+    "activation_offload_fraction": _FIRST_PASS,
+    "delta_offload_bytes_across_pp_ranks": _FIRST_PASS,
+    "cpu_offloading": "it moves whole layers and was never proven here; set trainer.offload_activations",
     "moe_router_fusion": "a fused router can be neither recorded nor replayed",
     "moe_router_force_biased": "it replaces the routers' choice by noise; leave it out",
     "overlap_moe_expert_parallel_comm": "its schedule takes layers apart, and their routers would lose their batch",
@@ -225,6 +236,10 @@ class Trainer(RankLayout):
     """Tokens that sparse attention (DSA) sees in a training pass. none: the indexer's own choice; R2: what it chose
     under the weights before the step's first update (one more forward pass); R3, what the engine chose, is refused."""
     recompute: Recompute = Recompute()
+    offload_activations: tuple[OffloadedModule, ...] = ()
+    """Parts of a layer whose saved tensors wait in pinned host memory from the forward to the backward pass (those of
+    2**20 elements and more): core_attn (queries, keys, values), attn_proj (the attention's output), expert_fc1 (tokens
+    as experts get them), moe_act (experts' first product). Needs CUDA and Transformer Engine; never ran on a GPU."""
     threads: Size = 1
     """CPU threads of one trainer rank."""
     deadline: Seconds = 1800

@@ -14,6 +14,7 @@ from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
 from slimx.preflight.checks import (
+    activations,
     batch,
     exact,
     fp8,
@@ -31,7 +32,21 @@ from slimx.preflight.checks import (
 )
 
 RULES = rules_in(
-    layout, routing, sparse, exact, lora, qat, fp8, batch, serving, reach, machine, memory, weights, teacher
+    layout,
+    routing,
+    sparse,
+    exact,
+    lora,
+    qat,
+    fp8,
+    activations,
+    batch,
+    serving,
+    reach,
+    machine,
+    memory,
+    weights,
+    teacher,
 )
 
 

@@ -125,15 +125,16 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Iterat
 
 @rule("engines.int4_model", about="rollout.engines.model")
 def starts_in_bf16(rollout: Rollout, spec: ModelSpec) -> Iterator[str]:
-    """Engines that start from INT4 have no place for the values that are published. Kimi-K2.5 has no engines at all."""
+    """Engines that start from INT4 have no place for the values that are published, and SGLang's Marlin arranges codes
+    anew, so that what it holds could not be read back and proven. Kimi-K2.5 has no engines at all."""
     for group in rollout.policy_engines:
         file = Path(group.model or spec.path) / "config.json"
         described = read_object(file).get("quantization_config") if file.is_file() else None
         if described and described.get("quant_method") == "compressed-tensors":
             yield (
-                f"{group.where} starts from {file.parent}, which is in INT4, and weights are published in bf16 or fp8; "
-                "write a bf16 copy (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name it in the group's "
-                "model"
+                f"{group.where} starts from {file.parent}, which is in INT4, and weights are published in bf16 or fp8: "
+                "codes that SGLang has arranged for its kernels cannot be read back to prove them; write a bf16 copy "
+                "(`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name it in the group's model"
             )
 
 

@@ -66,8 +66,14 @@ class LayerBytes:
     """Values that the projections keep: the norm's output, and latents with their norms."""
     projected: float
     """Queries, keys and values that the attention keeps, with their norms and rotation."""
+    up_projected: float
+    """Those of `projected` that latent attention's up-projection makes again."""
     core: float
     """Values that the attention keeps beyond its inputs: probabilities, or a number per row."""
+    operands: float
+    """Those of `projected` that nothing but the attention keeps: rotated queries and keys, or all that it is given."""
+    values: float
+    """The values, which the attention keeps as a part of a larger tensor."""
     context: float
     """The attention's output, which the output projection keeps."""
     mlp_norm: float
@@ -133,6 +139,7 @@ def hybrid_layer_bytes(model: dict[str, Any], setting: Setting, kind: Kind) -> L
     norm = setting.norm(setting.share * model["hidden_size"])
     mixes = kind in ("M", "*")
     parts = dict.fromkeys(("core", "context", "attention_input", "projected", "core_work"), 0.0)
+    parts |= dict.fromkeys(("operands", "values", "up_projected"), 0.0)
     parts |= dict.fromkeys(("router", "dispatched", "inner", "activated", "shared", "mlp_work"), 0.0)
     compute = {"M": _state_space, "*": _grouped, "-": _mlp, "E": _experts}[kind]
     return LayerBytes(
@@ -195,7 +202,8 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize,
         "projected": projected,
-        **_core(s, heads, query, key, key),
+        "up_projected": 0.0,
+        **_core(s, heads, query, key, key, own=query + key, part=key),
     }
 
 
@@ -222,7 +230,10 @@ def _delta_net(model: dict[str, Any], s: Setting) -> dict[str, float]:
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize,
         "projected": projected,
+        "up_projected": 0.0,
         "core": core,
+        "operands": 0.0,
+        "values": 0.0,
         "context": value * s.itemsize + s.norm(value),
         "core_work": work,
     }
@@ -242,7 +253,8 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
         "projected": projected,
-        **_core(s, heads, key, key, value),
+        "up_projected": projected,
+        **_core(s, heads, key, key, value, own=0.0 if s.materialised else 2 * key, part=value),
     }
 
 
@@ -270,22 +282,29 @@ def _sparse(model: dict[str, Any], s: Setting) -> dict[str, float]:
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
         "projected": projected,
+        "up_projected": projected,
         "core": core,
+        "operands": 0.0,
+        "values": 0.0,
         "core_work": core_work,
         "context": value * s.itemsize,
     }
 
 
-def _core(s: Setting, heads: float, query: float, key: float, value: float) -> dict[str, float]:
-    """Bytes of scaled dot products; `query`, `key`, `value`: elements of each (the output is as wide as values)."""
+def _core(
+    s: Setting, heads: float, query: float, key: float, value: float, *, own: float, part: float
+) -> dict[str, float]:
+    """Bytes of scaled dot products; `query`, `key`, `value`: elements of each (the output is as wide as values). `own`:
+    those that nothing else keeps, `part`: those that are a part of a larger tensor."""
     context = query if value == key else value
+    alike = {"operands": own * s.itemsize, "values": part * s.itemsize, "context": context * s.itemsize}
     if s.materialised:
         # fp32: scaled queries and keys, values, and the probabilities of every pair of tokens of a sequence.
         pairs = heads * s.tokens * s.length * FP32
         core = (query + (key + value) * s.sizes.context) * FP32 + pairs + _mask(s)
-        return {"core": core, "core_work": 2 * pairs, "context": context * s.itemsize}
+        return {"core": core, "core_work": 2 * pairs, **alike}
     work = (query + key + value) * s.itemsize
-    return {"core": heads * s.tokens * FP32 + _mask(s), "core_work": work, "context": context * s.itemsize}
+    return {"core": heads * s.tokens * FP32 + _mask(s), "core_work": work, **alike}
 
 
 def _mask(s: Setting) -> float:

@@ -60,6 +60,7 @@ def host_memory(
         "moments": ranks * sum(record.host_optimizer for record in one),
         "weights of reference and teacher": ranks * sum(record.host_copies for record in one),
         "state that leaves GPUs": ranks * sum(record.host_away for record in one),
+        "activations that wait": ranks * max(record.host_activations for record in one),  # models take turns
         "tokens that indexers chose": ranks * sum(record.host_chosen for record in one),
         "copies that checkpoints are written from": ranks * sum(record.host_checkpoint for record in one),
         "copies that mirrors are sent from": ranks * mirrored,

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from slimx.config.sections.trainer import Recompute, Trainer
+from slimx.config.sections.trainer import Trainer
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.state_space import PATTERN
 from slimx.preflight.memory.activations import FP32, LayerBytes, Setting, hybrid_layer_bytes, layer_bytes
+from slimx.preflight.memory.modules import copied, left_out, offloaded, recomputed
 
 LOGIT_BYTES = 12
 """Per logit of a chunk: itself, its exponential and their product, in fp32 (`slimx.trainer.model.logprobs`)."""
@@ -34,6 +35,13 @@ class ActivationBytes:
     """While the gradients of the fullest layer are computed."""
     in_flight: int
     """Micro-batches, of a whole stage's layers or, with virtual stages, of a chunk's."""
+    hosted: int
+    """On the host at the peak (`trainer.offload_activations`)."""
+    moved: int
+    """Copied to the host, and back, for each micro-batch."""
+    parts: dict[str, int]
+    """By name of a module that can be computed again (`trainer.recompute.modules`) or offloaded (`offload NAME`): what
+    it takes off `kept` alone, if nothing else is recomputed or offloaded."""
 
     @property
     def peak(self) -> int:
@@ -47,15 +55,26 @@ def activation_bytes(
     model = spec.transformer
     every = _each_layer(spec, setting)
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
-    kept = work = 0.0
+    kept = work = hosted = 0.0
+    parts: Counter[str] = Counter()
     units = in_flight(sizes, place, microbatches)
     for chunk, count in Counter(units).items():
         stage = chunk * sizes.pipeline + place
         first = sum(counts[:stage])
         layers = every[first : first + counts[stage]]
-        held, top = _layers(layers, trainer.recompute)
+        held, top = _layers(layers, trainer)
         boundary = _boundary(model["hidden_size"], setting, stage, sizes)
         kept, work = kept + count * (held + boundary), max(work, top)
+        for layer, number in _kinds(layers):
+            number *= count
+            hosted += number * copied(layer, trainer)
+            parts.update({module: number * nbytes for module, nbytes in recomputed(layer).items()})
+            parts.update({f"offload {module}": number * each.freed for module, each in offloaded(layer).items()})
+    moved = 0.0
+    for stage in range(place, sizes.stages, sizes.pipeline):
+        first = sum(counts[:stage])
+        own = _kinds(every[first : first + counts[stage]])
+        moved += sum(number * copied(layer, trainer) for layer, number in own)
     head = 0.0
     if place == sizes.pipeline - 1:
         last = units.count(sizes.virtual - 1) if sizes.virtual > 1 else len(units)
@@ -66,13 +85,22 @@ def activation_bytes(
         head = _head(spec, trainer, setting)
         for _ in range(spec.table.mtp_layers):
             predicting = layer_bytes(model, setting, moe=bool(spec.moe_layers))
-            held, top = _layers([predicting], trainer.recompute)
+            held, top = _layers([predicting], trainer)
+            hosted, moved = hosted + last * copied(predicting, trainer), moved + copied(predicting, trainer)
             joined = 2 * setting.norm(hidden / sizes.tensor) + 3 * hidden / sizes.tensor * setting.itemsize
             kept += last * (held + joined + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
             head = max(head, top)
         # When the layers' turn comes, what lies behind them is gone.
         work = max(0.0, work - (kept - behind) / last)
-    return ActivationBytes(kept=round(kept), head=round(head), work=round(work), in_flight=len(units))
+    return ActivationBytes(
+        kept=round(kept),
+        head=round(head),
+        work=round(work),
+        in_flight=len(units),
+        hosted=round(hosted),
+        moved=round(moved),
+        parts={name: round(nbytes) for name, nbytes in parts.items() if nbytes},
+    )
 
 
 def _each_layer(spec: ModelSpec, setting: Setting) -> list[LayerBytes]:
@@ -85,6 +113,12 @@ def _each_layer(spec: ModelSpec, setting: Setting) -> list[LayerBytes]:
     kind_of = [(layer in moe, bool(linear[layer])) for layer in range(spec.table.layers)]
     kinds = {(moe, net): layer_bytes(model, setting, moe=moe, linear=net) for moe, net in set(kind_of)}
     return [kinds[kind] for kind in kind_of]
+
+
+def _kinds(layers: list[LayerBytes]) -> list[tuple[LayerBytes, int]]:
+    """Each kind of layer once, with how many there are; layers of a kind are one object."""
+    counts = Counter(map(id, layers))
+    return [(layer, counts[key]) for key, layer in {id(layer): layer for layer in layers}.items()]
 
 
 def in_flight(sizes: Sizes, place: int, microbatches: int) -> list[int]:
@@ -100,9 +134,9 @@ def in_flight(sizes: Sizes, place: int, microbatches: int) -> list[int]:
     return [unit // sizes.pipeline % sizes.virtual for unit in range(count)]
 
 
-def _layers(layers: list[LayerBytes], recompute: Recompute) -> tuple[float, float]:
+def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
     """Bytes that `layers` of one micro-batch keep, and by how many their backward pass exceeds that at its fullest."""
-    units = _units(layers, recompute)
+    units = _units(layers, trainer)
     kept = sum(held for held, _ in units)
     before = excess = 0.0
     for held, top in units:  # in its turn, later units are gone
@@ -111,38 +145,20 @@ def _layers(layers: list[LayerBytes], recompute: Recompute) -> tuple[float, floa
     return kept, excess
 
 
-def _units(layers: list[LayerBytes], recompute: Recompute) -> list[tuple[float, float]]:
+def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, float]]:
     """Per layer, or run of layers that are recomputed together: what is kept, and what comes on top in its turn."""
     plain = [(layer.total, layer.work) for layer in layers]
-    if recompute.granularity == "none":
-        return plain
-    if recompute.granularity == "selective":
-        dropped = [_dropped(layer, recompute.modules) for layer in layers]
-        return [(total - drop, work + drop) for (total, work), drop in zip(plain, dropped, strict=True)]
+    recompute = trainer.recompute
+    if recompute.granularity != "full":
+        out_of = {id(layer): left_out(layer, trainer) for layer, _ in _kinds(layers)}
+        away = [out_of[id(layer)] for layer in layers]  # and comes back in the layer's own backward pass
+        return [(total - out, work + out) for (total, work), out in zip(plain, away, strict=True)]
     number = recompute.layers
     if recompute.method == "block":
         covered = [(layer.input, layer.total + layer.work) for layer in layers[:number]]
         return covered + plain[number:]
     runs = [layers[start : start + number] for start in range(0, len(layers), number)]
     return [(run[0].input, sum(layer.total for layer in run) + run[-1].work) for run in runs]
-
-
-def _dropped(layer: LayerBytes, modules: tuple[str, ...]) -> float:
-    """Bytes of a layer that selective recomputation of `modules` does not keep."""
-    moe = layer.dispatched > 0
-    parts = {
-        "core_attn": layer.core,
-        # A norm in front of a projection is one module with it and cannot be dropped alone.
-        "layernorm": layer.mlp_input if moe else 0.0,
-        "mla_up_proj": layer.projected,
-        "moe_act": layer.activated if moe else 0.0,
-        "shared_experts": layer.shared,
-        "moe": layer.router + layer.dispatched + layer.inner + layer.activated + layer.shared if moe else 0.0,
-        "mlp": 0.0 if moe else layer.inner + layer.activated,
-    }
-    if "moe" in modules:
-        parts |= {"moe_act": 0.0, "shared_experts": 0.0}
-    return sum(parts[module] for module in set(modules))
 
 
 def _boundary(hidden: int, setting: Setting, stage: int, sizes: Sizes) -> float:

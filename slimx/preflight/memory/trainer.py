@@ -187,6 +187,9 @@ def _record(
         host_away=state.weights + state.optimizer - hosted if moving else 0,
         host_chosen=_chosen(config, spec, setting, found.stage) if model == "trainer" else 0,
         host_checkpoint=state.weights + state.optimizer,
+        host_activations=2 * activations.hosted,
+        moved=activations.moved * batch_plan(config, setting.sizes).microbatches_per_update,
+        parts=activations.parts,
     )
 
 

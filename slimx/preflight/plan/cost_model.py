@@ -1,34 +1,39 @@
 """Seconds of one update, simply: to rank layouts that fit, not to foretell a run.
 
-    compute   FLOPs of the rollouts (`slimx.models.flops`), a third more where layers are recomputed, at 40% of the
-              GPU's dense bf16 rate
+    compute   FLOPs of the rollouts (`slimx.models.flops`) and of what is computed again, module by module, at 40% of
+              the GPU's dense bf16 rate
     bubble    what pipeline stages wait
     moved     bytes that a rank receives, over NVLink where the group fits its domain, else over the network: tensor
               (5 times the tokens of a projection and layer), experts (4 times the chosen tokens), context (3 times keys
               and values; 2 times what goes into and out of a delta net), data (fp32 gradients and new weights),
               pipeline (2 times a stage's boundary)
+    waits     copies of activations to the host that take longer than the forward pass, and back longer than the
+              backward pass
 
-Nothing overlaps, load is even, every kernel is as efficient as every other: layouts that differ by less than a fifth
-are equal to it. The seconds are predictions that nothing has measured.
+Nothing else overlaps, load is even, every kernel is as efficient as every other: layouts that differ by less than a
+fifth are equal to it. The seconds are predictions that nothing has measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from slimx.config.schema import Config
+from slimx.config.sections.trainer import Trainer
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import attention_layers, delta_net_layers, dense_layers, sequence_flops
 from slimx.models.state_space import PATTERN, layers_of
 from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.batch_plan import batch_plan
+from slimx.preflight.memory.modules import recomputed_share
 from slimx.reshard.plan.precision import ITEMSIZE
 
 EFFICIENCY = 0.4
-RECOMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
-"""Factor on the FLOPs: the forward pass is a third of them."""
+ACTIVATION = 0.02
+"""Share of the FLOPs' seconds that norms and activations take, which have no products: assumed for `layernorm` and
+`moe_act` together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +64,21 @@ def update_cost(
     sizes: Sizes,
     machine: Machine,
     *,
-    recompute: Literal["none", "selective", "full"],
     exchanged: int,
     hosted: int = 0,
+    offloaded: int = 0,
+    trainer: Trainer | None = None,
 ) -> Cost:
     """Seconds of an update in the layout `sizes`. `exchanged`: bytes of gradients and weights of its fullest rank;
-    `hosted`: bytes of its moments on the host. `machine` must name a GPU."""
+    `hosted`: bytes of its moments on the host; `offloaded`: bytes of activations that it copies there. `trainer`: says
+    what is recomputed; None: nothing. `machine` must name a GPU."""
     batch = batch_plan(config, sizes)
     gpu, model, itemsize = machine.gpu, spec.transformer, ITEMSIZE[config.numerics.dtype]
     flops = batch.rollouts_per_update * sequence_flops(model, spec.vocab_size)(batch.tokens_per_rollout)
     # All wait for the stage with most layers.
     uneven = max(sizes.split, default=0) * sizes.stages / model["num_layers"] or 1.0
-    compute = uneven * flops * RECOMPUTED[recompute]
-    compute /= sizes.world * gpu.flops * EFFICIENCY
+    once = uneven * flops / (sizes.world * gpu.flops * EFFICIENCY)
+    compute = once * (1 + again(model, spec.vocab_size, batch.tokens_per_rollout, trainer)) if trainer else once
 
     def link(span: int) -> float:
         return gpu.nvlink if span <= machine.domain else gpu.network
@@ -102,9 +109,19 @@ def update_cost(
         moved["pipeline"] = 2 * sizes.virtual * width / t / link(sizes.world)
     if hosted:
         moved["moments on the host"] = 2 * hosted / gpu.host
+    if offloaded:
+        seconds = offloaded / gpu.host
+        moved["activations to the host"] = max(0.0, seconds - once / 3) + max(0.0, seconds - 2 * once / 3)
     busy = compute + sum(moved.values())
     bubble = busy * batch.bubble / (1 - batch.bubble)
     return Cost(compute=compute, bubble=bubble, moved=moved)
+
+
+def again(model: dict[str, Any], vocab_size: int, length: int, trainer: Trainer) -> float:
+    """Returns what recomputation adds to the FLOPs of an update, as a share of them."""
+    selective = trainer.recompute.granularity == "selective"
+    cheap = {"layernorm", "moe_act"} & {*trainer.recompute.modules} if selective else ()
+    return recomputed_share(model, vocab_size, length, trainer) + ACTIVATION * len(cheap) / 2
 
 
 def delta_net_rows(model: dict[str, Any]) -> int:

@@ -92,6 +92,7 @@ def plan_report(config: Config) -> Planned:
         device=device,
         gpu=machine.gpu.name if machine.gpu else None,
         gpu_memory=machine.memory,
+        host_bandwidth=machine.gpu.host if machine.gpu else None,
         engines=tuple(_group(group, own) for group, own in groups if own is not None and not group.frozen),
         frozen=tuple(_group(group, own) for group, own in groups if own is not None and group.frozen),
     )

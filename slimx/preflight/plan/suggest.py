@@ -1,5 +1,6 @@
-"""Layouts that fit: every split of the trainer's ranks that the model allows, with the least recomputation that fits
-memory, ranked by `slimx.preflight.plan.cost_model`.
+"""Layouts that fit: every split of the trainer's ranks that the model allows, with the cheapest way to keep activations
+that fits memory (all kept, parts computed again, parts on the host, layers computed again), ranked by
+`slimx.preflight.plan.cost_model`.
 
 `--suggest` keeps `trainer.world_size` and everything that decides what is learned (batch, precision, sequence lengths).
 Where no split of so many ranks fits, it doubles them, up to 64 times.
@@ -11,21 +12,23 @@ Where no split of so many ranks fits, it doubles them, up to 64 times.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from slimx.config.rule import broken, rules_in
+from slimx.config.rules import activations
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
-from slimx.layout.ranks import Sizes
+from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
+from slimx.preflight import checks
 from slimx.preflight.checks import batch, memory
 from slimx.preflight.checks.layout import sizes_divide
 from slimx.preflight.checks.memory import together
@@ -34,15 +37,18 @@ from slimx.preflight.memory.engine import beside_trainer, engine_memory
 from slimx.preflight.memory.node import host_memory
 from slimx.preflight.memory.parameter_runs import Holdings
 from slimx.preflight.memory.phases import phase_memory
-from slimx.preflight.memory.trainer import holdings, stage_states, trainer_memory
+from slimx.preflight.memory.trainer import StageState, holdings, stage_states, trainer_memory
 from slimx.preflight.memory_record import EngineMemory, TrainerMemory
-from slimx.preflight.plan.cost_model import Cost, update_cost
+from slimx.preflight.plan.cost_model import Cost, again, update_cost
 from slimx.preflight.plan.splits import Fields, divides, sizes_of_split, splits
 from slimx.preflight.record import Searched, Suggestion
 from slimx.reshard.plan.precision import ITEMSIZE
 
 TRAINED = (sizes_divide, *rules_in(batch))
 """Rules of layouts that are searched, with words for a user."""
+KEPT_RULES = rules_in(activations, checks.activations)
+"""Rules of how activations are kept; a way that breaks one is passed over."""
+MEMORY_RULES = rules_in(memory)
 KEPT = 5
 """Suggestions told."""
 LARGEST = 64
@@ -50,16 +56,43 @@ LARGEST = 64
 TRIALS = 300
 """Layouts whose memory is computed in one search, at most. A count, so that the answer does not depend on how busy the
 machine is."""
-_NONE = {"granularity": "none"}
-_SELECTIVE = {"granularity": "selective", "modules": ["core_attn", "layernorm", "moe_act"]}
-_FULL = {"granularity": "full", "method": "uniform", "layers": 1}
-_RECOMPUTE: tuple[tuple[dict[str, Any], float | None], ...] = (
-    (_NONE, None),
-    (_SELECTIVE, None),
-    (_FULL, None),
-    (_FULL, 1),
+
+
+class Keeping(NamedTuple):
+    """A way to get activations from the forward to the backward pass."""
+
+    recompute: dict[str, Any]
+    offload: tuple[str, ...] = ()
+    moments: float | None = None
+    """Share of the moments on the host; None: as configured."""
+
+    @property
+    def fields(self) -> Fields:
+        """Keys of the trainer section, but for the moments'."""
+        return {"recompute": self.recompute, "offload_activations": self.offload}
+
+
+_NONE, _FULL = {"granularity": "none"}, {"granularity": "full", "method": "uniform", "layers": 1}
+_CHEAP: dict[str, Any] = {"granularity": "selective", "modules": ["layernorm", "moe_act"]}
+"""Modules without matrix products."""
+_MODULES = (["core_attn"], ["mla_up_proj"], ["mlp"], ["shared_experts"], ["core_attn", "moe"], ["moe"])
+_OFFLOADED: tuple[tuple[str, ...], ...] = (
+    ("expert_fc1",),
+    ("expert_fc1", "moe_act"),
+    ("core_attn", "attn_proj", "expert_fc1", "moe_act"),
 )
-"""(recompute, share of the moments on the host), each slower than the one before; None: as configured."""
+KEEPINGS = (
+    Keeping(_NONE),
+    Keeping(_CHEAP),
+    *(
+        Keeping({**_CHEAP, "modules": ["layernorm", *(() if "moe" in more else ("moe_act",)), *more]})
+        for more in _MODULES
+    ),
+    *(Keeping(_NONE, parts) for parts in _OFFLOADED),
+    Keeping(_FULL),
+    Keeping(_FULL, (), 1),
+)
+"""Ways that are tried: the first costs least, the last leaves least on the device."""
 
 
 class Split(NamedTuple):
@@ -70,6 +103,17 @@ class Split(NamedTuple):
     sizes: Sizes
     elements: int
     """Trained elements of the fullest rank."""
+
+
+@dataclass(slots=True)
+class Way:
+    """A split with one way to keep activations."""
+
+    config: Config
+    records: tuple[TrainerMemory, ...]
+    cost: Cost
+    critics: tuple[TrainerMemory, ...] = ()
+    """Beside the records, stage by stage; there where the way was weighed."""
 
 
 class Found(NamedTuple):
@@ -166,12 +210,10 @@ class Search:
 
     def least_cost(self, split: Split) -> float:
         """Seconds of an update that it costs at least: with nothing recomputed."""
-        return round(self._cost(split.sizes, "none", split.elements * self._each).total, 4)
+        return round(self._cost(split.sizes, split.elements * self._each).total, 4)
 
-    def _cost(self, sizes: Sizes, recompute: str, exchanged: int, hosted: int = 0) -> Cost:
-        return update_cost(
-            self.config, self.spec, sizes, self.machine, recompute=recompute, exchanged=exchanged, hosted=hosted
-        )
+    def _cost(self, sizes: Sizes, exchanged: int, **beside: Any) -> Cost:
+        return update_cost(self.config, self.spec, sizes, self.machine, exchanged=exchanged, **beside)
 
     @property
     def _each(self) -> int:
@@ -208,33 +250,86 @@ class Search:
         return floor
 
     def fit(self, split: Split) -> Found | None:
-        """The split with the least recomputation that fits; None if it does not fit at all."""
-        states = critic_states = None
-        for recompute, offload in _RECOMPUTE:
-            changed = {**split.fields, "recompute": recompute}
-            if offload is not None:
-                changed["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload_fraction": offload}
-            tried = with_trainer(self.config, changed)
-            if tried is None:
-                return None
-            if states is None:
-                facts = tried.sections | {"spec": self.spec, "sizes": split.sizes}
-                if broken(TRAINED, facts):
-                    return None
-                states = stage_states(tried.trainer, self.held, self.spec, split.sizes, quick=True)
-            records = trainer_memory(tried, self.spec, split.sizes, self.device, states=states)
-            critics: tuple[TrainerMemory, ...] = ()
-            if self.critic is not None:
-                (trunk, held), own = self.critic, tried.as_critic()
-                if critic_states is None:
-                    critic_states = stage_states(own.trainer, held, trunk, split.sizes, model="critic", quick=True)
-                critics = trainer_memory(own, trunk, split.sizes, self.device, model="critic", states=critic_states)
-            facts = {"machine": self.machine, "trainer_memory": records + critics}
-            facts |= self._weighed(tried, records, critics)
-            if not broken(rules_in(memory), tried.sections | facts):
-                peak = max(map(together, records, critics) if critics else (record.peak for record in records))
-                return Found(split, self._told(tried, split, max(records, key=lambda record: record.peak), peak))
-        return None
+        """The split with the cheapest way to keep activations that fits; None if it does not fit at all."""
+        states = self._states(split)
+        if states is None:
+            return None
+        first, *between, last = KEEPINGS
+        kept, dropped = self._kept(split, first), self._kept(split, last)
+        if kept is not None and not self._problems(least := self._weigh(split, kept, states), states):
+            return self._found(split, least)
+        if dropped is None:
+            return None
+        smallest = self._weigh(split, dropped, states)
+        if any(each.code != "memory.host" for each in self._problems(smallest, states)):
+            return None  # on a GPU nothing is smaller
+        best = smallest if not self._problems(smallest, states) else None
+        # What it costs at least is known before the memory is.
+        for promise, tried in sorted(self._promised(split, between, smallest), key=lambda each: each[0]):
+            if best is not None and promise >= best.cost.total:
+                break
+            way = self._weigh(split, tried, states)
+            if (best is None or way.cost.total < best.cost.total) and not self._problems(way, states):
+                best = way
+        return None if best is None else self._found(split, best)
+
+    def _promised(self, split: Split, keepings: Sequence[Keeping], like: Way) -> Iterator[tuple[float, Config]]:
+        """Seconds that each way costs at least, if nothing waited for the host; `like`: another way of this split."""
+        exchanged = max(record.gradients + record.weights for record in like.records)
+        for keeping in keepings:
+            if (tried := self._kept(split, keeping)) is not None:
+                yield self._cost(split.sizes, exchanged, trainer=tried.trainer).total, tried
+
+    def _states(self, split: Split) -> tuple[tuple[StageState, ...], tuple[StageState, ...]] | None:
+        """State of the policy's ranks and of the critic's; None for a split that a rule refuses."""
+        tried = with_trainer(self.config, {**split.fields, **KEEPINGS[0].fields})
+        if tried is None or broken(TRAINED, tried.sections | {"spec": self.spec, "sizes": split.sizes}):
+            return None
+        own = stage_states(tried.trainer, self.held, self.spec, split.sizes, quick=True)
+        if self.critic is None:
+            return own, ()
+        (trunk, held), trainer = self.critic, tried.as_critic().trainer
+        return own, stage_states(trainer, held, trunk, split.sizes, model="critic", quick=True)
+
+    def _kept(self, split: Split, keeping: Keeping) -> Config | None:
+        """The configuration with one way to keep activations; None where a rule refuses it."""
+        changed = {**split.fields, **keeping.fields}
+        if keeping.moments is not None:
+            changed["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload_fraction": keeping.moments}
+        tried = with_trainer(self.config, changed)
+        facts = {"spec": self.spec, "device": self.device}
+        return None if tried is None or broken(KEPT_RULES, tried.sections | facts) else tried
+
+    def _weigh(self, split: Split, tried: Config, states: tuple[tuple[StageState, ...], ...]) -> Way:
+        records = trainer_memory(tried, self.spec, split.sizes, self.device, states=states[0])
+        fullest = max(records, key=lambda record: record.peak)
+        cost = self._cost(
+            split.sizes,
+            fullest.gradients + fullest.weights,
+            hosted=fullest.host_optimizer,
+            offloaded=max(record.moved for record in records),
+            trainer=tried.trainer,
+        )
+        return Way(tried, records, cost)
+
+    def _critics(self, way: Way, states: tuple[tuple[StageState, ...], ...]) -> tuple[TrainerMemory, ...]:
+        if self.critic is None:
+            return ()
+        own = way.config.as_critic()
+        sizes = sizes_of(way.config.trainer)
+        return trainer_memory(own, self.critic[0], sizes, self.device, model="critic", states=states[1])
+
+    def _problems(self, way: Way, states: tuple[tuple[StageState, ...], ...]) -> list[SlimxError]:
+        """Refusals by the rules about memory."""
+        way.critics = self._critics(way, states)
+        facts = {"machine": self.machine, "trainer_memory": way.records + way.critics}
+        facts |= self._weighed(way.config, way.records, way.critics)
+        return broken(MEMORY_RULES, way.config.sections | facts)
+
+    def _found(self, split: Split, way: Way) -> Found:
+        pairs = map(together, way.records, way.critics)
+        peak = max(pairs if way.critics else (record.peak for record in way.records))
+        return Found(split, self._told(way.config, way.cost, peak))
 
     def _weighed(
         self, tried: Config, records: tuple[TrainerMemory, ...], critics: tuple[TrainerMemory, ...]
@@ -254,21 +349,27 @@ class Search:
         host = host_memory(tried, self.machine, records + critics, None, critic_own=False)
         return {"phases": phases, "host": host, "engine_memory": engines}
 
-    def _told(self, tried: Config, split: Split, fullest: TrainerMemory, peak: int) -> Suggestion:
+    def _told(self, tried: Config, cost: Cost, peak: int) -> Suggestion:
         trainer = tried.trainer
-        exchanged, hosted = fullest.gradients + fullest.weights, fullest.host_optimizer
-        cost = self._cost(split.sizes, trainer.recompute.granularity, exchanged, hosted)
         names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
         names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}
         layout = " x ".join(f"{name}{size}" for name, size in names.items() if size > 1 or name == "TP")
+        recompute = trainer.recompute
+        modules = f" ({', '.join(recompute.modules)})" if recompute.granularity == "selective" else ""
+        parts = f", on the host {', '.join(trainer.offload_activations)}" if trainer.offload_activations else ""
         offloaded = trainer.optimizer.offload_fraction
         host = f", {offloaded:.0%} of the moments on the host" if offloaded else ""
+        model = self.spec.transformer
+        length = self.config.rollout.longest
+        share = again(model, self.spec.vocab_size, length, trainer)
+        work = f" that is {share:.1%} of the FLOPs again" if share else ""
         return Suggestion(
             overrides=_overrides(self.config, tried),
-            layout=f"{layout}, recompute {trainer.recompute.granularity}{host}",
+            layout=f"{layout}, recompute {recompute.granularity}{modules}{work}{parts}{host}",
             trainer_peak=peak,
             margin=self.machine.memory - peak,
             cost=round(cost.total, 4),
+            again=round(share, 4),
             why=cost.why,
         )
 

@@ -119,6 +119,8 @@ def _memory(report: PlanReport) -> Iterator[str]:
     for record in report.trainer_memory:
         cells = "".join(f"{column(record):>{width}}" for _, width, column in COLUMNS)
         yield f"  {record.model:8s}{record.rank:6d}{cells}"
+    if report.trainer_memory:
+        yield from _parts(max(report.trainer_memory, key=lambda record: record.peak), report.host_bandwidth)
     for record in report.engine_memory:
         yield from _engine_memory(record)
     yield from _phases(report)
@@ -129,6 +131,23 @@ def _memory(report: PlanReport) -> Iterator[str]:
         yield (
             f"  disk      {_size(disk.nbytes)} at most: {disk.checkpoints} checkpoints of {_size(disk.checkpoint)}, "
             f"{disk.exports} exports of {_size(disk.export)}, rollouts {_size(disk.rollouts)}"
+        )
+
+
+def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
+    """Lines on what recomputing or offloading parts of layers takes off the fullest rank, and what it costs."""
+    again = [f"{name} {_gib(n)}" for name, n in record.parts.items() if not name.startswith("offload ")]
+    away = [f"{name.split()[1]} {_gib(n)}" for name, n in record.parts.items() if name.startswith("offload ")]
+    if again or away:
+        yield (
+            f"  parts     of the activations of {record.model} rank {record.rank}: computed again {', '.join(again)}; "
+            f"on the host {', '.join(away)}"
+        )
+    if record.moved:
+        took = f", {record.moved / bandwidth:.2f} s each way" if bandwidth else ""
+        yield (
+            f"  host      activations of an update to the host and back: {_size(record.moved)}{took}, beside the "
+            f"passes; {_gib(record.host_activations)} GiB of pinned memory a rank"
         )
 
 

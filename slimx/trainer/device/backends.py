@@ -77,6 +77,7 @@ def choose_backends(
     Raises SlimxError naming the key and what is missing."""
     if exact:
         packages = set(packages) - {"transformer_engine"}
+    _check_offload(trainer, device, packages)
     attention, why_attention = _attention(trainer.attention, device, packages)
     if exact:
         why_attention = "attention and layers: those of numerics.mode exact"
@@ -210,6 +211,16 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
     if engine:
         return True, f"{name} beside the backward pass, by buckets"
     return False, f"{name} after the backward pass: Transformer Engine does not compute the layers"
+
+
+def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> None:
+    if trainer.offload_activations and not has_engine(device, packages):
+        missing = "the package transformer_engine" if device == "cuda" else "CUDA"
+        raise SlimxError(
+            f"trainer.offload_activations needs {missing}, which is not here; leave it out, and set trainer.recompute",
+            code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
+            about="trainer.offload_activations",
+        )
 
 
 def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> None:

@@ -80,6 +80,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
         **_recompute_fields(trainer),
+        "fine_grained_activation_offloading": bool(trainer.offload_activations),
+        "offload_modules": list(trainer.offload_activations),
         # Skipping initialisation (perform_initialization=False) would leave the parameters unmarked as tensor
         # parallel, and the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,

@@ -12,7 +12,9 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
+from slimx.adapters.megatron.activation_offload import offloading
 from slimx.adapters.megatron.sparse import ChosenTokens, SparseSequences
 from slimx.algorithms.inputs import Loss, LossInputs, TopLogprobs
 from slimx.data.batch import MicroBatch
@@ -107,16 +109,17 @@ class Pipeline:
         forward_only: bool,
     ) -> list[Any]:
         fed = list(zip(batches, chosen or [None] * len(batches), strict=True))
-        return self._run(
-            forward_step_func=partial(self._forward, loss, training=not forward_only),
-            # Each chunk reads the same micro-batches; a single one is not passed as a list.
-            data_iterator=[iter(fed) for _ in self.chunks] if len(self.chunks) > 1 else iter(fed),
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=max(len(batch.tokens) for batch in batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with offloading(get_model_config(self.chunks[0]), training=not forward_only):
+            return self._run(
+                forward_step_func=partial(self._forward, loss, training=not forward_only),
+                # Each chunk reads the same micro-batches; a single one is not passed as a list.
+                data_iterator=[iter(fed) for _ in self.chunks] if len(self.chunks) > 1 else iter(fed),
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(batches),
+                seq_length=max(len(batch.tokens) for batch in batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
 
     def _forward(
         self,

@@ -21,8 +21,8 @@ from slimx.adapters.sglang import absent
 from slimx.engines.server.launch import prepare
 
 
-def built(path: str, rank: int, world: int, given: dict[str, Any]) -> torch.nn.Module:
-    """The model of `path`/config.json on `rank` of `world`, with block-fp8 weights if its config says so."""
+def built(path: str, rank: int, world: int, given: dict[str, Any], device: str = "meta") -> torch.nn.Module:
+    """The model of `path`/config.json on `rank` of `world`, with weights in block fp8 or INT4 if its config says so."""
     from sglang.srt import runtime_context as context
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import parallel_state
@@ -32,6 +32,7 @@ def built(path: str, rank: int, world: int, given: dict[str, Any]) -> torch.nn.M
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
     from sglang.srt.layers.moe.utils import initialize_moe_config, resolve_shared_experts_config
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.model_loader.utils import get_model_architecture
@@ -65,8 +66,9 @@ def built(path: str, rank: int, world: int, given: dict[str, Any]) -> torch.nn.M
     kind, _ = get_model_architecture(config)
     shared = resolve_shared_experts_config(kind, hf, None)
     quantised = getattr(hf, "quantization_config", None)
-    with torch.device("meta"), context.get_model().override(shared_experts=shared):
-        return kind(config=hf, quant_config=Fp8Config.from_config(quantised) if quantised else None)
+    method = CompressedTensorsConfig if quantised and quantised["quant_method"] == "compressed-tensors" else Fp8Config
+    with torch.device(device), context.get_model().override(shared_experts=shared):
+        return kind(config=hf, quant_config=method.from_config(quantised) if quantised else None)
 
 
 def described(model: torch.nn.Module) -> dict[str, Any]:

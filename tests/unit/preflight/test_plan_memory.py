@@ -212,7 +212,7 @@ def test_recomputation_keeps_less_from_form_to_form():
     layers = [layer_bytes(deepseek_v3.transformer_config(DEEPSEEK_V3), setting(), moe=True)] * 4
 
     def kept(**fields: Any) -> float:
-        return _layers(layers, Recompute(**fields))[0]
+        return _layers(layers, Trainer(recompute=Recompute(**fields)))[0]
 
     plain = kept(granularity="none")
     assert plain == 4 * layers[0].total

@@ -1,0 +1,149 @@
+"""Activations that are computed again or wait on the host: what is refused, and what `slimx plan --suggest` chooses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimx.config import load_config
+from slimx.config.rule import broken, rules_in
+from slimx.config.schema import Config
+from slimx.layout.ranks import sizes_of
+from slimx.models.families import read_model
+from slimx.preflight.checks import activations
+from slimx.preflight.plan.report import plan_report
+from slimx.preflight.plan.suggest import Search, suggest_layouts
+from slimx.trainer.device.backends import choose_backends
+from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE
+from tests.refusals import invalid, refused
+from tests.unit.convert.convert_stand import QWEN3
+
+ROOT = Path(__file__).parents[3]
+ALL = ["core_attn", "attn_proj", "expert_fc1", "moe_act"]
+
+
+def settings(trainer: dict[str, Any], **sections: Any) -> Config:
+    values = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "trainer": trainer}
+    return Config.model_validate(values | sections)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "code", "about"),
+    [
+        ({"recompute": {"granularity": "full"}}, "activations.recompute", "trainer.recompute.granularity"),
+        ({"recompute": {"granularity": "selective"}}, "activations.recompute", "trainer.recompute.granularity"),
+        ({"offload_activations": ["attn_proj"]}, "activations.attn_proj", "trainer.offload_activations"),
+        ({"lora": {"rank": 4, "alpha": 4}}, "activations.proven", "trainer.lora"),
+        ({"freeze": ["*router*"]}, "activations.proven", "trainer.freeze"),
+        ({"qat": "int4"}, "activations.proven", "trainer.qat"),
+        ({"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, "activations.proven", "trainer.virtual_pipeline"),
+    ],
+)
+def test_what_was_never_proven_beside_offloaded_activations_is_refused(trainer, code, about):
+    settings({"offload_activations": ALL})
+    with invalid(code, about=about):
+        settings({"offload_activations": ALL} | trainer)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "fine_grained_activation_offloading",
+        "offload_modules",
+        "activation_offload_fraction",
+        "cpu_offloading",
+    ],
+)
+def test_megatrons_own_fields_of_offloading_are_not_passed(key):
+    with invalid("trainer.megatron", about=f"trainer.megatron.{key}"):
+        settings({"megatron": {key: 1}})
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "trainer", "expected"),
+    [
+        (QWEN3_MOE, "cuda", {"offload_activations": ALL}, set()),
+        (QWEN3_MOE, "cpu", {"offload_activations": ALL}, {("activations.device", "trainer.offload_activations")}),
+        (QWEN3, "cuda", {"offload_activations": ["core_attn"]}, set()),
+        (
+            QWEN3,
+            "cuda",
+            {"offload_activations": ["moe_act"]},
+            {("activations.model", "trainer.offload_activations")},
+        ),
+        *(
+            (
+                QWEN3_MOE,
+                "cuda",
+                {"recompute": {"granularity": "selective", "modules": [module]}},
+                {("activations.model", "trainer.recompute.modules")},
+            )
+            for module in ("mla_up_proj", "shared_experts")
+        ),
+        (
+            DEEPSEEK_V3,
+            "cuda",
+            {"recompute": {"granularity": "selective", "modules": ["mla_up_proj", "shared_experts"]}},
+            set(),
+        ),
+    ],
+)
+def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, device, trainer, expected):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    facts = settings(trainer).sections | {"spec": read_model(tmp_path), "device": device}
+    assert {(problem.code, problem.about) for problem in broken(rules_in(activations), facts)} == expected
+
+
+def test_a_machine_without_transformer_engine_cannot_offload():
+    trainer = settings({"offload_activations": ALL}).trainer
+    with refused("trainer.not_installed", about="trainer.offload_activations"):
+        choose_backends(trainer, device="cuda", packages=())
+    choose_backends(trainer, device="cuda", packages=("transformer_engine",))
+
+
+def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
+    """On GPUs with ever less memory: nothing, parts on the host, modules again, layers again, not at all."""
+    config = load_config(
+        ROOT / "configs/moe/qwen3-30b-a3b.yaml",
+        [
+            "schedule.colocate=false",
+            "cluster.nodes=4",
+            "publish.transport=gloo",
+            "trainer.max_tokens_per_microbatch=40960",
+            "trainer.memory_margin_mib=0",
+        ],
+    )
+    planned = plan_report(config)
+    search = Search(config, planned.spec, planned.machine, "cuda")
+    split = next(split for split in search._possible(8) if split.sizes == sizes_of(config.trainer))
+    found = []
+    for gib in (100, 90, 70, 50, 40):
+        search.machine = replace(planned.machine, memory=gib * 2**30)
+        found.append(search.fit(split))
+    assert found.pop() is None
+    nothing, host, modules, layers = (each.suggestion for each in found)
+    assert not [each for each in nothing.overrides if "offload_activations" in each or "modules" in each]
+    assert 'trainer.offload_activations=["expert_fc1"]' in host.overrides
+    assert 'trainer.recompute.modules=["layernorm", "moe"]' in modules.overrides
+    assert [each.again for each in (nothing, host)] == [0, 0] and 0.1 < modules.again < layers.again < 0.34
+    assert nothing.cost <= host.cost < modules.cost < layers.cost
+    peaks = [each.trainer_peak / 2**30 for each in (nothing, host, modules, layers)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert all(peak <= gib for peak, gib in zip(peaks, (100, 90, 70, 50), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted((ROOT / "configs/moe").glob("*.yaml")), ids=lambda file: file.stem)
+def test_what_is_suggested_for_a_shipped_configuration_fits(file):
+    config = load_config(file, [])
+    if config.cluster.gpu is None:
+        pytest.skip("a quickstart of the CPU")
+    planned = plan_report(config)
+    suggested, _ = suggest_layouts(config, planned.spec, planned.machine, "cuda")
+    assert suggested
+    tried = plan_report(load_config(file, list(suggested[0].overrides)))
+    assert [problem for problem in tried.problems if problem.code.startswith("memory.")] == []
