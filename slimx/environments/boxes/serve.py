@@ -98,6 +98,10 @@ class Service:
             return _refused(408, "box.request", f"a request was not whole after {BODY_S:g} s", request.path)
         except (ValueError, KeyError, TypeError) as error:
             return _refused(400, "box.request", raised(error), request.path)
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            return _refused(500, "box.lost", raised(error), request.path)
 
     async def _state(self, request: web.Request) -> web.Response:
         boxes = self.boxes

@@ -185,8 +185,8 @@ def test_a_box_that_the_server_has_ended_is_lost_by_name(server):
     box.end()
 
 
-async def test_a_killed_server_ends_the_rollout_and_the_next_one_removes_its_boxes(place, tmp_path):
-    directory = tmp_path / "killed"
+async def test_a_killed_server_ends_the_rollout_and_the_next_one_removes_its_boxes(place):
+    directory = place / "killed"
     directory.mkdir()
     images = ("--images", str(place / "images"))
     prompt_of = {"image": "base.tar", "directory": "/work", "tests": {"command": ["true"]}}
@@ -213,7 +213,7 @@ async def test_a_killed_server_ends_the_rollout_and_the_next_one_removes_its_box
                 )
         finally:
             del os.environ["BOXES_TOKEN"]
-        assert given.value.reason == "tools lost" and started.is_set()
+        assert given.value.reason == "tools lost" and started.is_set(), given.value
     assert len(list(directory.glob(f"{roots.PREFIX}*"))) == 1
     with served(directory, *WORDS, *images):
         assert list(directory.glob(f"{roots.PREFIX}*")) == []
