@@ -60,7 +60,7 @@ def test_a_value_of_the_version_before_is_taken_with_a_notice_of_what_took_its_p
         with pytest.warns(FutureWarning) as told:
             config = load_config(file, overrides)
         assert config.publish.transport == "nixl" and all(old in str(one.message) for one in told)
-    with refused("config.schema", about="publish.transport"):
+    with refused("config.value", about="publish.transport"):
         load_config(file, ["publish.transport=[gloo]"])
 
 

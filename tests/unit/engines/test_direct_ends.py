@@ -1,0 +1,154 @@
+"""What trainer ranks send reaches each machine of an engine, whole or in ranks' shares, by slimx's own two ends.
+
+The agents copy at once (direct_stand); NIXL's own are in `tests/unit/reshard/test_direct.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
+from slimx.engines.fleet.nodes import DirectEnd
+from slimx.layout.megatron import MegatronLayout
+from slimx.reshard.direct import receiver, sender
+from slimx.reshard.direct.copies import SentBucket, shares_of, together
+from slimx.reshard.direct.offer import Offer
+from slimx.reshard.direct.sender import Sender
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.pack.packer import Packer
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import LocalRecipient
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision
+from slimx.reshard.transports.memory import open_memory
+from tests.refusals import refused
+from tests.unit.layout.engine_stand import SERVED, engine_rank
+from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
+from tests.unit.reshard.direct_stand import HOST, MemoryAgent
+from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed, plan
+from tests.unit.reshard.transport_peer import check
+
+MACHINES = {"wide": 2, "narrow": 1}
+
+
+class Trainers:
+    """All trainer ranks, each with its sender."""
+
+    def __init__(self, published: Plan):
+        self.published, self.held = published, [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
+        self.actors = list(range(len(self.held)))
+
+    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+        data = dealt.to_bytes()
+        packers = [Packer(Plan.from_bytes(data), rank, held) for rank, held in enumerate(self.held)]
+        self.senders = [Sender(each, f"trainer {each.rank}", HOST, edges=edges, item=item) for each in packers]
+
+    async def connect_direct(self, number: int, offer: Offer) -> None:
+        for rank, each in enumerate(self.senders):
+            each.connect(number, Offer.from_bytes(offer.of(rank).to_bytes()))
+
+    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
+        return [each.send(bucket, transfer, engines) for each in self.senders]
+
+
+class Engine(LocalRecipient):
+    """An engine that keeps what its machines take: by rank its own tensors, or by machine those of its only target."""
+
+    def __init__(self, name: str):
+        self.name, self.ends = name, [DirectEnd() for _ in range(MACHINES[name])]
+        self.held: dict[int, Tensors] = {}
+
+    async def join(self, invitations: list[Any]) -> list[Offer]:
+        each = len(invitations) // len(self.ends)
+        given = [invitations[at * each : (at + 1) * each] for at in range(len(self.ends))]
+        return [offer for end, own in zip(self.ends, given, strict=True) for offer in await end.join(own, HOST)]
+
+    async def receive(self, packed: PackedBucket, bucket: int) -> None:
+        async with AsyncExitStack() as stack:
+            shares = zip(self.ends, shares_of(packed, len(self.ends)), strict=True)
+            landed = together(packed, [await stack.enter_async_context(end.landed(own)) for end, own in shares])
+            paths = (landed.path, *landed.others)
+            for number, path in enumerate(paths):
+                target = number if len(landed.targets) > 1 else 0
+                memory = open_memory(path, landed.size, private=True)
+                check(landed, target, memory)
+                for t in landed.targets[target]:
+                    found = memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
+                    self.held.setdefault(number, {})[t.name] = found.clone()
+
+
+@pytest.fixture(autouse=True)
+def agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sender, receiver):
+        monkeypatch.setattr(module, "Agent", MemoryAgent)
+
+
+async def published(plan: Plan, ranks: int | None = None) -> list[Engine]:
+    trainers, engines = Trainers(plan), [Engine(name) for name in MACHINES]
+    delivery = DirectDelivery(trainers, receivers_of(MACHINES, ranks), step_deadline_s=60)
+    source = DirectSource(delivery)
+    await delivery.begin(Manifest(policy="p", version=1, trainer_step=1, membership_epoch=1), plan.count)
+    for engine in engines:
+        await delivery.connect(engine, 1)
+    for bucket in range(plan.count):
+        packed = await source.gather(bucket)
+        for engine in engines:
+            await delivery.bring(engine, 1, packed, bucket)
+    for each in trainers.senders:
+        each.close()
+    return engines
+
+
+async def test_machines_of_an_engine_take_their_own_ranks_bytes() -> None:
+    for engine in await published(plan()):
+        assert engine.held.keys() == set(range(ENGINE.world))
+        for rank, found in engine.held.items():
+            wanted = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in wanted.items())
+
+
+async def test_each_machine_of_an_engine_takes_all_tensors_with_hugging_face_names() -> None:
+    by_name = compile_plan(
+        MegatronLayout(MODEL.table, SIZES).parts(),
+        checkpoint_parts(MODEL.table),
+        precision=Precision("float32", "bfloat16"),
+        bucket_bytes=8000,
+    )
+    wanted = dressed(checkpoint(MODEL))
+    for engine in await published(by_name):
+        assert engine.held.keys() == set(range(MACHINES[engine.name]))
+        for found in engine.held.values():
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in wanted.items())
+
+
+async def test_an_end_of_several_receivers_leaves_all_when_one_lacks_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = await published(plan(10**6))
+    (end,) = engines[1].ends
+    kept = end._receivers[0]
+    left = []
+
+    class Landing:
+        """A receiver whose bucket has come."""
+
+        def landed(self, packed: PackedBucket) -> Any:
+            return self
+
+        def __enter__(self) -> PackedBucket:
+            return PackedBucket("path", 1, packed.targets[:1])
+
+        def __exit__(self, *error: object) -> None:
+            left.append(1)
+
+    packed = PackedBucket("nixl:9/0", 64, ((), ()))
+    kept.deadline_s = 0.1
+    monkeypatch.setattr(end, "_receivers", [Landing(), kept])
+    with refused("direct.missing"):
+        async with end.landed(packed):
+            pytest.fail("one of them lacks its bytes")
+    assert left == [1]
