@@ -1,14 +1,17 @@
 """Rollouts that wait for tools, thousands at once on one driver: throughput, memory, cancellation and deadlines.
 
-    python benchmarks/rollout_waiting.py [--only throughput memory deadlines] [--rounds 2] [--scale 0.1] [--json FILE]
+    python benchmarks/rollout_waiting.py [--only throughput memory deadlines] [--rounds 2] [--json FILE]
 
 throughput  requests a second at an engine of an exact rate (benchmarks/waiting_engine.py) with `--count` rollouts in flight,
             each of which calls it and then waits 0.1 to 30 s for a tool, turn after turn: through a hook, through
             slimx.rollout.tools, through agents at the proxy, and by plain asyncio (benchmarks/waiting_sides.py). The
-            sides take turns. Each ends by cancelling all, which is timed
+            sides take turns, each in a process of its own. Each ends by cancelling all, which is timed
 memory      anonymous memory of the driver for each rollout that waits, in a process of its own for each figure
 deadlines   how late rollouts are ended at `rollout.rollout_deadline`, all at the same moment or spread over seconds
-"""
+
+Seconds are those of a core of its own: CPU time of the process, and jumps over the time in which nothing is to do
+(`waiting_engine.QuietLoop`). So the figures hold on a busy machine, and a run takes its CPU time alone. Client, engine and
+agents are in the same process, over real sockets: what the engine's server costs is in every side's CPU time."""
 
 from __future__ import annotations
 
@@ -17,29 +20,29 @@ import asyncio
 import gc
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import waiting_sides as sides
-from machine import cpu_seconds, surroundings
+from machine import surroundings
 from rollout_buffer import InOrder
-from waiting_engine import engine
+from waiting_engine import Engine, QuietLoop, message
 
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.data.records import Prompt
 from slimx.orchestration.lifetime.heap import settled_heap
-from slimx.rollout.client.completion import ModelShape
+from slimx.rollout.client.completion import Completion, ModelShape
 from slimx.rollout.client.generation import GenerationClient
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
@@ -51,25 +54,22 @@ GROUP, AHEAD = 8, 4
 """Rollouts of a group; steps of half the rollouts in flight each that are open, so that as many as may be are in flight."""
 SLOTS, ENGINE_S = 128, 1.28
 """The engine's slots, and seconds of an answer: 100 requests a second."""
-FAST_S = 0.16
-"""Seconds of an answer where the engine is not what is measured."""
-DEADLINE_S, SPREAD_S = 10.0, 10.0
+WARMUP_S = 60.0
+"""Seconds before the window of the throughput part: the first waits are over, and the engine's queue is what it is."""
+DEADLINE_S, SPREAD_S = 100.0, 10.0
 """`rollout.rollout_deadline` of the deadlines part, and the seconds over which groups begin."""
 THROUGHPUT_GOAL, MEMORY_GOAL = 0.95, 100.0
 """Share of the engine's rate; kB a rollout."""
-PROMPT_ID = "p"
 
 
 def make_config(directory: Path, rollouts: int, **rollout: Any) -> Config:
     """A run with `rollouts` in flight."""
-    overrides = {
+    settings = {
         "prompts_per_step": max(1, rollouts // GROUP // 2),
         "group_size": GROUP,
         "max_rollouts": rollouts,
-        "concurrency": rollouts,
         "max_failed_share": 1.0,
         "rollout_deadline": 3600,
-        "generate": "waiting_sides.hook",
     } | rollout
     return load_config(
         ROOT / "configs/moe/quickstart.yaml",
@@ -78,38 +78,46 @@ def make_config(directory: Path, rollouts: int, **rollout: Any) -> Config:
             f"model.path={directory}",
             f"schedule.max_staleness={AHEAD - 1}",
             f"rollout.sampling.max_new_tokens={sides.ANSWER}",
-            *(f"rollout.{key}={value}" for key, value in overrides.items()),
+            *(f"rollout.{key}={value}" for key, value in settings.items()),
         ],
     )
 
 
-class Lag:
-    """Milliseconds by which the event loop woke a timer late."""
+def now() -> float:
+    """Seconds of the running loop's clock."""
+    return asyncio.get_running_loop().time()
 
-    def __init__(self) -> None:
-        self.found: list[float] = []
 
-    async def watch(self) -> None:
-        """Look every 5 ms."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + 0.005
-            await asyncio.sleep(0.005)
-            self.found.append(1e3 * (loop.time() - due))
-
-    def told(self) -> dict[str, float]:
-        return {name: float(np.percentile(self.found, at)) for name, at in (("p50", 50), ("p99", 99), ("max", 100))}
+def spread(of: Any) -> dict[str, float]:
+    """Median, 99th percentile and maximum."""
+    return {name: float(np.percentile(of, at)) for name, at in (("p50", 50), ("p99", 99), ("max", 100))}
 
 
 @asynccontextmanager
-async def lag() -> AsyncIterator[Lag]:
-    """Watch the event loop inside the block."""
-    out = Lag()
-    watching = asyncio.create_task(out.watch())
+async def lag() -> AsyncIterator[list[float]]:
+    """Milliseconds by which the loop wakes a timer late, looked at every 5 ms inside the block."""
+    found: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            due = now() + 0.005
+            await asyncio.sleep(0.005)
+            found.append(1e3 * (now() - due))
+
+    watching = asyncio.create_task(watch())
     try:
-        yield out
+        yield found
     finally:
         watching.cancel()
+        await asyncio.wait({watching})
+
+
+class Client(GenerationClient):
+    """slimx's client, whose messages are counted as under way."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        async with message():
+            return await super().generate(request)
 
 
 class Stand:
@@ -119,25 +127,25 @@ class Stand:
         """`prompt`: its tokens."""
         self.config, self.side = config, side
         tokenizer = sides.tokenizer()
-        self.client = GenerationClient(url, ModelShape(vocab_size=2000), 3600.0)
+        # An agent counts its own messages, which the client's are a part of.
+        self.client = (GenerationClient if side == "agent" else Client)(url, ModelShape(vocab_size=2000), 3600.0)
         self.proxy = ChatProxy(context=2**20)
         self.late: list[float] = []
         """Seconds after its deadline, of each rollout that was ended."""
-        hooks = Hooks(self._timed, None, None)
-        self.maker = GroupMaker(config, hooks, tokenizer, self.client, proxy=self.proxy)
-        text = "q" * (prompt - 9)  # <user>user: <end>\n<assistant> is the rest
-        self.prompt = Prompt(id="p", messages=[{"role": "user", "content": text}])
-        prompts = [Prompt(id=f"p{n}", messages=self.prompt.messages) for n in range(10_000)]
+        self.maker = GroupMaker(config, Hooks(self._timed, None, None), tokenizer, self.client, proxy=self.proxy)
+        text = "q" * (prompt - 10)  # the template adds so many
+        prompts = [Prompt(id=f"p{n}", messages=[{"role": "user", "content": text}]) for n in range(10_000)]
+        self.prompt = prompts[0]
         self.manager = RolloutManager(config, InOrder(prompts, 1), self.maker)
         self.rollouts = 0
         """That are complete."""
 
     async def _timed(self, ctx: RolloutContext, prompt: Prompt) -> Any:
-        due = asyncio.get_running_loop().time() + self.config.rollout.rollout_deadline
+        due = now() + self.config.rollout.rollout_deadline
         try:
             out = await sides.HOOKS[self.side](ctx, prompt)
         except asyncio.CancelledError:
-            self.late.append(asyncio.get_running_loop().time() - due)
+            self.late.append(now() - due)
             raise
         self.rollouts += 1
         return out
@@ -147,184 +155,167 @@ class Stand:
         while True:
             await self.manager.next_batch()
 
+    async def stop(self) -> None:
+        """End what is in flight."""
+        await self.manager.stop()
+
     async def __aenter__(self) -> Stand:
         await self.client.__aenter__()
         sides.CLIENT[:] = [aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.manager.stop()
+        await self.stop()
         await sides.CLIENT[0].close()
         await self.proxy.stop()
         await self.client.__aexit__(None, None, None)
 
 
 class PlainStand:
-    """As many tasks as rollouts, each of which makes one after the other."""
+    """As many tasks as rollouts in flight, each of which makes one after the other."""
 
-    def __init__(self, url: str, count: int, prompt: int):
+    def __init__(self, config: Config, url: str, count: int, prompt: int):
         of = sides.tokenizer()
         self.url, self.count, self.rollouts = url, count, 0
+        self._requests = config.rollout.concurrency
         self._prompt = of("q" * prompt, add_special_tokens=False).input_ids
         self._result = of("r" * sides.RESULT, add_special_tokens=False).input_ids
 
     async def go_on(self) -> None:
-        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=self._requests)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            await asyncio.gather(*(self._work(session, number) for number in range(self.count)))
+            places = asyncio.Semaphore(self._requests)
+            await asyncio.gather(*(self._work(session, places, number) for number in range(self.count)))
 
-    async def _work(self, session: aiohttp.ClientSession, number: int) -> None:
-        for again in range(10**9):
-            await sides.plain(session, self.url, self._prompt, self._result, 1000 * number + again)
+    async def _work(self, session: aiohttp.ClientSession, places: asyncio.Semaphore, number: int) -> None:
+        again = 0
+        while True:
+            seed = 1000 * number + again
+            await sides.plain(session, places, self.url, self._prompt, list(self._result), seed)
             self.rollouts += 1
+            again += 1
+
+    async def stop(self) -> None: ...
+
+    async def __aenter__(self) -> PlainStand:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
 
 
-async def until(true: Callable[[], bool], deadline_s: float = 600.0) -> None:
+@asynccontextmanager
+async def standing(side: str, count: int, prompt: int, seconds: float, **rollout: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """The stand of one side, and the engine, which answers in `seconds`."""
+    engine = Engine(sides.answer_ids(sides.tokenizer()), SLOTS, seconds)
+    with tempfile.TemporaryDirectory() as directory:
+        config = make_config(Path(directory), count, **rollout)
+        async with engine.served() as url:
+            made = PlainStand(config, url, count, prompt) if side == "plain" else Stand(config, url, side, prompt)
+            async with made as stand:
+                yield stand, engine
+
+
+async def until(true: Callable[[], bool]) -> None:
     """Wait for something that the benchmark itself brings about."""
-    async with asyncio.timeout(deadline_s):
+    async with asyncio.timeout(3600):
         while not true():
             await asyncio.sleep(0.02)
 
 
-async def done_by(url: str) -> int:
-    """Requests that the engine has answered."""
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/counts") as response:
-        return (await response.json())["done"]
-
-
-async def open_at(url: str) -> int:
-    """Requests that the engine has not answered."""
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/counts") as response:
-        return (await response.json())["open"]
-
-
-async def throughput(side: str, url: str, count: int, prompt: int, warmup: float, window: float) -> dict[str, Any]:
+async def throughput(side: str, count: int, prompt: int, window: float) -> dict[str, Any]:
     """One turn of one side: all in flight, a window of time, and the end of all."""
-    plan = sides.PLAN
-    with tempfile.TemporaryDirectory() as directory:
-        config = make_config(Path(directory), count)
-        stand: Any = PlainStand(url, count, prompt) if side == "plain" else Stand(config, url, side, prompt)
-        async with stand if side != "plain" else _nothing():
-            before = asyncio.all_tasks()
-            with settled_heap():
-                work = asyncio.create_task(stand.go_on())
-                await asyncio.sleep(warmup)
-                async with lag() as late:
-                    began, done, cpu, others = time.perf_counter(), await done_by(url), time.process_time(), cpu_seconds()
-                    rollouts = stand.rollouts
-                    await asyncio.sleep(window)
-                    spent = time.perf_counter() - began
-                    requests = await done_by(url) - done
-                    cpu, others = time.process_time() - cpu, cpu_seconds() - others
-                    rollouts = stand.rollouts - rollouts
-                waiting, tasks = plan.waiting, len(asyncio.all_tasks() - before)
-                async with lag() as ending:
-                    began = time.perf_counter()
-                    work.cancel()
-                    await asyncio.wait({work})
-                    if side != "plain":
-                        await stand.manager.stop()
-                    ended = time.perf_counter() - began
-                left = len(asyncio.all_tasks() - before) - 0
-                await until(lambda: plan.waiting == 0, 60)
-    await asyncio.sleep(0.5)
+    async with standing(side, count, prompt, ENGINE_S) as (stand, engine):
+        before = asyncio.all_tasks()
+        with settled_heap():
+            work = asyncio.create_task(stand.go_on())
+            await asyncio.sleep(WARMUP_S)
+            async with lag() as late:
+                began, done, rollouts, cpu = now(), engine.done, stand.rollouts, sum(os.times()[:2])
+                await asyncio.sleep(window)
+                spent, requests, rollouts = now() - began, engine.done - done, stand.rollouts - rollouts
+                cpu = sum(os.times()[:2]) - cpu
+            waiting, tasks = sides.PLAN.waiting, len(asyncio.all_tasks() - before)
+            began = now()
+            work.cancel()
+            await asyncio.wait({work})
+            await stand.stop()
+            ended = now() - began
+            served = {task for task in asyncio.all_tasks() - before if "RequestHandler" in repr(task.get_coro())}
+            left = len(asyncio.all_tasks() - before - served)  # the servers' own, one for each connection, end later
+            await until(lambda: engine.open == 0)
+    rate = requests / spent
     return {
-        "rate": requests / spent,
+        "share": rate / (SLOTS / ENGINE_S),
+        "rate": rate,
         "rollouts": rollouts / spent,
         "cpu_ms_request": 1e3 * cpu / requests,
         "cpu_ms_rollout": 1e3 * cpu / max(1, rollouts),
-        "cores": cpu / spent,
-        "others": others / spent,
-        "lag_ms": late.told(),
+        "lag_ms": spread(late),
         "waiting": waiting,
         "tasks": tasks,
         "cancelled_s": ended,
-        "cancelling_lag_ms": ending.told(),
-        "left": left,
-        "open": await open_at(url),
+        "left": left + sides.PLAN.waiting,
     }
-
-
-@asynccontextmanager
-async def _nothing() -> AsyncIterator[None]:
-    yield
 
 
 def anonymous() -> float:
     """kB of anonymous memory of this process."""
     gc.collect()
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    return next(float(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1.024
 
 
-async def _memory(side: str, url: str, count: int, prompt: int) -> dict[str, float]:
+async def memory(side: str, count: int, prompt: int) -> dict[str, float]:
+    """kB of each rollout that waits in its last turn."""
     plan = sides.PLAN
-    with tempfile.TemporaryDirectory() as directory:
-        # A step is half of what is in flight, so that one of twice as many holds them all.
-        config = make_config(Path(directory), count)
-        if side == "plain":
-            plain = PlainStand(url, count, prompt)
-            with settled_heap():
-                before = anonymous()
-                work = asyncio.create_task(plain.go_on())
-                await until(lambda: plan.held == count)
-                after = anonymous()
-                work.cancel()
-                await asyncio.wait({work})
-            return {"kb": (after - before) / count}
-        async with Stand(config, url, side, prompt) as stand:
+    async with standing(side, count, prompt, 0.01) as (stand, _):
+        if side != "plain":  # what the first one brings along
             plan.hold = False
-            await stand.maker.make(stand.prompt, group_id="g", number=0)  # what the first one brings along
-            plan.hold = True
-            with settled_heap():
-                before = anonymous()
-                work = asyncio.create_task(stand.go_on())
-                await until(lambda: plan.held == count)
-                after = anonymous()
-                work.cancel()
-                await asyncio.wait({work})
-                await stand.manager.stop()
-    return {"kb": (after - before) / count}
+            await stand.maker.make(stand.prompt, group_id="g", number=0)
+        plan.hold = True
+        with settled_heap():
+            before = anonymous()
+            work = asyncio.create_task(stand.go_on())
+            await until(lambda: plan.held == count)
+            after = anonymous()
+            work.cancel()
+            await asyncio.wait({work})
+    tokens = prompt + plan.turns * sides.ANSWER + (plan.turns - 1) * sides.RESULT
+    return {"kb": (after - before) / count, "tokens": tokens}
 
 
-async def _deadlines(side: str, url: str, count: int, prompt: int, spread: float) -> dict[str, Any]:
-    plan = sides.PLAN
-    plan.turns, plan.hold = 1, True
-    with tempfile.TemporaryDirectory() as directory:
-        config = make_config(Path(directory), count, rollout_deadline=DEADLINE_S)
-        async with Stand(config, url, side, prompt) as stand:
-            with settled_heap():
-                async with lag() as late:
-                    before, groups = asyncio.all_tasks(), []
-                    for number in range(count // GROUP):
-                        made = stand.maker.make(stand.prompt, group_id=f"g{number}", number=number)
-                        groups.append(asyncio.create_task(made))
-                        if spread:
-                            await asyncio.sleep(spread * GROUP / count)
-                    outcomes = await asyncio.gather(*groups)
-                left = len(asyncio.all_tasks() - before)
+async def deadlines(side: str, count: int, prompt: int, seconds: float) -> dict[str, Any]:
+    """How late the rollouts are ended whose groups begin over `seconds`."""
+    sides.PLAN.turns, sides.PLAN.hold = 1, True
+    settings = {"rollout_deadline": DEADLINE_S, "concurrency": count}  # no deadline stands still
+    async with standing(side, count, prompt, 0.01, **settings) as (stand, _):
+        with settled_heap():
+            async with lag() as late:
+                groups = []
+                for number in range(count // GROUP):
+                    made = stand.maker.make(stand.prompt, group_id=f"g{number}", number=number)
+                    groups.append(asyncio.create_task(made))
+                    if seconds:
+                        await asyncio.sleep(seconds * GROUP / count)
+                outcomes = await asyncio.gather(*groups)
     reasons = {outcome.reason for outcome in outcomes}
+    if len(stand.late) != count or reasons != {"generate deadline"}:
+        raise SystemExit(f"{len(stand.late)} of {count} rollouts were ended, and groups for {reasons}")
     ms = 1e3 * np.array(stand.late)
-    assert len(ms) == count and reasons == {"generate deadline"}, (len(ms), reasons)
-    return {
-        "early_ms": float(-min(0.0, ms.min())),
-        "late_ms": {name: float(np.percentile(ms, at)) for name, at in (("p50", 50), ("p99", 99), ("max", 100))},
-        "lag_ms": late.told(),
-        "left": left,
-    }
+    return {"early_ms": float(max(0.0, -ms.min())), "late_ms": spread(ms), "lag_ms": spread(late)}
 
 
-def _child(work: Callable[..., Any], arguments: tuple[Any, ...], plan: dict[str, Any], out: Any) -> None:
-    for key, value in plan.items():
-        setattr(sides.PLAN, key, value)
-    out.put(asyncio.run(work(*arguments)))
+def _child(work: Callable[..., Coroutine[Any, Any, Any]], arguments: tuple[Any, ...], scale: float, out: Any) -> None:
+    sides.PLAN.scale = scale
+    with asyncio.Runner(loop_factory=QuietLoop) as runner:
+        out.put(runner.run(work(*arguments)))
 
 
-def apart(work: Callable[..., Any], *arguments: Any, **plan: Any) -> Any:
+def apart(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, scale: float = 1.0) -> Any:
     """The result of a coroutine function in a process of its own."""
     context = multiprocessing.get_context("spawn")
     out = context.SimpleQueue()
-    process = context.Process(target=_child, args=(work, arguments, plan, out))
+    process = context.Process(target=_child, args=(work, arguments, scale, out))
     process.start()
     process.join()
     if process.exitcode:
@@ -332,56 +323,43 @@ def apart(work: Callable[..., Any], *arguments: Any, **plan: Any) -> Any:
     return out.get()
 
 
-@contextmanager
-def engines(seconds: float) -> Iterator[str]:
-    """URL of an engine that answers with a call, in `seconds`."""
-    with engine(sides.answer_ids(sides.tokenizer()), SLOTS, seconds) as url:
-        yield url
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="rollouts that wait for tools")
     parts = ("throughput", "memory", "deadlines")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--sides", nargs="+", choices=(*sides.SIDES, "plain"), default=(*sides.SIDES, "plain"))
+    parser.add_argument("--sides", nargs="+", choices=(*sides.HOOKS, "plain"), default=(*sides.HOOKS, "plain"))
     parser.add_argument("--count", type=int, default=2000, help="rollouts in flight")
     parser.add_argument("--counts", type=int, nargs="+", default=[500, 1000, 2000], help="memory: rollouts that wait")
     parser.add_argument("--rounds", type=int, default=2, help="throughput: turns of each side")
-    parser.add_argument("--scale", type=float, default=1.0, help="throughput: factor of waits and of the engine's seconds")
-    parser.add_argument("--window", type=float, default=60.0, help="throughput: seconds that are measured, before --scale")
+    parser.add_argument("--window", type=float, default=60.0, help="throughput: seconds that are measured")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    found: dict[str, Any] = {}
-    count, prompt, scale = arguments.count, arguments.prompt, arguments.scale
+    count, prompt = arguments.count, arguments.prompt
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def keep(part: str, row: dict[str, Any]) -> None:
+        found.setdefault(part, []).append(row)
+        print(part, json.dumps(row), flush=True)
+
     if "throughput" in arguments.only:
-        rate = SLOTS / (scale * ENGINE_S)
-        rows = found["throughput"] = []
         for number in range(arguments.rounds):
             for side in arguments.sides if number % 2 == 0 else reversed(arguments.sides):
-                with engines(scale * ENGINE_S) as url:
-                    times = scale * 1.5 * sides.LONGEST, scale * arguments.window
-                    one = apart(throughput, side, url, count, prompt, *times, scale=scale)
-                rows.append({"side": side, "share": one["rate"] / rate} | one)
-                print(json.dumps(rows[-1]), file=sys.stderr)
+                keep("throughput", {"side": side} | apart(throughput, side, count, prompt, arguments.window))
     if "memory" in arguments.only:
-        rows = found["memory"] = []
-        with engines(FAST_S) as url:
-            for side in arguments.sides:
-                for each in arguments.counts:
-                    kb = apart(_memory, side, url, each, prompt, scale=0.01, hold=True)["kb"]
-                    rows.append({"side": side, "count": each, "kb": kb})
-                    print(json.dumps(rows[-1]), file=sys.stderr)
+        for side in arguments.sides:
+            for each in arguments.counts:
+                row = {"side": side, "count": each} | apart(memory, side, each, prompt, scale=0.01)
+                keep("memory", row)
     if "deadlines" in arguments.only:
-        rows = found["deadlines"] = []
-        with engines(FAST_S) as url:
-            for side in [each for each in arguments.sides if each != "plain"]:
-                for spread in (SPREAD_S, 0.0):
-                    one = apart(_deadlines, side, url, count, prompt, spread)
-                    rows.append({"side": side, "spread_s": spread} | one)
-                    print(json.dumps(rows[-1]), file=sys.stderr)
-    where = surroundings("slimx", "aiohttp", "numpy")
+        for side in (each for each in arguments.sides if each != "plain"):
+            for seconds in (SPREAD_S, 0.0):
+                keep("deadlines", {"side": side, "spread_s": seconds} | apart(deadlines, side, count, prompt, seconds))
+    missed = [row for row in found.get("throughput", []) if row["share"] < THROUGHPUT_GOAL]
+    missed += [row for row in found.get("memory", []) if row["kb"] > MEMORY_GOAL]
+    print(f"goals: {'missed by ' + ', '.join(row['side'] for row in missed) if missed else 'met'}")
+    where = f"{surroundings('slimx', 'aiohttp', 'numpy')}; load {os.getloadavg()[0]:.0f}"
     print(where)
     if arguments.json:
         arguments.json.write_text(json.dumps({"where": where, **found}, indent=1) + "\n")

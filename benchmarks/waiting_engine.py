@@ -1,22 +1,45 @@
-"""The engine of benchmarks/rollout_waiting.py: a server of SGLang's /generate that samples at an exact rate.
-
-`slots` requests are sampled at once, each for `seconds`; the others wait in order. When a request is done is computed when
-it comes, so that the rate is exact however late this process is woken: slots / seconds requests a second, no more."""
+"""The engine of benchmarks/rollout_waiting.py, which samples at an exact rate, and a clock that the machine's load does
+not touch."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-import multiprocessing
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
 
+class QuietLoop(asyncio.SelectorEventLoop):
+    """An event loop as on a core of its own: its clock counts the CPU time of this process, and jumps to the next timer
+    where there is nothing to do. It does not jump while bytes are under way between sockets, all of which have both of
+    their ends here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = 0
+        """Messages that were sent and not yet read."""
+        self._jumped = 0.0
+
+    def time(self) -> float:
+        return self._jumped + time.process_time()
+
+    def _run_once(self) -> None:
+        while self._scheduled and self._scheduled[0].cancelled():  # no time passes for these
+            self._timer_cancelled_count -= 1
+            heapq.heappop(self._scheduled)._scheduled = False
+        if not self._ready and self.under_way <= 0 and self._scheduled:
+            self._jumped += max(0.0, self._scheduled[0].when() - self.time())
+        super()._run_once()
+
+
 class Engine:
-    """Answers every request with the same tokens."""
+    """A server of SGLang's /generate in this process: `slots` requests are sampled at once, each for `seconds`; the others
+    wait in order.
+
+    When a request is done is computed when it comes, so that the rate is slots / seconds, however late it is woken."""
 
     def __init__(self, token_ids: Sequence[int], slots: int, seconds: float):
         self._entries = [[-0.5, token, None] for token in token_ids]
@@ -24,13 +47,13 @@ class Engine:
         self._free = [0.0] * slots
         """Moments at which slots are free."""
         self.open = self.done = 0
-        self._work = 0.0
-        """Seconds of slots that were used so far."""
+        """Requests that are with it, and those that it has answered."""
 
     async def generate(self, request: web.Request) -> web.Response:
-        """Answer when a slot has sampled it; whoever goes away takes the slot along."""
-        body = await request.json()
+        """The answer, once a slot has sampled it; whoever goes away takes the slot along."""
         loop = asyncio.get_running_loop()
+        body = await request.json()
+        loop.under_way -= 1
         ends = max(loop.time(), heapq.heappop(self._free)) + self._seconds
         heapq.heappush(self._free, ends)
         self.open += 1
@@ -38,6 +61,7 @@ class Engine:
             await asyncio.sleep(ends - loop.time())
         finally:
             self.open -= 1
+            loop.under_way += 1
         self.done += 1
         meta = {
             "output_token_logprobs": self._entries,
@@ -47,35 +71,26 @@ class Engine:
         }
         return web.json_response({"text": "", "meta_info": meta})
 
-    async def counts(self, request: web.Request) -> web.Response:
-        """Requests that are open, and those that were answered."""
-        return web.json_response({"open": self.open, "done": self.done})
-
-
-def _serve(ports: Any, token_ids: Sequence[int], slots: int, seconds: float) -> None:
-    async def run() -> None:
-        engine = Engine(token_ids, slots, seconds)
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[str]:
+        """URL at which it is served inside the block."""
         app = web.Application(client_max_size=2**26)
-        app.router.add_post("/generate", engine.generate)
-        app.router.add_get("/counts", engine.counts)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        app.router.add_post("/generate", self.generate)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-        ports.put(runner.addresses[0][1])
-        await asyncio.Event().wait()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
 
-    asyncio.run(run())
 
-
-@contextmanager
-def engine(token_ids: Sequence[int], slots: int, seconds: float) -> Iterator[str]:
-    """URL of an engine in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ports = context.SimpleQueue()
-    process = context.Process(target=_serve, args=(ports, token_ids, slots, seconds), daemon=True)
-    process.start()
+@asynccontextmanager
+async def message() -> AsyncIterator[None]:
+    """A request from when it is sent until its answer is read, but for the time that it is with the engine."""
+    loop = asyncio.get_running_loop()
+    loop.under_way += 1
     try:
-        yield f"http://127.0.0.1:{ports.get()}"
+        yield
     finally:
-        process.kill()
-        process.join()
+        loop.under_way -= 1

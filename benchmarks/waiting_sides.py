@@ -20,13 +20,13 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
+from waiting_engine import message
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.toolbox import ToolResult
 from slimx.rollout import agent, tools
 from slimx.rollout.hooks import RolloutContext
 
-SIDES = ("hook", "tools", "agent")
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' %}<assistant>{{ m.content }}<end>\n"
@@ -153,7 +153,7 @@ async def solve(base_url: str, prompt: Prompt) -> None:
     messages, wait = list(prompt.messages or []), PLAN.waits(hash(base_url))
     for _ in range(PLAN.turns):
         asked = {"model": "policy", "messages": messages}
-        async with CLIENT[0].post(f"{base_url}/chat/completions", json=asked) as response:
+        async with message(), CLIENT[0].post(f"{base_url}/chat/completions", json=asked) as response:
             response.raise_for_status()
             said = (await response.json())["choices"][0]["message"]
         await wait()
@@ -168,13 +168,21 @@ async def agent_rollout(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]
 HOOKS = {"hook": hook, "tools": tool_rollout, "agent": agent_rollout}
 
 
-async def plain(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], result: Sequence[int], seed: int) -> None:
+async def plain(
+    session: aiohttp.ClientSession,
+    places: asyncio.Semaphore,
+    url: str,
+    prompt: Sequence[int],
+    result: Sequence[int],
+    seed: int,
+) -> None:
     """A rollout by asyncio and aiohttp alone."""
     ids, logprobs, wait = list(prompt), [], PLAN.waits(seed)
     for turn in range(PLAN.turns):
         sampling = {"max_new_tokens": ANSWER, "temperature": 1.0, "sampling_seed": seed + turn}
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
-        async with session.post(f"{url}/generate", data=json.dumps(body)) as response:
+        headers = {"Content-Type": "application/json"}
+        async with places, message(), session.post(f"{url}/generate", data=json.dumps(body), headers=headers) as response:
             response.raise_for_status()
             sampled = json.loads(await response.read())["meta_info"]["output_token_logprobs"]
         ids = [*ids, *(entry[1] for entry in sampled)]
