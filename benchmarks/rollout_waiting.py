@@ -204,7 +204,9 @@ class PlainStand:
 
 
 @asynccontextmanager
-async def standing(side: str, count: int, prompt: int, seconds: float, **rollout: Any) -> AsyncIterator[tuple[Any, Any]]:
+async def standing(
+    side: str, count: int, prompt: int, seconds: float, **rollout: Any
+) -> AsyncIterator[tuple[Any, Any]]:
     """The stand of one side, and the engine, which answers in `seconds`."""
     engine = Engine(sides.answer_ids(sides.tokenizer()), SLOTS, seconds)
     with tempfile.TemporaryDirectory() as directory:

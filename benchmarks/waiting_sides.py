@@ -1,9 +1,9 @@
 """The same rollouts in four ways, for benchmarks/rollout_waiting.py: turns of an engine call and a tool that is waited for.
 
-    hook    a generate hook that calls the engine and waits
-    tools   slimx.rollout.tools with a toolbox that waits
-    agent   slimx.rollout.agent: a client of the run's chat completions that waits
-    plain   asyncio and aiohttp alone: the same requests and waits, and no slimx"""
+hook    a generate hook that calls the engine and waits
+tools   slimx.rollout.tools with a toolbox that waits
+agent   slimx.rollout.agent: a client of the run's chat completions that waits
+plain   asyncio and aiohttp alone: the same requests and waits, and no slimx"""
 
 from __future__ import annotations
 
@@ -182,7 +182,11 @@ async def plain(
         sampling = {"max_new_tokens": ANSWER, "temperature": 1.0, "sampling_seed": seed + turn}
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
         headers = {"Content-Type": "application/json"}
-        async with places, message(), session.post(f"{url}/generate", data=json.dumps(body), headers=headers) as response:
+        async with (
+            places,
+            message(),
+            session.post(f"{url}/generate", data=json.dumps(body), headers=headers) as response,
+        ):
             response.raise_for_status()
             sampled = json.loads(await response.read())["meta_info"]["output_token_logprobs"]
         ids = [*ids, *(entry[1] for entry in sampled)]

@@ -80,7 +80,9 @@ async def test_an_environment_that_is_the_user_asks_again_in_the_same_trajectory
 def test_its_tasks_are_a_file_of_prompts(tmp_path):
     env = json.dumps({"taskset": {"id": "verifiers_adding"}})
     command = [hub_python("verifiers"), str(SERVER), env, "--prompts", str(tmp_path / "p.jsonl"), "--tasks", "2"]
-    subprocess.run(command, check=True, env={"PYTHONPATH": str(Path(__file__).parent), "PATH": "", "HOME": str(tmp_path)})
+    subprocess.run(
+        command, check=True, env={"PYTHONPATH": str(Path(__file__).parent), "PATH": "", "HOME": str(tmp_path)}
+    )
     prompts = read_prompts(tmp_path / "p.jsonl")
     assert [prompt.id for prompt in prompts] == ["task-0", "task-1"] and prompts[1].messages == TASK.messages
     assert TASK.metadata["verifiers"].items() <= prompts[1].metadata["verifiers"].items()
