@@ -2,16 +2,16 @@
 
     python benchmarks/rollout_waiting.py [--only throughput memory deadlines] [--rounds 2] [--json FILE]
 
-throughput  requests a second at an engine of an exact rate (benchmarks/waiting_engine.py) with `--count` rollouts in flight,
-            each of which calls it and then waits 0.1 to 30 s for a tool, turn after turn: through a hook, through
-            slimx.rollout.tools, through agents at the proxy, and by plain asyncio (benchmarks/waiting_sides.py). The
-            sides take turns, each in a process of its own. Each ends by cancelling all, which is timed
+throughput  requests a second at an engine of an exact rate (benchmarks/waiting_engine.py) with `--count` rollouts in
+            flight, each of which calls it and then waits 0.1 to 30 s for a tool, turn after turn: through a hook,
+            through slimx.rollout.tools, by agents at the proxy, and by plain asyncio (benchmarks/waiting_sides.py).
+            The sides take turns, each in a process of its own. Each ends by cancelling all, which is timed
 memory      anonymous memory of the driver for each rollout that waits, in a process of its own for each figure
 deadlines   how late rollouts are ended at `rollout.rollout_deadline`, all at the same moment or spread over seconds
 
 Seconds are those of a core of its own: CPU time of the process, and jumps over the time in which nothing is to do
-(`waiting_engine.QuietLoop`). So the figures hold on a busy machine, and a run takes its CPU time alone. Client, engine and
-agents are in the same process, over real sockets: what the engine's server costs is in every side's CPU time."""
+(`waiting_engine.QuietLoop`). So the figures hold on a busy machine, and a run takes its CPU time alone. Client, engine
+and agents are in the same process, over real sockets: what the engine's server costs is in every side's CPU time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from slimx.rollout.proxy.server import ChatProxy
 
 ROOT = Path(__file__).parents[1]
 GROUP, AHEAD = 8, 4
-"""Rollouts of a group; steps of half the rollouts in flight each that are open, so that as many as may be are in flight."""
+"""Rollouts of a group; open steps, each of half the rollouts that may be in flight, so that as many as may be are."""
 SLOTS, ENGINE_S = 128, 1.28
 """The engine's slots, and seconds of an answer: 100 requests a second."""
 WARMUP_S = 60.0

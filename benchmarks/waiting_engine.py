@@ -36,8 +36,8 @@ class QuietLoop(asyncio.SelectorEventLoop):
 
 
 class Engine:
-    """A server of SGLang's /generate in this process: `slots` requests are sampled at once, each for `seconds`; the others
-    wait in order.
+    """A server of SGLang's /generate in this process: `slots` requests are sampled at once, each for `seconds`; the
+    others wait in order.
 
     When a request is done is computed when it comes, so that the rate is slots / seconds, however late it is woken."""
 

@@ -1,4 +1,4 @@
-"""The same rollouts in four ways, for benchmarks/rollout_waiting.py: turns of an engine call and a tool that is waited for.
+"""The same rollouts in four ways, for benchmarks/rollout_waiting.py: engine calls and waits for a tool by turns.
 
 hook    a generate hook that calls the engine and waits
 tools   slimx.rollout.tools with a toolbox that waits

@@ -1,4 +1,4 @@
-"""Environments of verifiers: their tasks as prompts, their rollouts through the run's proxy, their rubric as the reward.
+"""Environments of verifiers: their tasks as prompts, rollouts through the run's proxy, their rubric as the reward.
 
 rollout:
   prompts: prompts.jsonl                        # written by verifiers_server.py
@@ -38,16 +38,16 @@ def check(*, url: str) -> None:
 
 
 async def play(base_url: str, prompt: Prompt, *, url: str) -> dict[str, Any]:
-    """Have the server at `url` play the prompt's task against `base_url`; returns its verdict: `rewards` and `metrics` by
-    name, `turns` and `stop`, why it ended. Cancelled, it ends the episode.
+    """Have the server at `url` play the prompt's task against `base_url`; returns its verdict: `rewards` and `metrics`
+    by name, `turns` and `stop`, why it ended. Cancelled, it ends the episode.
 
-    Raises SlimxError for a prompt without a task, a server that cannot be reached or answers with something else, and an
-    episode that failed."""
+    Raises SlimxError for a prompt without a task, a server that cannot be reached or answers with something else, and
+    an episode that failed."""
     task = prompt.metadata.get(TASK)
     if not isinstance(task, Mapping):
         raise SlimxError(
-            f"prompt {prompt.id!r} has no task of verifiers in metadata.{TASK}; have verifiers_server.py --prompts write "
-            "the prompts",
+            f"prompt {prompt.id!r} has no task of verifiers in metadata.{TASK}; have verifiers_server.py --prompts "
+            "write the prompts",
             code="verifiers.task",
             about=prompt.id,
         )

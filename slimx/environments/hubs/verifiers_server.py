@@ -4,8 +4,8 @@
     python verifiers_server.py ENV --port 8000 [--episodes 64]                # POST /episode {"task", "base_url"}
 
 ENV is the table [env] of verifiers' configuration as JSON, or a file with it: {"taskset": {"id": "gsm8k-v1"}, "agent":
-{"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}. It imports nothing of slimx, which that environment does
-not have (slimx/environments/hubs/verifiers.py is the other end), and was written for verifiers 0.4."""
+{"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}. It imports nothing of slimx, which that environment
+does not have (slimx/environments/hubs/verifiers.py is the other end), and was written for verifiers 0.4."""
 
 from __future__ import annotations
 
