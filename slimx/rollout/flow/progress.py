@@ -98,6 +98,11 @@ class Journal:
             _forget_routes(older)
         self._kept[key] = _Kept(before, new, completion)
 
+    @property
+    def begun(self) -> bool:
+        """True once anything was recorded."""
+        return bool(self._kept)
+
     def entries(self) -> list[Recorded]:
         return [Recorded(key=key, token_ids=each.asked, completion=each.completion) for key, each in self._kept.items()]
 
@@ -139,7 +144,7 @@ class GroupProgress:
     @property
     def begun(self) -> bool:
         """True once anything was sampled."""
-        return bool(self.done) or any(journal.entries() for journal in self.journals.values())
+        return bool(self.done) or any(journal.begun for journal in self.journals.values())
 
 
 def key_of(request: GenerationRequest) -> str:
