@@ -138,7 +138,7 @@ class Stand:
         self.prompt = prompts[0]
         self.manager = RolloutManager(config, InOrder(prompts, 1), self.maker)
         self.rollouts = 0
-        """That are complete."""
+        """Complete ones, so far."""
 
     async def _timed(self, ctx: RolloutContext, prompt: Prompt) -> Any:
         due = now() + self.config.rollout.rollout_deadline

@@ -51,7 +51,7 @@ class Server:
 
 
 def verdict(episode: vf.Episode) -> dict[str, Any]:
-    """What slimx is told of an episode: its rewards, each by its weight, or its error."""
+    """The verdict on an episode: its rewards, each by its weight, or its error."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         return {"error": "; ".join(f"{each.type}: {each.message}" for each in errors) or "it was not completed"}
