@@ -287,7 +287,7 @@ async def memory(side: str, count: int, prompt: int) -> dict[str, float]:
 
 
 async def deadlines(side: str, count: int, prompt: int, seconds: float) -> dict[str, Any]:
-    """How late the rollouts are ended whose groups begin over `seconds`."""
+    """The lateness with which rollouts are ended whose groups begin over `seconds`."""
     sides.PLAN.turns, sides.PLAN.hold = 1, True
     settings = {"rollout_deadline": DEADLINE_S, "concurrency": count}  # no deadline stands still
     async with standing(side, count, prompt, 0.01, **settings) as (stand, _):
