@@ -19,7 +19,7 @@ from typing import Any
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import load_function
 from slimx.errors import SlimxError
-from slimx.rewards.needs import checked_by
+from slimx.rewards import needs
 from slimx.rollout.agent_process import run_command
 from slimx.rollout.hooks import GivenUp, RolloutContext
 from slimx.rollout.proxy.answer import AnswerReader
@@ -45,7 +45,7 @@ def check(
             about="rollout.options",
         )
     if agent is not None:
-        _load(agent, agent_options)
+        needs.check(_load(agent, agent_options))
     if command is not None and (not command or shutil.which(command[0]) is None):
         raise SlimxError(
             f"rollout.options.command: there is no program {command[:1]}; give its path",
@@ -73,7 +73,7 @@ def check(
     find_parser(tool_parser, "")
 
 
-@checked_by(check)
+@needs.checked_by(check)
 async def generate(
     ctx: RolloutContext,
     prompt: Prompt,

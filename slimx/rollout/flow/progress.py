@@ -43,30 +43,68 @@ class SavedRollout:
     completions: list[Recorded] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A `Recorded` of which only what is new is held: a turn repeats all tokens of those before it."""
+
+    before: _Kept | None
+    """The one that the request went on from."""
+    new: np.ndarray
+    """int32: what was to be continued, without all that `before` had and brought."""
+    completion: Completion
+
+    @property
+    def asked(self) -> np.ndarray:
+        """int32: what was to be continued."""
+        return self.new if self.before is None else np.concatenate([self.before.whole, self.new])
+
+    @property
+    def whole(self) -> np.ndarray:
+        """int32: what was to be continued, and what came."""
+        parts: list[np.ndarray] = []
+        kept: _Kept | None = self
+        while kept is not None:
+            parts += [kept.completion.token_ids, kept.new]
+            kept = kept.before
+        return np.concatenate(parts[::-1])
+
+
 class Journal:
     """The completions of one rollout, by what was asked for."""
 
     def __init__(self, recorded: Sequence[Recorded] = ()) -> None:
-        self._recorded = {entry.key: entry for entry in recorded}
-        self._replayed = dict(self._recorded)
+        self._kept: dict[str, _Kept] = {}
+        for entry in recorded:
+            self._keep(entry.key, entry.token_ids, entry.completion)
+        self._replayed = {entry.key: entry.completion for entry in recorded}
 
     def replay(self, request: GenerationRequest) -> Completion | None:
         """The answer of an earlier run to `request`. Within one run nothing is replayed: a request is made once."""
-        entry = self._replayed.get(key_of(request))
-        return entry.completion if entry is not None else None
+        return self._replayed.get(key_of(request)) if self._replayed else None
 
     def record(self, request: GenerationRequest, completion: Completion) -> None:
         """Keep what was sampled for `request`."""
-        key, token_ids = key_of(request), np.array(request.token_ids, np.int32)
-        for other, entry in self._recorded.items():
-            whole = len(entry.token_ids) + len(entry.completion.token_ids)
-            if other != key and entry.completion.routed_experts is not None and _begins(token_ids, entry, whole):
-                # The later completion brings the routes of these positions too, and they are large.
-                self._recorded[other] = replace(entry, completion=replace(entry.completion, routed_experts=None))
-        self._recorded[key] = Recorded(key=key, token_ids=token_ids, completion=completion)
+        self._keep(key_of(request), np.array(request.token_ids, np.int32), completion)
+
+    def _keep(self, key: str, token_ids: np.ndarray, completion: Completion) -> None:
+        # The newest first: a request goes on from the one before it, mostly.
+        others = [kept for other, kept in reversed(self._kept.items()) if other != key]
+        before = next((kept for kept in others if _begins(token_ids, kept)), None)
+        new = token_ids
+        if before is not None:
+            new = token_ids[len(before.whole) :].copy()  # the slice alone would hold all of it
+            _forget_routes(before)  # the later completion brings those of these positions too, and they are large
+        if (older := self._kept.get(key)) is not None:  # which others may go on from as it is
+            _forget_routes(older)
+        self._kept[key] = _Kept(before, new, completion)
+
+    @property
+    def begun(self) -> bool:
+        """True once anything was recorded."""
+        return bool(self._kept)
 
     def entries(self) -> list[Recorded]:
-        return list(self._recorded.values())
+        return [Recorded(key=key, token_ids=each.asked, completion=each.completion) for key, each in self._kept.items()]
 
 
 @dataclass(slots=True)
@@ -106,7 +144,7 @@ class GroupProgress:
     @property
     def begun(self) -> bool:
         """True once anything was sampled."""
-        return bool(self.done) or any(journal.entries() for journal in self.journals.values())
+        return bool(self.done) or any(journal.begun for journal in self.journals.values())
 
 
 def key_of(request: GenerationRequest) -> str:
@@ -115,11 +153,11 @@ def key_of(request: GenerationRequest) -> str:
     return fingerprint(np.array(request.token_ids, np.int32).tobytes() + asked)
 
 
-def _begins(token_ids: np.ndarray, entry: Recorded, whole: int) -> bool:
-    """Returns True if `token_ids` begins with all that `entry` had and brought."""
-    had = len(entry.token_ids)
-    return (
-        len(token_ids) >= whole
-        and np.array_equal(token_ids[:had], entry.token_ids)
-        and np.array_equal(token_ids[had:whole], entry.completion.token_ids)
-    )
+def _begins(token_ids: np.ndarray, kept: _Kept) -> bool:
+    """Returns True if `token_ids` begins with all that `kept` had and brought."""
+    whole = kept.whole
+    return len(token_ids) >= len(whole) and np.array_equal(token_ids[: len(whole)], whole)
+
+
+def _forget_routes(kept: _Kept) -> None:
+    kept.completion = replace(kept.completion, routed_experts=None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,8 @@ class Answer:
     """One sampled answer, and the tokens between it and the answer before."""
 
     parent: Answer | None
-    before: list[int]
-    """Token ids before the first answer: the whole prompt."""
+    before: array[int]
+    """Token ids before the first answer: the whole prompt. An array, as thousands of agents wait for their tools."""
     completion: Completion
     continued: bool = False
     """True if another answer goes on from here."""
@@ -82,7 +83,7 @@ class Conversations:
     def add(self, place: Position, completion: Completion, message: Message, *, train: bool = True) -> None:
         """Keep what was sampled at `place`, and the message by which the agent knows it. `train=False` keeps its tokens
         out of the loss."""
-        answer = Answer(place.parent, place.before, completion, train=train)
+        answer = Answer(place.parent, array("i", place.before), completion, train=train)
         if place.parent is not None:
             place.parent.continued = True
         self._answers.append(answer)

@@ -1,0 +1,372 @@
+"""Rollouts that wait for tools, thousands at once on one driver: throughput, memory, cancellation and deadlines.
+
+    python benchmarks/rollout_waiting.py [--only throughput memory deadlines] [--rounds 2] [--json FILE]
+
+throughput  requests a second at an engine of an exact rate (benchmarks/waiting_engine.py) with `--count` rollouts in
+            flight, each of which calls it and then waits 0.1 to 30 s for a tool, turn after turn: through a hook,
+            through slimx.rollout.tools, by agents at the proxy, and by plain asyncio (benchmarks/waiting_sides.py).
+            The sides take turns, each in a process of its own. Each ends by cancelling all, which is timed
+memory      anonymous memory of the driver for each rollout that waits, in a process of its own for each figure
+deadlines   how late rollouts are ended at `rollout.rollout_deadline`, all at the same moment or spread over seconds
+
+Seconds are those of a core of its own: CPU time of the process, and jumps over the time in which nothing is to do
+(`waiting_engine.QuietLoop`). So the figures hold on a busy machine, and a run takes its CPU time alone. Client, engine
+and agents are in the same process, over real sockets: what the engine's server costs is in every side's CPU time."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import waiting_sides as sides
+from machine import surroundings
+from rollout_buffer import InOrder
+from waiting_engine import Engine, QuietLoop, message
+
+from slimx.config.load import load_config
+from slimx.config.schema import Config
+from slimx.data.records import Prompt
+from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.rollout.client.completion import Completion, ModelShape
+from slimx.rollout.client.generation import GenerationClient
+from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.flow.manager import RolloutManager
+from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import RolloutContext
+from slimx.rollout.proxy.server import ChatProxy
+
+ROOT = Path(__file__).parents[1]
+GROUP, AHEAD = 8, 4
+"""Rollouts of a group; open steps, each of half the rollouts that may be in flight, so that as many as may be are."""
+SLOTS, ENGINE_S = 128, 1.28
+"""The engine's slots, and seconds of an answer: 100 requests a second."""
+WARMUP_S = 60.0
+"""Seconds before the window of the throughput part: the first waits are over, and the engine's queue is what it is."""
+DEADLINE_S, SPREAD_S = 100.0, 10.0
+"""`rollout.rollout_deadline` of the deadlines part, and the seconds over which groups begin."""
+THROUGHPUT_GOAL, MEMORY_GOAL = 0.95, 100.0
+"""Share of the engine's rate; kB a rollout."""
+
+
+def make_config(directory: Path, rollouts: int, **rollout: Any) -> Config:
+    """A run with `rollouts` in flight."""
+    settings = {
+        "prompts_per_step": max(1, rollouts // GROUP // 2),
+        "group_size": GROUP,
+        "max_rollouts": rollouts,
+        "max_failed_share": 1.0,
+        "rollout_deadline": 3600,
+    } | rollout
+    return load_config(
+        ROOT / "configs/moe/quickstart.yaml",
+        [
+            f"run.dir={directory}",
+            f"model.path={directory}",
+            f"schedule.max_staleness={AHEAD - 1}",
+            f"rollout.sampling.max_new_tokens={sides.ANSWER}",
+            *(f"rollout.{key}={value}" for key, value in settings.items()),
+        ],
+    )
+
+
+def now() -> float:
+    """Seconds of the running loop's clock."""
+    return asyncio.get_running_loop().time()
+
+
+def spread(of: Any) -> dict[str, float]:
+    """Median, 99th percentile and maximum."""
+    return {name: float(np.percentile(of, at)) for name, at in (("p50", 50), ("p99", 99), ("max", 100))}
+
+
+@asynccontextmanager
+async def lag() -> AsyncIterator[list[float]]:
+    """Milliseconds by which the loop wakes a timer late, looked at every 5 ms inside the block."""
+    found: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            due = now() + 0.005
+            await asyncio.sleep(0.005)
+            found.append(1e3 * (now() - due))
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield found
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+
+
+class Client(GenerationClient):
+    """slimx's client, whose messages are counted as under way."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        async with message():
+            return await super().generate(request)
+
+
+class Stand:
+    """A run's manager on its client and proxy, with one of `sides.HOOKS`."""
+
+    def __init__(self, config: Config, url: str, side: str, prompt: int):
+        """`prompt`: its tokens."""
+        self.config, self.side = config, side
+        tokenizer = sides.tokenizer()
+        # An agent counts its own messages, which the client's are a part of.
+        self.client = (GenerationClient if side == "agent" else Client)(url, ModelShape(vocab_size=2000), 3600.0)
+        self.proxy = ChatProxy(context=2**20)
+        self.late: list[float] = []
+        """Seconds after its deadline, of each rollout that was ended."""
+        self.maker = GroupMaker(config, Hooks(self._timed, None, None), tokenizer, self.client, proxy=self.proxy)
+        text = "q" * (prompt - 10)  # the template adds so many
+        prompts = [Prompt(id=f"p{n}", messages=[{"role": "user", "content": text}]) for n in range(10_000)]
+        self.prompt = prompts[0]
+        self.manager = RolloutManager(config, InOrder(prompts, 1), self.maker)
+        self.rollouts = 0
+        """Complete ones, so far."""
+
+    async def _timed(self, ctx: RolloutContext, prompt: Prompt) -> Any:
+        due = now() + self.config.rollout.rollout_deadline
+        try:
+            out = await sides.HOOKS[self.side](ctx, prompt)
+        except asyncio.CancelledError:
+            self.late.append(now() - due)
+            raise
+        self.rollouts += 1
+        return out
+
+    async def go_on(self) -> None:
+        """Take batch after batch."""
+        while True:
+            await self.manager.next_batch()
+
+    async def stop(self) -> None:
+        """End what is in flight."""
+        await self.manager.stop()
+
+    async def __aenter__(self) -> Stand:
+        await self.client.__aenter__()
+        sides.CLIENT[:] = [aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+        await sides.CLIENT[0].close()
+        await self.proxy.stop()
+        await self.client.__aexit__(None, None, None)
+
+
+class PlainStand:
+    """As many tasks as rollouts in flight, each of which makes one after the other."""
+
+    def __init__(self, config: Config, url: str, count: int, prompt: int):
+        of = sides.tokenizer()
+        self.url, self.count, self.rollouts = url, count, 0
+        self._requests = config.rollout.concurrency
+        self._prompt = of("q" * prompt, add_special_tokens=False).input_ids
+        self._result = of("r" * sides.RESULT, add_special_tokens=False).input_ids
+
+    async def go_on(self) -> None:
+        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=self._requests)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            places = asyncio.Semaphore(self._requests)
+            await asyncio.gather(*(self._work(session, places, number) for number in range(self.count)))
+
+    async def _work(self, session: aiohttp.ClientSession, places: asyncio.Semaphore, number: int) -> None:
+        again = 0
+        while True:
+            seed = 1000 * number + again
+            await sides.plain(session, places, self.url, self._prompt, list(self._result), seed)
+            self.rollouts += 1
+            again += 1
+
+    async def stop(self) -> None: ...
+
+    async def __aenter__(self) -> PlainStand:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+@asynccontextmanager
+async def standing(
+    side: str, count: int, prompt: int, seconds: float, **rollout: Any
+) -> AsyncIterator[tuple[Any, Any]]:
+    """The stand of one side, and the engine, which answers in `seconds`."""
+    engine = Engine(sides.answer_ids(sides.tokenizer()), SLOTS, seconds)
+    with tempfile.TemporaryDirectory() as directory:
+        config = make_config(Path(directory), count, **rollout)
+        async with engine.served() as url:
+            made = PlainStand(config, url, count, prompt) if side == "plain" else Stand(config, url, side, prompt)
+            async with made as stand:
+                yield stand, engine
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that the benchmark itself brings about."""
+    async with asyncio.timeout(3600):
+        while not true():
+            await asyncio.sleep(0.02)
+
+
+async def throughput(side: str, count: int, prompt: int, window: float) -> dict[str, Any]:
+    """One turn of one side: all in flight, a window of time, and the end of all."""
+    async with standing(side, count, prompt, ENGINE_S) as (stand, engine):
+        before = asyncio.all_tasks()
+        with settled_heap():
+            work = asyncio.create_task(stand.go_on())
+            await asyncio.sleep(WARMUP_S)
+            async with lag() as late:
+                began, done, rollouts, cpu = now(), engine.done, stand.rollouts, sum(os.times()[:2])
+                await asyncio.sleep(window)
+                spent, requests, rollouts = now() - began, engine.done - done, stand.rollouts - rollouts
+                cpu = sum(os.times()[:2]) - cpu
+            waiting, tasks = sides.PLAN.waiting, len(asyncio.all_tasks() - before)
+            began = now()
+            work.cancel()
+            await asyncio.wait({work})
+            await stand.stop()
+            ended = now() - began
+            served = {task for task in asyncio.all_tasks() - before if "RequestHandler" in repr(task.get_coro())}
+            left = len(asyncio.all_tasks() - before - served)  # the servers' own, one for each connection, end later
+            await until(lambda: engine.open == 0)
+    rate = requests / spent
+    return {
+        "share": rate / (SLOTS / ENGINE_S),
+        "rate": rate,
+        "rollouts": rollouts / spent,
+        "cpu_ms_request": 1e3 * cpu / requests,
+        "cpu_ms_rollout": 1e3 * cpu / max(1, rollouts),
+        "lag_ms": spread(late),
+        "waiting": waiting,
+        "tasks": tasks,
+        "cancelled_s": ended,
+        "left": left + sides.PLAN.waiting,
+    }
+
+
+def anonymous() -> float:
+    """kB of anonymous memory of this process."""
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1.024
+
+
+async def memory(side: str, count: int, prompt: int) -> dict[str, float]:
+    """kB of each rollout that waits in its last turn."""
+    plan = sides.PLAN
+    async with standing(side, count, prompt, 0.01) as (stand, _):
+        if side != "plain":  # what the first one brings along
+            plan.hold = False
+            await stand.maker.make(stand.prompt, group_id="g", number=0)
+        plan.hold = True
+        with settled_heap():
+            before = anonymous()
+            work = asyncio.create_task(stand.go_on())
+            await until(lambda: plan.held == count)
+            after = anonymous()
+            work.cancel()
+            await asyncio.wait({work})
+    tokens = prompt + plan.turns * sides.ANSWER + (plan.turns - 1) * sides.RESULT
+    return {"kb": (after - before) / count, "tokens": tokens}
+
+
+async def deadlines(side: str, count: int, prompt: int, seconds: float) -> dict[str, Any]:
+    """The lateness with which rollouts are ended whose groups begin over `seconds`."""
+    sides.PLAN.turns, sides.PLAN.hold = 1, True
+    settings = {"rollout_deadline": DEADLINE_S, "concurrency": count}  # no deadline stands still
+    async with standing(side, count, prompt, 0.01, **settings) as (stand, _):
+        with settled_heap():
+            async with lag() as late:
+                groups = []
+                for number in range(count // GROUP):
+                    made = stand.maker.make(stand.prompt, group_id=f"g{number}", number=number)
+                    groups.append(asyncio.create_task(made))
+                    if seconds:
+                        await asyncio.sleep(seconds * GROUP / count)
+                outcomes = await asyncio.gather(*groups)
+    reasons = {outcome.reason for outcome in outcomes}
+    if len(stand.late) != count or reasons != {"generate deadline"}:
+        raise SystemExit(f"{len(stand.late)} of {count} rollouts were ended, and groups for {reasons}")
+    ms = 1e3 * np.array(stand.late)
+    return {"early_ms": float(max(0.0, -ms.min())), "late_ms": spread(ms), "lag_ms": spread(late)}
+
+
+def _child(work: Callable[..., Coroutine[Any, Any, Any]], arguments: tuple[Any, ...], scale: float, out: Any) -> None:
+    sides.PLAN.scale = scale
+    with asyncio.Runner(loop_factory=QuietLoop) as runner:
+        out.put(runner.run(work(*arguments)))
+
+
+def apart(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, scale: float = 1.0) -> Any:
+    """The result of a coroutine function in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    out = context.SimpleQueue()
+    process = context.Process(target=_child, args=(work, arguments, scale, out))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"a process of the benchmark ended with status {process.exitcode}")
+    return out.get()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="rollouts that wait for tools")
+    parts = ("throughput", "memory", "deadlines")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--sides", nargs="+", choices=(*sides.HOOKS, "plain"), default=(*sides.HOOKS, "plain"))
+    parser.add_argument("--count", type=int, default=2000, help="rollouts in flight")
+    parser.add_argument("--counts", type=int, nargs="+", default=[500, 1000, 2000], help="memory: rollouts that wait")
+    parser.add_argument("--rounds", type=int, default=2, help="throughput: turns of each side")
+    parser.add_argument("--window", type=float, default=60.0, help="throughput: seconds that are measured")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--json", type=Path, help="file that gets every single figure")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    count, prompt = arguments.count, arguments.prompt
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def keep(part: str, row: dict[str, Any]) -> None:
+        found.setdefault(part, []).append(row)
+        print(part, json.dumps(row), flush=True)
+
+    if "throughput" in arguments.only:
+        for number in range(arguments.rounds):
+            for side in arguments.sides if number % 2 == 0 else reversed(arguments.sides):
+                keep("throughput", {"side": side} | apart(throughput, side, count, prompt, arguments.window))
+    if "memory" in arguments.only:
+        for side in arguments.sides:
+            for each in arguments.counts:
+                row = {"side": side, "count": each} | apart(memory, side, each, prompt, scale=0.01)
+                keep("memory", row)
+    if "deadlines" in arguments.only:
+        for side in (each for each in arguments.sides if each != "plain"):
+            for seconds in (SPREAD_S, 0.0):
+                keep("deadlines", {"side": side, "spread_s": seconds} | apart(deadlines, side, count, prompt, seconds))
+    missed = [row for row in found.get("throughput", []) if row["share"] < THROUGHPUT_GOAL]
+    missed += [row for row in found.get("memory", []) if row["kb"] > MEMORY_GOAL]
+    print(f"goals: {'missed by ' + ', '.join(row['side'] for row in missed) if missed else 'met'}")
+    where = f"{surroundings('slimx', 'aiohttp', 'numpy')}; load {os.getloadavg()[0]:.0f}"
+    print(where)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"where": where, **found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The engine of benchmarks/rollout_waiting.py, which samples at an exact rate, and a clock that the machine's load does
+not touch."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+
+class QuietLoop(asyncio.SelectorEventLoop):
+    """An event loop as on a core of its own: its clock counts the CPU time of this process, and jumps to the next timer
+    where there is nothing to do. It does not jump while bytes are under way between sockets, all of which have both of
+    their ends here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = 0
+        """Messages that were sent and not yet read."""
+        self._jumped = 0.0
+
+    def time(self) -> float:
+        return self._jumped + time.process_time()
+
+    def _run_once(self) -> None:
+        while self._scheduled and self._scheduled[0].cancelled():  # no time passes for these
+            self._timer_cancelled_count -= 1
+            heapq.heappop(self._scheduled)._scheduled = False
+        if not self._ready and self.under_way <= 0 and self._scheduled:
+            self._jumped += max(0.0, self._scheduled[0].when() - self.time())
+        super()._run_once()
+
+
+class Engine:
+    """A server of SGLang's /generate in this process: `slots` requests are sampled at once, each for `seconds`; the
+    others wait in order.
+
+    When a request is done is computed when it comes, so that the rate is slots / seconds, however late it is woken."""
+
+    def __init__(self, token_ids: Sequence[int], slots: int, seconds: float):
+        self._entries = [[-0.5, token, None] for token in token_ids]
+        self._seconds = seconds
+        self._free = [0.0] * slots
+        """Moments at which slots are free."""
+        self.open = self.done = 0
+        """Requests that are with it, and those that it has answered."""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """The answer, once a slot has sampled it; whoever goes away takes the slot along."""
+        loop = asyncio.get_running_loop()
+        body = await request.json()
+        loop.under_way -= 1
+        ends = max(loop.time(), heapq.heappop(self._free)) + self._seconds
+        heapq.heappush(self._free, ends)
+        self.open += 1
+        try:
+            await asyncio.sleep(ends - loop.time())
+        finally:
+            self.open -= 1
+            loop.under_way += 1
+        self.done += 1
+        meta = {
+            "output_token_logprobs": self._entries,
+            "finish_reason": {"type": "stop"},
+            "weight_version": "0",
+            "prompt_tokens": len(body["input_ids"]),
+        }
+        return web.json_response({"text": "", "meta_info": meta})
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[str]:
+        """URL at which it is served inside the block."""
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/generate", self.generate)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def message() -> AsyncIterator[None]:
+    """A request from when it is sent until its answer is read, but for the time that it is with the engine."""
+    loop = asyncio.get_running_loop()
+    loop.under_way += 1
+    try:
+        yield
+    finally:
+        loop.under_way -= 1

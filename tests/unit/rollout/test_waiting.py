@@ -1,0 +1,185 @@
+"""Hundreds of rollouts that wait for tools: what each holds, and that all of them end when they are to end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.environments.toolbox import ToolResult
+from slimx.rollout import tools
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.flow.progress import Journal, Recorded
+from slimx.rollout.hooks import RolloutContext
+from tests.unit.environments.tool_stand import calling
+from tests.unit.rollout.flow_stand import run_virtually
+from tests.unit.rollout.proxy_stand import encode, tokenizer
+from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
+
+COUNT = 200
+"""Rollouts that wait."""
+TURNS, RESULT = 3, 1000
+"""Turns of one before it waits, and tokens of a tool's result."""
+BOUND_KB = 100.0
+PLACES = {"prompts_per_step": COUNT // 2, "max_rollouts": COUNT, "concurrency": COUNT, "max_failed_share": 1.0}
+
+
+class Tools:
+    """Rollouts that wait for a tool until they are ended, and when they were."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.began: list[float] = []
+        self.ended: list[float] = []
+
+    async def wait(self) -> None:
+        self.waiting += 1
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.waiting -= 1
+            self.ended.append(asyncio.get_running_loop().time())
+
+    async def hook(self, ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+        self.began.append(asyncio.get_running_loop().time())
+        draft = ctx.draft(prompt)
+        for turn in range(TURNS):
+            draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=turn))
+            draft.add_inserted(range(1000, 1000 + RESULT))  # as large as real ids are: Python shares the small ones
+        await self.wait()
+        return draft.finish()
+
+    async def toolbox(self, ctx: RolloutContext, prompt: Prompt) -> Any:
+        self.began.append(asyncio.get_running_loop().time())
+        Box.tools = self
+        return await tools.generate(ctx, prompt, toolbox=f"{__name__}.Box", call_deadline=1e6)
+
+
+class Box:
+    """One tool, which does not answer."""
+
+    tools: Tools
+
+    async def open(self, prompt: Prompt, seed: int) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}}]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        await self.tools.wait()
+        raise AssertionError
+
+    async def judge(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None: ...
+
+
+class Calls(FakeEngine):
+    """Calls the tool, and keeps no request."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        await asyncio.sleep(0.25)
+        ids = np.array([*encode(calling("wait")), 3], np.int32)
+        return Completion(ids, np.full(len(ids), -1.0, np.float32), [(0, len(ids), 0)], "stop", None, 0, 0.01)
+
+
+async def until(true: Any) -> None:
+    async with asyncio.timeout(600):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def of_a_side(waiting: Tools, side: str, **options: Any) -> Stand:
+    engine = Calls()
+    return Stand(config_of(**PLACES, **options), generate=getattr(waiting, side), engine=engine, tokenizer=tokenizer())
+
+
+async def test_a_rollout_that_waits_holds_little_more_than_its_tokens():
+    waiting = Tools()
+    async with of_a_side(waiting, "hook") as stand:
+        await stand.maker.client.generate(GenerationRequest([5], {"max_new_tokens": 1}, 1))
+        gc.collect()
+        tracemalloc.start()
+        try:
+            batch = asyncio.create_task(stand.next_batch())
+            await until(lambda: waiting.waiting == COUNT)
+            gc.collect()
+            held = tracemalloc.get_traced_memory()[0] / COUNT / 1000
+        finally:
+            tracemalloc.stop()
+        batch.cancel()
+        await asyncio.wait({batch})
+    assert held < BOUND_KB, f"{held:.0f} kB for each rollout"
+    assert waiting.waiting == 0
+
+
+@pytest.mark.parametrize("side", ["hook", "toolbox"])
+def test_all_that_wait_are_cancelled_at_once_and_nothing_is_left(side):
+    waiting = Tools()
+
+    async def run() -> None:
+        before = asyncio.all_tasks()
+        async with of_a_side(waiting, side) as stand:
+            batch = asyncio.create_task(stand.next_batch())
+            await until(lambda: waiting.waiting == COUNT)
+            batch.cancel()
+            now = asyncio.get_running_loop().time()
+            await stand.manager.stop()
+        assert len(waiting.ended) == COUNT and set(waiting.ended) == {now}
+        assert asyncio.all_tasks() == before
+        assert stand.maker.gate.out == 0
+
+    run_virtually(run())
+
+
+@pytest.mark.parametrize("side", ["hook", "toolbox"])
+def test_each_deadline_is_counted_from_the_beginning_of_its_own_rollout(side):
+    waiting = Tools()
+
+    async def run() -> None:
+        before = asyncio.all_tasks()
+        async with of_a_side(waiting, side, rollout_deadline=50.0) as stand:
+            groups = []
+            for number in range(COUNT // 2):
+                made = stand.maker.make(stand.manager.source.next(), group_id=f"g{number}", number=number)
+                groups.append(asyncio.create_task(made))
+                await asyncio.sleep(0.125)
+            outcomes = await asyncio.gather(*groups)
+            assert {outcome.reason for outcome in outcomes} == {"generate deadline"}
+        assert sorted(waiting.ended) == [began + 50.0 for began in sorted(waiting.began)]
+        assert len(waiting.ended) == COUNT and asyncio.all_tasks() == before
+
+    run_virtually(run())
+
+
+def test_a_journal_gives_back_each_request_whole_though_it_holds_a_turn_once():
+    journal, tokens, recorded = Journal(), [7] * 500, []
+    for turn in range(20):
+        request = GenerationRequest(tokens, {"max_new_tokens": 8}, turn)
+        ids = np.arange(turn, turn + 8, dtype=np.int32)
+        routes = np.zeros((len(tokens) + 7, 1, 1), np.uint8)
+        completion = Completion(ids, np.zeros(8, np.float32), [(0, 8, 0)], "stop", routes, 0, 0.0)
+        journal.record(request, completion)
+        recorded.append((list(tokens), ids))
+        tokens = [*tokens, *ids.tolist(), *range(100)]
+    other = GenerationRequest(recorded[3][0], {"max_new_tokens": 8}, 99)  # another branch, from the fourth turn on
+    journal.record(other, Completion(ids[:2], np.zeros(2, np.float32), [(0, 2, 0)], "stop", None, 0, 0.0))
+    recorded.append((recorded[3][0], ids[:2]))
+    assert_recorded(journal.entries(), recorded)
+    assert [entry.completion.routed_experts is not None for entry in journal.entries()] == [False] * 19 + [True, False]
+    assert sum(kept.new.nbytes for kept in journal._kept.values()) < 2 * 4 * len(tokens)
+    again = Journal(journal.entries())  # of a checkpoint
+    assert_recorded(again.entries(), recorded)
+    assert again.replay(other) is not None and again.replay(GenerationRequest([1], {}, 0)) is None
+
+
+def assert_recorded(entries: list[Recorded], expected: list[tuple[list[int], np.ndarray]]) -> None:
+    assert [(each.token_ids.tolist(), each.completion.token_ids.tolist()) for each in entries] == [
+        (asked, came.tolist()) for asked, came in expected
+    ]
