@@ -1,6 +1,18 @@
 """Rules between sections that need the configuration alone: they are asked when it is loaded."""
 
 from slimx.config.rule import rules_in
-from slimx.config.rules import algorithm, exact, flow, lora, optimizer, qat, recovery, reward_model, serving, updates
+from slimx.config.rules import (
+    algorithm,
+    exact,
+    flow,
+    lora,
+    optimizer,
+    policies,
+    qat,
+    recovery,
+    reward_model,
+    serving,
+    updates,
+)
 
-RULES = rules_in(algorithm, serving, exact, updates, flow, lora, optimizer, qat, recovery, reward_model)
+RULES = rules_in(algorithm, serving, exact, updates, flow, lora, optimizer, qat, recovery, reward_model, policies)
