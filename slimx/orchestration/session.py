@@ -255,8 +255,6 @@ async def _session(
             )
         run = Run(service, prepared, by_policy, records, saves, critic=critic, recovery=recovery, leaving=alarm.leaving)
         run.checkpoints.on_failure = alarm.ring
-        for policy in run.policies.values():
-            stack.push_async_callback(policy.publications.stop)
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
         await stack.enter_async_context(Activity(directory, run.activity, table.note, watch=alerts.look))

@@ -217,7 +217,6 @@ def run_of(
 async def stopped(run: Run) -> None:
     await run.checkpoints.stop()
     await run.rollouts.stop()
-    await run.publications.stop()
     run.records.close()
 
 
