@@ -20,6 +20,7 @@ from slimx.preflight.checks import (
     lora,
     machine,
     memory,
+    policies,
     qat,
     reach,
     routing,
@@ -29,7 +30,9 @@ from slimx.preflight.checks import (
     weights,
 )
 
-RULES = rules_in(layout, routing, sparse, exact, lora, qat, batch, serving, reach, machine, memory, weights, teacher)
+RULES = rules_in(
+    layout, routing, sparse, exact, lora, qat, batch, serving, reach, machine, memory, weights, teacher, policies
+)
 
 
 def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:
