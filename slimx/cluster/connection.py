@@ -35,14 +35,8 @@ def device_of(config: Config) -> str:
 def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
     """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold. `trainers`: whether
     it has any."""
-    threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
-    # Engines that take turns with trainers have no GPUs of their own.
-    apart = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
-    engines = sum(group.started * group.ranks for group in apart)
-    # Ranks of a critic that shares the trainers' are none of their own.
-    critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
-    ranks = config.trainer.world_size + critic if trainers else 0
-    cpus = ranks * config.trainer.threads + threads
+    needs = [_needs(own, trainers=trainers) for own in config.by_policy.values()]
+    ranks, engines, cpus = (sum(each) for each in zip(*needs, strict=True))
     try:
         if config.cluster.ray_address:
             ray.init(config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -65,6 +59,18 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
                 code="cluster.resources",
                 about=kind,
             )
+
+
+def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
+    """Ranks that train one policy, ranks of engines with GPUs of their own, and CPUs."""
+    threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
+    # Engines that take turns with trainers have no GPUs of their own.
+    apart = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
+    engines = sum(group.started * group.ranks for group in apart)
+    # Ranks of a critic that shares the trainers' are none of their own.
+    critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
+    ranks = config.trainer.world_size + critic if trainers else 0
+    return ranks, engines, ranks * config.trainer.threads + threads
 
 
 @without_unused()

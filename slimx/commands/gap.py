@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
@@ -54,7 +55,8 @@ def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
 async def _measure(figures: dict[str, float], say: Callable[[str], None], layers: bool, run: Run) -> None:
     await run.publish()
     batch = await run.watched(run.rollouts.next_batch())
-    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    groups = run.policies[ACTOR].own(batch.groups)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
     async with run.trainers_turn(publish=False):

@@ -8,6 +8,7 @@ from typing import Any
 
 from slimx.commands.data import rendered_lines
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.prompt_files.directories import matching
 from slimx.data.prompt_files.hub import HUB
 from slimx.errors import SlimxError
@@ -19,7 +20,7 @@ from slimx.preflight.plan.report import Planned, plan_report, predictions
 from slimx.preflight.plan.suggest import nearest_layout, suggest_layouts
 from slimx.preflight.plan.suggest_engines import suggest_engines
 from slimx.preflight.plan.text import describe, describe_predictions, describe_suggestions
-from slimx.preflight.record import Predicted
+from slimx.preflight.record import PlanReport, Predicted
 from slimx.trainer.device.backends import choose_backends, installed
 
 
@@ -34,22 +35,38 @@ class Said:
 def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as_json: bool = False) -> Said:
     """Plan the run of `config`. `predict`: also how long a publication takes, after a test here of 3 seconds;
     `suggest`: also layouts that fit `cluster.gpu`, of which the nearest is told anyway where the run does not."""
+    reports = {name: _planned(own, predict=predict, suggest=suggest) for name, own in config.by_policy.items()}
+    report = reports.pop(ACTOR)
+    prompt, wrong = _first_prompt(config)
+    further = [f"policies.{name}: {sentence}" for name, each in reports.items() for sentence in each.violations]
+    report = report.model_copy(update={"policies": reports, "violations": (*report.violations, *wrong, *further)})
+    if as_json:
+        return Said([report.model_dump_json(indent=1)], report.violations)
+    lines = [*_lines(report, prompt)]
+    for name, each in reports.items():
+        lines += ["", f"policy      {name}: trainers and engines of its own; nodes are counted for it alone"]
+        lines += _lines(each, [])
+    return Said(lines, report.violations)
+
+
+def _planned(config: Config, *, predict: bool, suggest: bool) -> PlanReport:
+    """The report of one policy."""
     planned = plan_report(config)
     report = planned.report
     kernels = _kernels(config, planned.spec, report.device)
     report = report.model_copy(update={"kernels": kernels, **_suggestions(config, planned, suggest=suggest)})
     if predict and planned.published is not None:
         report = report.model_copy(update={"predicted": _predicted(planned)})
-    prompt, wrong = _first_prompt(config)
-    report = report.model_copy(update={"violations": (*report.violations, *wrong)})
-    if as_json:
-        return Said([report.model_dump_json(indent=1)], report.violations)
+    return report
+
+
+def _lines(report: PlanReport, prompt: list[str]) -> list[str]:
     lines = describe(report) if report.complete else []
     lines += [f"warning     {sentence}" for sentence in report.warnings]
     lines += prompt
     if report.predicted is not None:
         lines += describe_predictions(report.predicted)
-    return Said([*lines, *describe_suggestions(report)], report.violations)
+    return [*lines, *describe_suggestions(report)]
 
 
 def _first_prompt(config: Config) -> tuple[list[str], list[str]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,8 @@ def _state(running: bool, finished: bool, at: Pace | None, silent: float | None)
 
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
 
+_OF_POLICY = re.compile(r"policy/([^/]+)/[^/]+/")
+
 
 def describe_status(status: dict[str, Any]) -> list[str]:
     """The status as lines of text. Engines of a run that has ended are not shown: they are gone."""
@@ -85,9 +89,11 @@ def describe_status(status: dict[str, Any]) -> list[str]:
     ago = "" if status["seconds_ago"] is None else f", written {status['seconds_ago']} s ago"
     phase = f", last phase {status['phase']}" if status["phase"] and not status["finished"] else ""
     lines = [f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}{ago}{phase}"]
-    shown = [f"{key} {status['metrics'][key]:.4g}" for key in SHOWN if status["metrics"].get(key) is not None]
-    if shown:
-        lines.append(f"step     {', '.join(shown)}")
+    metrics = status["metrics"]
+    if shown := _shown(metrics):
+        lines.append(f"step     {shown}")
+    policies = dict.fromkeys(match[1] for key in metrics if (match := _OF_POLICY.match(key)))
+    lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in policies]
     if not status["running"]:
         return lines
     if status["activity"] is not None:
@@ -104,6 +110,11 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         lines.append(f"router   {router['name']}: {up} at {router['url']}")
         lines += _restarts(router)
     return lines
+
+
+def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
+    """The metrics of SHOWN that there are, under names that begin with `prefix`."""
+    return ", ".join(f"{key} {metrics[prefix + key]:.4g}" for key in SHOWN if metrics.get(prefix + key) is not None)
 
 
 def _restarts(part: dict[str, Any]) -> list[str]:

@@ -12,16 +12,19 @@ import operator
 from typing import Any
 
 import yaml
-from pydantic import PrivateAttr, model_validator
+from pydantic import PrivateAttr, ValidationError, model_validator
 
-from slimx.config.rule import broken, refuse
+from slimx.config import wording
+from slimx.config.rule import Refusal, broken, refuse
 from slimx.config.rules import RULES
 from slimx.config.rules.exact import tree_leaves
+from slimx.config.rules.policies import proven_for
 from slimx.config.section import Section
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.policies import ACTOR, Policy, check_apart, check_names, derived
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.reward import Reward
@@ -45,6 +48,9 @@ class Config(Section):
     algorithm: Algorithm = Algorithm()
     critic: Critic | None = None
     """Needed by `algorithm.advantages=gae` (ppo) and by nothing else; may be `{}`."""
+    policies: dict[str, Policy] = {}
+    """A mapping from names to policies that are trained beside the one of the run's own sections (docs/policies.md);
+    each has these keys."""
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
@@ -69,6 +75,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _across(self) -> Config:
         refuse(broken(RULES, self.sections))
+        check_names(self.policies)
+        configs = self.by_policy
+        for name, config in configs.items():
+            refuse(proven_for(name, config.sections, self.policies))
+        check_apart({name: config.rollout.engines for name, config in configs.items()})
         return self
 
     @property
@@ -82,6 +93,29 @@ class Config(Section):
         if self.critic is None:
             raise SlimxError("there is no section critic", code="critic.missing", about="critic")
         return self.model_copy(update={"trainer": critic_trainer(self.trainer, self.critic)})
+
+    @property
+    def by_policy(self) -> dict[str, Config]:
+        """The configuration of each trained policy, first that of `actor`, which is this one: one policy's model,
+        trainer, algorithm and engines each. Raises Refusal for values that do not fit."""
+        out = {ACTOR: self}
+        for name, policy in self.policies.items():
+            if policy.shares is None:
+                try:
+                    out[name] = type(self).model_validate(derived(self.model_dump(exclude_unset=True), name, policy))
+                except ValidationError as error:
+                    raise _of_policy(name, error.errors()[0]) from None
+        return out
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the trained policies: the keys of `by_policy`."""
+        return [ACTOR, *(name for name, policy in self.policies.items() if policy.shares is None)]
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The policy of each name that hooks may ask for: its own, or the one whose weights it shares."""
+        return {ACTOR: ACTOR, **{name: policy.shares or name for name, policy in self.policies.items()}}
 
     @property
     def exact(self) -> bool:
@@ -113,3 +147,16 @@ class Config(Section):
     def initial_weights(self) -> str:
         """Directory of the weights the run starts from, Hugging Face's or Megatron-LM's."""
         return self.trainer.load or self.model.path
+
+
+def _of_policy(name: str, item: Any) -> Refusal:
+    """The refusal behind one of pydantic's errors in the configuration of the policy `name`."""
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, Refusal):
+        return Refusal(f"policies.{name}: {cause}", code=cause.code, about=f"policies.{name}.{cause.about}")
+    where = ".".join([f"policies.{name}", *map(str, item["loc"])])
+    if item["type"] == "extra_forbidden":
+        return Refusal(
+            f"unknown key {where}; keys are as in the run's own sections", code="config.unknown_key", about=where
+        )
+    return Refusal(wording.value(where, item), code="policies.value", about=where)

@@ -78,6 +78,25 @@ class Outage:
                 del self._clocks[clock]
 
 
+class Outages:
+    """Outages of several groups of engines as one, which lasts while any of them does: a rollout may need them all."""
+
+    def __init__(self, parts: tuple[Outage, ...]) -> None:
+        self._parts = parts
+
+    def time(self) -> float:
+        """Seconds of the event loop's clock, which stands still while one lasts; time of two at once counts twice."""
+        return _now() - sum(part.seconds for part in self._parts)
+
+    @contextmanager
+    def stops(self, clock: Clock) -> Iterator[None]:
+        """`clock`, which runs, stands still in the outages of this block."""
+        with ExitStack() as held:
+            for part in self._parts:
+                held.enter_context(part.stops(clock))
+            yield
+
+
 class Elsewhere:
     """An outage as seen from other event loops."""
 

@@ -39,7 +39,16 @@ class FrozenEngines:
         """`note` is told in one line of every engine that is lost or started again, `record` of every restart."""
         self.config = config
         self.groups = {
-            group.name: EngineGroup(config, device, log_dir, moe=False, note=note, record=record, groups=(group,))
+            group.name: EngineGroup(
+                config,
+                device,
+                log_dir,
+                moe=False,
+                note=note,
+                record=record,
+                router=f"router-{group.name}",
+                groups=(group,),
+            )
             for group in config.rollout.frozen_engines
         }
         self.clients: dict[str, FrozenEngine] = {}

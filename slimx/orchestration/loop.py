@@ -20,6 +20,10 @@ meanwhile (one step off), with more they run several batches ahead, and a public
 and goes on with it when it is called again. A run without engines (supervised fine-tuning) goes round the same loop and
 publishes nothing.
 
+A run may train several policies (section `policies`): a rollout speaks to all of them, each trajectory belongs to the
+one that sampled it, and trainers and publisher stand there once for each. They step together: the version is that of
+all.
+
 An engine that is lost does not show here: the others go on, it is started again in the background, and the publication
 after the next step brings it back (slimx/engines/fleet/membership.py). If none is left, `run.watched` and `run.publish`
 wait for one.
@@ -32,11 +36,12 @@ from __future__ import annotations
 
 import time
 
+from slimx.config.sections.policies import ACTOR
 from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.run import Run
 from slimx.orchestration.step.advantages import estimate_advantages
 from slimx.orchestration.step.evaluation import evaluate
-from slimx.orchestration.step.measure import check_gap, group_metrics, probe_gap, staleness_metrics
+from slimx.orchestration.step.measure import batch_counts, check_gap, probe_gap, sample_metrics
 from slimx.orchestration.step.pairs import train_pairs
 from slimx.orchestration.step.reference import refresh_reference
 from slimx.orchestration.step.train import train_step
@@ -57,22 +62,25 @@ async def train(run: Run) -> None:
         run.records.keep(run.current, run.version, batch)
         with run.phase("prepare"):
             rows = run.updates(batch.groups)
-            metrics = group_metrics(batch, config.eval.passing) | staleness_metrics(batch.groups, run.version)
+            metrics = batch_counts(batch)
+            for policy in run.policies.values():
+                metrics |= policy.named(sample_metrics(policy, batch.groups, run.version))
         if schedule.colocate:
             with run.phase("sleep"):
                 await run.engines.sleep()
                 await run.trainers.reload()
         if config.algorithm.needs_whole_step:
             with run.phase("values"):
-                metrics |= await run.watched(estimate_advantages(run, batch.groups, rows))
+                metrics |= await run.watched(estimate_advantages(run, batch.groups, rows[ACTOR]))
         with run.phase("prepare"):
-            updates = [run.packer(part) for part in rows]
-            metrics |= batch_metrics(updates)
+            updates = run.packed(rows)
+            for policy in run.policies.values():
+                metrics |= policy.named(batch_metrics(updates[policy.name]))
         with run.phase("train"):
             if config.algorithm.scores:
-                metrics |= await run.watched(train_pairs(run, batch.groups, rows), training=True)
+                metrics |= await run.watched(train_pairs(run, batch.groups, rows[ACTOR]), training=True)
             else:
-                metrics |= await run.watched(train_step(run, rows, updates), training=True)
+                metrics |= await run.watched(train_step(run, batch.groups, rows, updates), training=True)
         run.step += 1
         if schedule.colocate:
             with run.phase("wake"):
@@ -88,7 +96,8 @@ async def train(run: Run) -> None:
             metrics |= await evaluate(run)
         await run.records.kept()
         seconds = time.perf_counter() - began
-        metrics["perf/tokens_per_second"] = sum(update.tokens for update in updates) / seconds
+        tokens = sum(update.tokens for several in updates.values() for update in several)
+        metrics["perf/tokens_per_second"] = tokens / seconds
         run.record(metrics | await run.trainer_metrics(), batch.groups, seconds)
         run.checkpoints.check()
         if run.due(config.algorithm.reference_refresh):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
 from slimx.adapters.transformers import import_transformers
+from slimx.algorithms.credit import load_credit
 from slimx.cluster.connection import device_of
 from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Prompt
 from slimx.engines.fleet.group import spec_values
 from slimx.engines.server.spec import EngineSpec, server_args
@@ -56,9 +59,30 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPolicy:
+    """Results of the checks of one trained policy."""
+
+    config: Config
+    """One policy's (`Config.by_policy`), with its transport."""
+    spec: ModelSpec
+    tokenizer: Any
+    sizes: Sizes
+    plans: dict[str, Plan]
+    """By which weights leave the trainers: "export" and, with engines, "publish"."""
+    backends: Backends
+    """The trainers' kernels, with the reason of each."""
+    encoding: Encoding
+    """Form in which the engines receive the weights."""
+    transport: ChosenTransport
+    """`publish.transport`, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(Sources):
     """Results of the checks of a whole run, which had to read them anyway."""
 
+    policies: Mapping[str, PreparedPolicy]
+    """Every trained policy by its name, first `actor`, whose parts stand in the other fields, too."""
     sizes: Sizes
     plans: dict[str, Plan]
     """By which weights leave the trainers: "export" and, with engines, "publish"."""
@@ -71,11 +95,50 @@ class Prepared(Sources):
     critic: Sizes | None
     """Parallel sizes of the critic, if there is one; those of the trainers where it shares their ranks."""
 
+    @property
+    def further(self) -> dict[str, PreparedPolicy]:
+        """The policies beside the run's own."""
+        return {name: policy for name, policy in self.policies.items() if name != ACTOR}
+
 
 def check_run(config: Config) -> Prepared:
     """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first moment at which
     something cannot work, with everything that cannot."""
     device = device_of(config)
+    checked = {name: _check_model(own, device) for name, own in config.by_policy.items()}
+    actor = checked[ACTOR]
+    for each in checked.values():
+        try_hooks(each.config)
+    sources = _sources(actor.config, actor.facts["spec"], device, actor.facts)
+    policies = {
+        name: _policy(each, device, sources.tokenizer if name == ACTOR else _tokenizer(each, device))
+        for name, each in checked.items()
+    }
+    own = policies[ACTOR]
+    return Prepared(
+        **{each.name: getattr(sources, each.name) for each in fields(sources)},
+        policies=policies,
+        sizes=own.sizes,
+        plans=own.plans,
+        backends=own.backends,
+        encoding=own.encoding,
+        transport=own.transport,
+        critic=actor.facts["critic_sizes"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A policy whose model, layout and weights were found to fit."""
+
+    config: Config
+    transport: ChosenTransport
+    backends: Backends
+    facts: dict[str, Any]
+
+
+def _check_model(config: Config, device: str) -> _Checked:
+    """Check one policy's configuration against its model and its weights."""
     transport = choose_transport(config, device)
     config = transport.applied(config)
     spec = configured_model(config)
@@ -96,18 +159,31 @@ def check_run(config: Config) -> Prepared:
             check_transformer(facts["critic_spec"], config.as_critic(), backends, cpu=device == "cpu")
     files = facts | weight_facts(config)
     refuse(broken(RULES, files, before=facts))
-    try_hooks(config)
-    sources = _sources(config, spec, device, files)
-    plans, encoding = make_plans(config, spec, facts["sizes"], device)
-    return Prepared(
-        **{each.name: getattr(sources, each.name) for each in fields(sources)},
-        sizes=facts["sizes"],
+    return _Checked(config, transport, backends, files)
+
+
+def _policy(checked: _Checked, device: str, tokenizer: Any) -> PreparedPolicy:
+    spec, sizes = checked.facts["spec"], checked.facts["sizes"]
+    plans, encoding = make_plans(checked.config, spec, sizes, device)
+    return PreparedPolicy(
+        config=checked.config,
+        spec=spec,
+        tokenizer=tokenizer,
+        sizes=sizes,
         plans=plans,
-        backends=backends,
+        backends=checked.backends,
         encoding=encoding,
-        transport=transport,
-        critic=facts["critic_sizes"],
+        transport=checked.transport,
     )
+
+
+def _tokenizer(checked: _Checked, device: str) -> Any:
+    """The tokenizer of a policy whose rollouts are another's, with engines whose arguments SGLang takes."""
+    config, facts = checked.config, checked.facts
+    _check_engines(config, facts["spec"], device)
+    tokenizer = run_tokenizer(config)
+    refuse(broken(RULES, facts | {"tokenizer": tokenizer}, before=facts))
+    return tokenizer
 
 
 def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tuple[dict[str, Plan], Encoding]:
@@ -129,9 +205,8 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
 def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]) -> Sources:
     """Hooks, tokenizer and prompts, with engines whose arguments SGLang takes; `facts` have been asked for."""
     hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
-    for group in config.rollout.served:
-        values = spec_values(config, group, group.name, device=device, moe=spec.experts > 0)
-        server_args(EngineSpec(port=0, **values))
+    load_credit(config.algorithm.credit)
+    _check_engines(config, spec, device)
     import_transformers()
     tokenizer = run_tokenizer(config)
     refuse(broken(RULES, facts | {"tokenizer": tokenizer}, before=facts))
@@ -156,3 +231,10 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
             check_answers(config.reward, hooks.reward, prompts, config.rollout.max_failed_share)
             check_prompts(hooks.reward, prompts)
     return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, by_source=by_source, eval_prompts=eval_prompts)
+
+
+def _check_engines(config: Config, spec: ModelSpec, device: str) -> None:
+    """Raise SlimxError for an argument of a server that SGLang refuses."""
+    for group in config.rollout.served:
+        values = spec_values(config, group, group.name, device=device, moe=spec.experts > 0)
+        server_args(EngineSpec(port=0, **values))

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slimx.cluster.waiting import first_line
+from slimx.config.schema import Config
 from slimx.engines.delivery.deliveries import make_delivery
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
 from slimx.reshard.manifest import Encoding
@@ -30,13 +30,21 @@ async def _once(work: Callable[[], Awaitable[Any]]) -> Any:
 
 
 class Publications:
-    """Publishes the trainers' weights to the engines of `service`."""
+    """Publishes the weights of one policy's trainers to its engines."""
 
     def __init__(
-        self, service: EngineService, maker: GroupMaker, trainers: TrainerGroup, encoding: Encoding, records: Records
+        self,
+        policy: str,
+        config: Config,
+        engines: EngineGroup | None,
+        maker: GroupMaker,
+        trainers: TrainerGroup,
+        encoding: Encoding,
+        records: Records,
     ):
-        """`maker` is told each version that is published. `encoding`: how engines receive weights."""
-        self.config, self.engines, self.trainers = service.config, service.engines, trainers
+        """`config`: of the policy. `engines`: None where nothing is sampled. `maker` is told each version that is
+        published. `encoding`: how engines receive weights."""
+        self.policy, self.config, self.engines, self.trainers = policy, config, engines, trainers
         self.lasting: Lasting = _once
         """Waits for work that needs trainers, which may be replaced meanwhile."""
         self._maker, self._encoding, self._note = maker, encoding, records.table.note
@@ -79,7 +87,7 @@ class Publications:
             except (NoReceiverLeft, TransportLost) as error:
                 self._note(first_line(error))
                 continue
-            self._maker.version = done.manifest.version
+            self._maker.versions[self.policy] = done.manifest.version
             return done
 
     async def _seat(self) -> None:
@@ -123,7 +131,7 @@ class Publications:
 
     async def catch_up(self) -> bool:
         """Bring the present version to engines that came back, from where it is kept; False if it is not."""
-        members, version = self.engines.members, self._maker.version
+        members, version = self.engines.members, self._maker.versions[self.policy]
         try:
             stored = await in_thread(self.delivery.kept, version)
             if stored is None:

@@ -9,7 +9,6 @@ import ray
 
 from slimx.cluster.place import place_among, place_of
 from slimx.cluster.waiting import gather
-from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.group import RankGroup
@@ -17,8 +16,9 @@ from slimx.preflight.checks.serving import external_hosts
 from slimx.reshard.pack.gather import PUBLISHER
 
 
-async def check_reach(config: Config, trainers: RankGroup, engines: EngineGroup) -> None:
+async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
     """Raise SlimxError naming an engine on another machine than the publisher if the transport reaches one machine."""
+    config = engines.config
     if not config.publish.one_machine:
         return
     hosts, deadline_s = external_hosts(config.rollout), config.cluster.start_deadline
@@ -26,7 +26,7 @@ async def check_reach(config: Config, trainers: RankGroup, engines: EngineGroup)
     (publisher,) = await gather(
         [trainers.actors[PUBLISHER].__ray_call__.remote(place_among, list(hosts.values()))],
         what="the look for the publisher's machine",
-        holders=[f"trainer rank {PUBLISHER}"],
+        holders=[trainers.holder(PUBLISHER)],
         deadline_s=deadline_s,
         logs=trainers.logs[PUBLISHER : PUBLISHER + 1],
     )

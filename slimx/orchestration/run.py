@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimx.algorithms.advantages.estimate import all_advantages
-from slimx.data.batch import TrainingRow
+from slimx.algorithms.credit import credited
+from slimx.config.sections.policies import ACTOR
+from slimx.data.batch import TrainBatch, TrainingRow
 from slimx.data.records import Group
-from slimx.data.routes import check_routes
+from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import Preempted
-from slimx.orchestration.batches import make_packer, make_update_rows
-from slimx.orchestration.prepare import Prepared
+from slimx.orchestration.batches import make_packer
+from slimx.orchestration.policies import TrainedPolicy, each
+from slimx.orchestration.prepare import Prepared, PreparedPolicy
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.publications import Publications, publication_metrics
 from slimx.orchestration.ranks.critic import CriticGroup
@@ -41,7 +42,7 @@ class Run:
         self,
         service: EngineService,
         prepared: Prepared,
-        trainers: TrainerGroup,
+        trainers: Mapping[str, TrainerGroup],
         records: Records,
         saves: Saves,
         *,
@@ -49,23 +50,31 @@ class Run:
         recovery: TrainerRecovery | None = None,
         leaving: asyncio.Event | None = None,
     ):
-        """`service`, `trainers` and `critic` have started. `recovery`: replaces lost trainers; None: their loss ends
-        the run. `leaving` is set when the run shall save and end, whatever
-        step it is at."""
+        """`service`, `trainers` (by policy) and `critic` have started. `recovery`: replaces lost trainers; None: their
+        loss ends the run. `leaving` is set when the run shall save and end, whatever step it is at."""
         config = self.config = service.config
         self.directory = Path(config.run.dir)
-        self.engines, self.client, self.frozen = service.engines, service.client, service.frozen
-        self.trainers, self.critic, self.records = trainers, critic, records
-        self.sizes, self.eval_prompts = prepared.sizes, prepared.eval_prompts
-        self.packer = make_packer(config, prepared.spec, prepared.sizes)
-        self.routes = route_shape(prepared.spec) if config.trainer.moe.routing_replay == "R3" else None
-        """Shape of the engines' routes that are replayed; None where none are."""
+        self.frozen, self.critic, self.records = service.frozen, critic, records
+        self.eval_prompts = prepared.eval_prompts
         self.leaving = leaving or asyncio.Event()
         self.maker = service.make_maker()
-        self.rollouts = self._make_rollouts(prepared, self.maker)
-        self.publications = Publications(service, self.maker, trainers, prepared.encoding, records)
+        self.rollouts = self._make_rollouts(prepared, self.maker, service.groups)
+        self.policies = {
+            name: self._policy(name, policy, service, trainers[name]) for name, policy in prepared.policies.items()
+        }
+        """The trained policies, first the run's own, of which the parts below are."""
+        own = self.policies[ACTOR]
+        self.trainers, self.engines, self.client = own.trainers, own.engines, own.client
+        self.publications, self.packer, self.sizes = own.publications, own.packer, own.sizes
         self.checkpoints = Checkpointer(
-            config, prepared.sizes, trainers, saves, records.timeline, records.table.note, critic=critic
+            own.config,
+            own.sizes,
+            own.trainers,
+            saves,
+            records.timeline,
+            records.table.note,
+            critic=critic,
+            further={name: policy for name, policy in self.policies.items() if name != ACTOR},
         )
         self.recovery = recovery
         records.entered = self._mark
@@ -76,12 +85,33 @@ class Run:
             self.engines.members.keeper.in_flight = self._in_flight
         self.step = self.current = 0
 
-    def _make_rollouts(self, prepared: Prepared, maker: GroupMaker) -> RolloutManager | Replay:
+    def _policy(
+        self, name: str, prepared: PreparedPolicy, service: EngineService, trainers: TrainerGroup
+    ) -> TrainedPolicy:
+        config, engines = prepared.config, service.groups.get(name)
+        return TrainedPolicy(
+            name=name,
+            config=config,
+            trainers=trainers,
+            engines=engines,
+            client=service.clients.get(name),
+            publications=Publications(name, config, engines, self.maker, trainers, prepared.encoding, self.records),
+            packer=make_packer(config, prepared.spec, prepared.sizes),
+            sizes=prepared.sizes,
+            routes=route_shape(prepared.spec) if config.trainer.moe.routing_replay == "R3" else None,
+        )
+
+    def _make_rollouts(
+        self, prepared: Prepared, maker: GroupMaker, engines: Mapping[str, EngineGroup]
+    ) -> RolloutManager | Replay:
         if self.config.rollout.replay:
             return Replay(Path(self.config.rollout.replay))
-        abort = {} if self.engines is None else {"abort": self.engines.interrupt}
+
+        async def interrupt() -> None:
+            await asyncio.gather(*(group.interrupt() for group in engines.values()))
+
         source = make_source(self.config, prepared.by_source)
-        return RolloutManager(self.config, source, maker, on_drop=self._drop, **abort)
+        return RolloutManager(self.config, source, maker, on_drop=self._drop, abort=interrupt)
 
     @property
     def version(self) -> int:
@@ -93,7 +123,9 @@ class Run:
     async def watched[T](self, work: Awaitable[T], *, training: bool = False) -> T:
         """Wait for `work`, but not beyond the moment when the run has lost its engines for good; see
         `Publications.watched`."""
-        return await self.publications.watched(work, self.step, training=training)
+        for policy in self.policies.values():
+            work = policy.publications.watched(work, self.step, training=training)
+        return await work
 
     async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work`, which calls trainers; done again from its beginning if they are lost and replaced."""
@@ -121,20 +153,24 @@ class Run:
             "step": self.current,
             **self.records.activity(),
             "rollouts": self.rollouts.status() if self.engines is not None else None,
-            "awaited": self.engines.members.awaited() if self.engines is not None else None,
+            "awaited": next((told for group in self._serving() if (told := group.members.awaited())), None),
             "late": next((late for group in self._groups() if (late := group.late()) is not None), None),
         }
 
     def _mark(self, phase: str, step: int) -> None:
         """Have the logs of trainers and engines say what their lines belong to."""
-        engines = [] if self.engines is None else self.engines.engines
-        for each in (*self._groups(), *engines):
-            each.mark(f"step {step}: {phase}")
+        engines = [engine for group in self._serving() for engine in group.engines]
+        for part in (*self._groups(), *engines):
+            part.mark(f"step {step}: {phase}")
+
+    def _serving(self) -> list[EngineGroup]:
+        """Engines of all policies."""
+        return [policy.engines for policy in self.policies.values() if policy.engines is not None]
 
     def _groups(self) -> list[RankGroup]:
-        """The trainers' ranks, and those of a critic of its own."""
+        """The trainers' ranks of all policies, and those of a critic of its own."""
         own = self.critic.own if self.critic is not None else None
-        return [self.trainers, *([own] if own is not None else [])]
+        return [*(policy.trainers for policy in self.policies.values()), *([own] if own is not None else [])]
 
     def _in_flight(self) -> str:
         """The requests that are lost with the router, and whose they are."""
@@ -150,11 +186,14 @@ class Run:
 
     # Work -------------------------------------------------------------------------------------------------------------
 
-    def updates(self, groups: list[Group]) -> list[list[TrainingRow]]:
-        """The rows that one step's groups give, update by update; with a critic their advantages come later."""
-        if self.routes is not None:
-            check_routes([trajectory for group in groups for trajectory in group.trajectories], self.routes)
-        return make_update_rows(self.config, groups, partial(all_advantages, self.config.algorithm))
+    def updates(self, groups: Sequence[Group]) -> dict[str, list[list[TrainingRow]]]:
+        """The rows that one step's groups give each policy, with the credit that `algorithm.credit` gives."""
+        groups = credited(groups, self.config.algorithm.credit)
+        return {name: policy.updates(groups) for name, policy in self.policies.items()}
+
+    def packed(self, rows: Mapping[str, Sequence[Sequence[TrainingRow]]]) -> dict[str, list[TrainBatch]]:
+        """The batches of each policy's updates."""
+        return {name: [policy.packer(part) for part in rows[name]] for name, policy in self.policies.items()}
 
     async def publish(self) -> dict[str, float]:
         """Bring the trainers' weights into the engines as version `step`; {} without engines."""
@@ -163,9 +202,13 @@ class Run:
                 self.maker.version = self.step  # of the engines of the run that is replayed
             return {}
         with self.phase("publish"):
-            done = await self.publications.publish(self.step)
-        serving = self.frozen.metrics() | self.engines.members.metrics()
-        return publication_metrics(done) | serving | {"rollout/request_retries": float(self.client.retried)}
+            metrics = await each(self.policies, self._publish)
+        return self.frozen.metrics() | metrics
+
+    async def _publish(self, policy: TrainedPolicy) -> dict[str, float]:
+        done = await policy.publications.publish(self.step)
+        retried = {"rollout/request_retries": float(policy.client.retried)}
+        return publication_metrics(done) | policy.engines.members.metrics() | retried
 
     @asynccontextmanager
     async def trainers_turn(self, *, publish: bool = True) -> AsyncIterator[None]:
@@ -224,7 +267,7 @@ class Run:
 
     async def trainer_metrics(self) -> dict[str, float]:
         """The trainers' peak memory, and what was done to replace lost ones."""
-        memory = await self.lasting(self.trainers.memory)
+        memory = await each(self.policies, lambda policy: self.lasting(policy.trainers.memory))
         return memory if self.recovery is None else memory | self.recovery.metrics()
 
     # Records ----------------------------------------------------------------------------------------------------------

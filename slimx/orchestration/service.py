@@ -1,34 +1,38 @@
 """Puts engines, client, proxy, frozen engines and roster together: whatever answers the rollouts of a command.
 
-GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fixed at the weights they start with)
+GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fixed at the weights they start with;
+    |                                                             a client, a router and engines for each policy)
     |--------> FrozenEngine ------> router --> frozen engines    (judges, reward models, teachers)
     |--------> ChatProxy <--------- agents
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from slimx.cluster.connection import device_of
 from slimx.cluster.place import Placement
 from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.engines.fleet.group import EngineGroup, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.roster import follow
+from slimx.engines.outage import Outages
 from slimx.errors import SlimxError
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.lifetime import stopping
-from slimx.orchestration.prepare import Sources
+from slimx.orchestration.prepare import PreparedPolicy, Sources
 from slimx.orchestration.waits import while_served
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.proxy.server import ChatProxy
 
 
@@ -36,8 +40,8 @@ class EngineService:
     """The engines of a command and everything in front of them.
 
         async with EngineService(...) as service:
-            engines = service.place()
-            await together([service.frozen.start(), engines.start()])
+            groups = service.place()
+            await together([service.frozen.start(), *(engines.start() for engines in groups.values())])
             await service.open(context)
             maker = service.make_maker()
 
@@ -53,16 +57,20 @@ class EngineService:
         note: Callable[[str], None],
         record: Callable[[Restart], None] = lambda restart: None,
         lost: Callable[[str, SlimxError], None] = lambda name, error: None,
+        further: Mapping[str, PreparedPolicy] | None = None,
     ):
         """`directory` gets `logs/` and `engines.json`. `note` is told in one line what happens to engines, `record` of
-        every restart, `lost` of every engine that is taken out."""
+        every restart, `lost` of every engine that is taken out. `further`: policies beside the run's own, which have
+        engines too."""
         self.config, self.sources, self.directory = config, sources, directory
         self.device, self.logs = device_of(config), directory / "logs"
         self.note, self._record, self._lost = note, record, lost
         self.frozen = FrozenEngines(config, self.device, self.logs, note=note, record=record)
-        self.engines: EngineGroup | None = None
-        """The policy's; None where nothing is sampled."""
-        self.client: GenerationClient | None = None
+        self.further = dict(further or {})
+        self.groups: dict[str, EngineGroup] = {}
+        """Engines by policy; {} where nothing is sampled."""
+        self.clients: dict[str, GenerationClient] = {}
+        """Ways to them, once they are open."""
         self.proxy: ChatProxy | None = None
         self._stack = AsyncExitStack()
 
@@ -75,55 +83,63 @@ class EngineService:
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
 
-    def place(self, shared: Sequence[Placement] = ()) -> EngineGroup | None:
-        """Create the policy's engines, without starting them; None where the configuration has none.
+    @property
+    def engines(self) -> EngineGroup | None:
+        """Engines of the run's own policy; None where nothing is sampled."""
+        return self.groups.get(ACTOR)
+
+    @property
+    def client(self) -> GenerationClient | None:
+        """The way to `engines`."""
+        return self.clients.get(ACTOR)
+
+    def place(self, shared: Sequence[Placement] = ()) -> dict[str, EngineGroup]:
+        """Create the engines of each policy, without starting them; {} where the configuration has none.
 
         `shared`: the places of trainer ranks with which they take turns, see `EngineGroup`."""
         if self.config.rollout.policy_engines:
-            self.engines = EngineGroup(
-                self.config,
-                self.device,
-                self.logs,
-                moe=self.sources.spec.experts > 0,
-                note=self.note,
-                record=self._record,
-                shared=shared,
-            )
-            self._stack.push_async_exit(stopping(self.engines.stop, self.note))
-        return self.engines
+            self._place(ACTOR, self.config, self.sources, router="router", shared=shared)
+        for name, policy in self.further.items():
+            self._place(name, policy.config, policy, router=f"router-{name}")
+        return self.groups
+
+    def _place(self, name: str, config: Config, model: Sources | PreparedPolicy, **options: Any) -> None:
+        moe = model.spec.experts > 0
+        group = EngineGroup(config, self.device, self.logs, moe=moe, note=self.note, record=self._record, **options)
+        self.groups[name] = group
+        self._stack.push_async_exit(stopping(group.stop, self.note))
 
     async def open(self, context: int) -> None:
         """Connect client and proxy to engines that have all started. `context`: tokens of the longest trajectory.
 
         Raises SlimxError for a teacher with another vocabulary."""
         await self.frozen.check_teacher(self.sources.tokenizer)
-        groups = [*([self.engines] if self.engines is not None else []), *self.frozen.groups.values()]
+        groups = [*self.groups.values(), *self.frozen.groups.values()]
         self._stack.callback(tell_restarts, groups, self.note)
         follow(groups, self.directory / "engines.json")
         for group in groups:
             group.members.on_lost = self._lost
             group.members.before_ending = partial(keep_stacks, self.directory, self.note)
-        if self.engines is not None:
-            rollout = self.config.rollout
-            self.client = GenerationClient(
-                self.engines.router.url,
-                ModelShape.of(self.sources.spec),
+        for name, group in self.groups.items():
+            rollout, model = self.config.rollout, self.further.get(name, self.sources)
+            client = self.clients[name] = GenerationClient(
+                group.router.url,
+                ModelShape.of(model.spec),
                 rollout.request_deadline,
                 # While no engine serves, a request waits for one as long as the run does.
                 retry_s=rollout.request_deadline,
                 retries=rollout.request_retries,
-                on_lost=self.engines.members.look,
-                outage=self.engines.members.outage,
-                api_key=self.engines.keys.api_key,
+                on_lost=group.members.look,
+                outage=group.members.outage,
+                api_key=group.keys.api_key,
             )
-            await self._stack.enter_async_context(self.client)
-            self.engines.members.probe = prober(self.client.shape, self.config)
+            await self._stack.enter_async_context(client)
+            group.members.probe = prober(client.shape, self.config)
         self.proxy = ChatProxy(self.config.rollout.proxy.host, self.config.rollout.proxy.port, context=context)
         self._stack.push_async_callback(self.proxy.stop)
 
     def make_maker(self) -> GroupMaker:
         """A maker of groups with these engines; its owner closes it."""
-        outage = None if self.engines is None else self.engines.members.outage
         return GroupMaker(
             self.config,
             self.sources.hooks,
@@ -131,7 +147,8 @@ class EngineService:
             self.client,
             self.frozen.clients,
             self.proxy,
-            outage,
+            Outages(tuple(group.members.outage for group in self.groups.values())),
+            {name: Speaker(self.clients[name], policy.tokenizer) for name, policy in self.further.items()},
         )
 
     async def watched[T](self, work: Awaitable[T]) -> T:

@@ -26,6 +26,13 @@ from slimx.orchestration.service import EngineService
 def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     """`config` with engines that start from `checkpoint`, a Hugging Face directory, or from the weights that training
     would start from. Raises SlimxError for weights that engines cannot load."""
+    if any(policy.shares is None for policy in config.policies.values()):
+        raise SlimxError(
+            "slimx generate and slimx eval were never proven with several trained policies; use the held-out prompts "
+            "of training (eval.prompts), or take the further ones out of policies",
+            code="policies.serving",
+            about="policies",
+        )
     if not config.rollout.policy_engines:
         raise SlimxError(
             "there is no engine to generate with: "
@@ -80,7 +87,7 @@ async def serving(
     `directory`: gets `logs/` and `engines.json`. `note` is told in one line what happens to engines."""
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
-        engines = service.place()
+        (engines,) = service.place().values()
         await together([service.frozen.start(), engines.start()])
         # As long as what training on the same configuration could take.
         await service.open(longest_trajectory(config, sources.spec, sizes_of(config.trainer)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
 from slimx.errors import SlimxError
@@ -21,7 +22,15 @@ from slimx.observability.alerts.alerts import Alerts, alerting
 from slimx.observability.live.activity import FILE, Activity
 from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
-from slimx.observability.live.table import PAIR_COLUMNS, PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, Column, LiveTable
+from slimx.observability.live.table import (
+    PAIR_COLUMNS,
+    PPO_COLUMNS,
+    RL_COLUMNS,
+    SFT_COLUMNS,
+    Column,
+    LiveTable,
+    with_policies,
+)
 from slimx.observability.report.report import write_report
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
@@ -29,7 +38,8 @@ from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
-from slimx.orchestration.prepare import Prepared, check_run, make_plans
+from slimx.orchestration.policies import prefix_of
+from slimx.orchestration.prepare import Prepared, PreparedPolicy, check_run, make_plans
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import watch_ranks
@@ -104,7 +114,7 @@ def _attempt(
         if _finished(config, directory, state):
             _say(console, f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
             return
-        check_resume(config, prepared.sizes, resume_from, state, prepared.critic)
+        check_resume(config, prepared.sizes, resume_from, state, prepared.critic, prepared.further)
     if config.rollout.replay:
         check_replay(
             Path(config.rollout.replay),
@@ -187,7 +197,7 @@ async def _session(
                 config.schedule.steps,
                 done,
                 console,
-                _columns(config),
+                with_policies(_columns(config), [*prepared.further]),
             )
         )
         records = _open_records(config, table, alerts, done + 1 if done else 0, prepared.tokenizer)
@@ -197,46 +207,59 @@ async def _session(
             table.note(f"publish.transport {prepared.transport}")
         config = prepared.transport.applied(config)
         device = device_of(config)
-        trainers = TrainerGroup(config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans)
-        stack.push_async_exit(stopping(trainers.stop, table.note))
+        by_policy: dict[str, TrainerGroup] = {}
+        for name, policy in prepared.policies.items():
+            by_policy[name] = _trainers(name, policy, device, logs)
+            stack.push_async_exit(stopping(by_policy[name].stop, table.note))
+        trainers = by_policy[ACTOR]
         critic = None
         if prepared.critic is not None:
             packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(stopping(critic.stop, table.note))
         service = EngineService(
-            config, prepared, directory, note=table.note, record=records.restarted, lost=records.engine_lost
+            config,
+            prepared,
+            directory,
+            note=table.note,
+            record=records.restarted,
+            lost=records.engine_lost,
+            further=prepared.further,
         )
         await stack.enter_async_context(service)
-        await start_parts(config, trainers, critic, service, records.starting)
+        await start_parts(config, by_policy, critic, service, records.starting)
         replan = partial(_replanned, config, prepared, device)
         recovery = TrainerRecovery(trainers, records, logs, replan) if config.recovery.trainers else None
         if recovery is not None:
             stack.push_async_callback(recovery.stop)
         watches = [recovery.watch() if recovery is not None else watch_ranks(trainers, config.trainer.watch_deadline)]
+        watches += [
+            watch_ranks(by_policy[name], policy.config.trainer.watch_deadline)
+            for name, policy in prepared.further.items()
+        ]
         if critic is not None and critic.own is not None:
             watches.append(watch_ranks(critic.own, config.trainer.watch_deadline))
         for watch in watches:
             alarm.ring_after(watch)
         layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
         await service.open(longest_trajectory(config, prepared.spec, *layouts))
-        for reason in prepared.backends.reasons:
-            table.note(reason)
-        handles = service.engines.engines if service.engines is not None else ()
+        for policy in prepared.policies.values():
+            for reason in policy.backends.reasons:
+                table.note(reason)
+        handles = [engine for group in service.groups.values() for engine in group.engines]
         for kernels in dict.fromkeys(engine.kernels for engine in handles):
             table.note(f"engines: {kernels}")
         if replayed:
             table.note(
                 f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)
             )
-        run = Run(service, prepared, trainers, records, saves, critic=critic, recovery=recovery, leaving=alarm.leaving)
+        run = Run(service, prepared, by_policy, records, saves, critic=critic, recovery=recovery, leaving=alarm.leaving)
         run.checkpoints.on_failure = alarm.ring
-        stack.push_async_callback(run.publications.stop)
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
         await stack.enter_async_context(Activity(directory, run.activity, table.note, watch=alerts.look))
-        if service.engines is not None:
-            service.engines.members.watch()
+        for group in service.groups.values():
+            group.members.watch()
         if state is not None and resume_from is not None:
             async with run.trainers_turn(publish=False):
                 await run.restore(resume_from, state)
@@ -248,6 +271,11 @@ async def _session(
         stack.enter_context(settled_heap())
         await work(run)
         alerts.tell("finished", f"finished after {run.step} steps")
+
+
+def _trainers(policy: str, prepared: PreparedPolicy, device: str, logs: Path) -> TrainerGroup:
+    name = "trainer" if policy == ACTOR else f"trainer-{policy}"
+    return TrainerGroup(prepared.config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans, name=name)
 
 
 def _replanned(config: Config, prepared: Prepared, device: str, sizes: Sizes) -> dict[str, Plan]:
@@ -265,13 +293,14 @@ def _columns(config: Config) -> tuple[Column, ...]:
 
 async def start_parts(
     config: Config,
-    trainers: TrainerGroup,
+    trainers: Mapping[str, TrainerGroup],
     critic: CriticGroup | None,
     service: EngineService,
     timed: Callable[[str, Awaitable[Any]], Awaitable[Any]],
 ) -> None:
-    """Start trainers, critic and engines, together where that can be. `timed` records how long each takes, by name."""
-    starting = [timed("trainers", trainers.start())]
+    """Start the trainers of each policy, critic and engines, together where that can be. `timed` records how long each
+    takes, by name."""
+    starting = [timed(prefix_of(name) + "trainers", group.start()) for name, group in trainers.items()]
     if critic is not None:
         starting.append(timed("critic", critic.start()))
     if service.frozen.groups:
@@ -282,11 +311,11 @@ async def start_parts(
         # cache by the memory that is free when it starts, so that trainers must have left.
         starting, first = [], starting
         await together(first)
-        shared = await trainers.places() if service.device == "cuda" else []
-        await trainers.offload()
-    engines = service.place(shared)
-    if engines is not None:
-        starting += [check_reach(config, trainers, engines), timed("engines", engines.start())]
+        shared = await trainers[ACTOR].places() if service.device == "cuda" else []
+        await trainers[ACTOR].offload()
+    for name, engines in service.place(shared).items():
+        starting.append(check_reach(trainers[name], engines))
+        starting.append(timed(prefix_of(name) + "engines", engines.start()))
     await together(starting)
 
 

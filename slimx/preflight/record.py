@@ -281,6 +281,8 @@ class PlanReport(Record):
     """With --suggest: layouts that fit, cheapest first."""
     suggested_engines: tuple[EngineSuggestion, ...] = ()
     """With --suggest."""
+    policies: dict[str, PlanReport] = {}
+    """Plans of the policies that are trained beside the run's own, by name, each as if it had its nodes to itself."""
 
     @property
     def complete(self) -> bool:

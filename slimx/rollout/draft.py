@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Span, Status, Trajectory, Turn
 from slimx.data.support import Support
 from slimx.errors import SlimxError
@@ -30,10 +31,11 @@ class Draft:
         index: int,
         seed: int,
         sampling: dict[str, Any],
+        policy: str = ACTOR,
     ):
         self.id, self.rollout_id, self.group_id, self.index = id, rollout_id, group_id, index
         self.sampling = {**sampling, "seed": seed}
-        self.turn = 0
+        self.policy, self.turn = policy, 0
         self.timings = {"generate": 0.0}
         # Thousands of rollouts wait for their tools at once: 9 bytes a token here, where lists of numbers take 90.
         self._ids = array("i", prompt_ids)
@@ -53,6 +55,14 @@ class Draft:
 
     def add_sampled(self, completion: Completion, *, train: bool = True) -> None:
         """Append what an engine sampled. `train=False` keeps the tokens out of the loss."""
+        if completion.policy != self.policy:
+            raise SlimxError(
+                f"trajectory {self.id} is one of the policy {self.policy}, and {completion.policy} sampled these "
+                "tokens; add them by add_inserted, which does not train them, or to a draft of that policy "
+                "(ctx.policies[NAME].draft)",
+                code="draft.policy",
+                about=self.id,
+            )
         if self.turn and completion.temperature != self.sampling["temperature"]:
             raise SlimxError(
                 f"trajectory {self.id} was sampled at temperatures {self.sampling['temperature']} and "
@@ -68,7 +78,14 @@ class Draft:
         self._trained += bytes([train]) * len(completion.token_ids)
         for first, last, version in completion.versions:
             self._spans.append(
-                Span(start=start + first, stop=start + last, source="sampled", turn=self.turn, version=version)
+                Span(
+                    start=start + first,
+                    stop=start + last,
+                    source="sampled",
+                    turn=self.turn,
+                    policy=self.policy,
+                    version=version,
+                )
             )
         self._supports.append(len(completion.token_ids) if completion.support is None else completion.support)
         # A completion reports the experts of all its input positions: the last one covers the earlier turns too.
@@ -128,6 +145,7 @@ class Draft:
             rollout_id=self.rollout_id,
             group_id=self.group_id,
             index=self.index,
+            policy=self.policy,
             token_ids=np.array(self._ids[:end], np.int32),
             loss_mask=np.frombuffer(self._trained[:end], np.uint8),
             logprobs=np.array(self._logprobs[:end], np.float32),

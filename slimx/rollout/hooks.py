@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import PromptIds, encode_turn
 from slimx.environments.processes import Environments
@@ -67,6 +68,8 @@ class RolloutEngine:
     routed_experts: bool
     affinity: str | None = None
     """As in `GenerationRequest`."""
+    policy: str = ACTOR
+    """Name of the policy that they serve."""
 
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any] | None = None, *, turn: int = 0
@@ -89,7 +92,7 @@ class RolloutEngine:
 
     def _request(self, token_ids: Sequence[int], sampling: dict[str, Any] | None, turn: int) -> GenerationRequest:
         merged, seed = {**self.sampling, **(sampling or {})}, seed_of(self.seed, turn)
-        return GenerationRequest(token_ids, merged, seed, self.routed_experts, self.affinity)
+        return GenerationRequest(token_ids, merged, seed, self.routed_experts, self.affinity, self.policy)
 
     def _client(self) -> Generator:
         if self.client is None:
@@ -137,8 +140,9 @@ class RolloutContext(_Logging):
     """One rollout of one prompt."""
 
     engine: RolloutEngine
+    """Engines of the policy `policy`."""
     tokenizer: Any
-    """The model's Hugging Face tokenizer."""
+    """Hugging Face tokenizer of its model."""
     version: int
     """Newest weight version when the rollout began."""
     evaluation: bool
@@ -155,13 +159,18 @@ class RolloutContext(_Logging):
     headers: Mapping[str, str] = field(default_factory=dict)
     """HTTP headers of requests to `address`, which answers nobody without them."""
     proxy: AgentServer | None = None
-    """The run's OpenAI-compatible server (slimx.rollout.agent); None where nothing is sampled."""
+    """The run's OpenAI-compatible server (slimx.rollout.agent), through which agents speak to the policy `actor`; None
+    where nothing is sampled, and for further policies."""
     environments: Environments = field(default_factory=Environments)
     """Makes environments, in the driver or in processes."""
     prompt_ids: PromptIds | None = None
     """Token ids of the group's prompt, which is encoded once."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the hook logged; they become those of the rollout's first trajectory."""
+    policy: str = ACTOR
+    """Name of the policy that `engine` samples from, and whose trajectories `draft` begins."""
+    policies: Mapping[str, RolloutContext] = field(default_factory=dict)
+    """The same rollout as each trained policy sees it, by name of the policy or the role (section policies)."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
         """Begin a trajectory with the prompt's tokens; `suffix` tells several trajectories of one rollout apart."""
@@ -175,6 +184,7 @@ class RolloutContext(_Logging):
             index=self.index,
             seed=self.seed,
             sampling=self.engine.sampling,
+            policy=self.policy,
         )
 
     def turn(self, content: str, *, after: Sequence[int], role: str = "user") -> list[int]:

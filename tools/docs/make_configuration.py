@@ -124,7 +124,7 @@ def _words(annotation: Any) -> str:
             if arguments[-1] is ...
             else f"list of {len(arguments)}: {_words(arguments[0])}"
         )
-    if origin is dict:
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "mapping"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
     return names[annotation]

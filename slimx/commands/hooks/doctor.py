@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from slimx.algorithms.credit import load_credit
 from slimx.commands.hooks.scripted_server import LOGPROB, VERDICT, ScriptedServer
 from slimx.commands.hooks.trial import HookTrial, Tried
 from slimx.config.schema import Config
+from slimx.config.sections.algorithm import CREDITS
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.codec import encode_groups
 from slimx.errors import SlimxError, raised
@@ -92,6 +94,8 @@ def _load(config: Config, found: Examined) -> Hooks:
         reward=attempt("reward", rewards, lambda: load_rewards(config)),
         keep=attempt("rollout.filter", config.rollout.filter, lambda: load_keep(config)),
     )
+    if (credit := config.algorithm.credit) not in CREDITS:
+        attempt("algorithm.credit", credit, lambda: load_credit(credit))
     own = {key: getattr(config.algorithm, key) for key in config.algorithm.hooks}
     if own:
         paths = ", ".join(map(str, own.values()))

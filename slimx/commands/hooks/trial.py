@@ -12,13 +12,14 @@ from typing import Any
 
 from slimx.commands.hooks.scripted_server import ScriptedServer
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient
-from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, Speaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.proxy.server import ChatProxy
 
@@ -106,7 +107,11 @@ class HookTrial:
         proxy = ChatProxy(context=self.spec.gpt["max_sequence_length"])
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
-            maker = GroupMaker(self.config, hooks, self.tokenizer, client if sampled else None, frozen, proxy)
+            # Whatever policy is asked, the stand-in says the same, in the words of the run's own tokenizer.
+            further = {name: Speaker(client, self.tokenizer) for name in self.config.trained if name != ACTOR}
+            maker = GroupMaker(
+                self.config, hooks, self.tokenizer, client if sampled else None, frozen, proxy, further=further
+            )
             try:
                 tried: list[Tried] = []
                 scripts = self._scripts()

@@ -9,6 +9,7 @@ from slimx.config.rules import (
     fp8,
     lora,
     optimizer,
+    policies,
     qat,
     recovery,
     reward_model,
@@ -17,5 +18,5 @@ from slimx.config.rules import (
 )
 
 RULES = rules_in(
-    algorithm, serving, exact, updates, flow, lora, optimizer, qat, fp8, activations, recovery, reward_model
+    algorithm, serving, exact, updates, flow, lora, optimizer, qat, fp8, activations, recovery, reward_model, policies
 )

@@ -31,6 +31,9 @@ WHITENED = ("reinforce", "reinforce_baseline", "gdpo", "gae")
 TOKEN_REWARDS = ("reinforce", "reinforce_baseline", "gae")
 """Estimators with a reward for every token."""
 
+CREDITS = ("own", "shared")
+"""Ways to share out the rewards of a rollout, first the default."""
+
 
 class Algorithm(Section):
     name: Name = "grpo"
@@ -57,6 +60,10 @@ class Algorithm(Section):
     """Added to the standard deviation."""
     reward_weights: dict[str, Real] = {}
     """gdpo: weight of each reward part's normalised advantage; parts not named have 1."""
+    credit: str = "own"
+    """Division of a rollout's rewards among its trajectories, before advantages. own: each keeps its own; shared:
+    all have the mean of the rollout's; a dotted path: credit(group) -> a reward for each trajectory of the group
+    (docs/policies.md)."""
     step_coef: Weight = 1.0
     """gigpo: weight of the advantage among equal states."""
     gamma: Share = 1.0
@@ -149,7 +156,7 @@ class Algorithm(Section):
 
     @model_validator(mode="after")
     def _known(self) -> Algorithm:
-        for key, known in (("advantages", ADVANTAGES), ("loss", LOSSES)):
+        for key, known in (("advantages", ADVANTAGES), ("loss", LOSSES), ("credit", CREDITS)):
             value = getattr(self, key)
             if value not in known and "." not in value:
                 raise Refusal(
@@ -323,6 +330,10 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
         "is added to a standard deviation by which nothing is divided here",
     ),
     "reward_weights": _advantages("gdpo"),
+    "credit": (
+        lambda a: _rolled_out(a) and a.advantages not in ("gdpo", "dpo", "none"),
+        "shares out rewards of trajectories, and advantages come of something else",
+    ),
     "step_coef": _advantages("gigpo"),
     "gamma": _advantages("gae", "reinforce", "reinforce_baseline", "gigpo"),
     "gae_lambda": _advantages("gae"),

@@ -56,9 +56,13 @@ def write_trained(groups_file: Path, tokens: Sequence[TrainedTokens]) -> Path:
         "logprobs": np.concatenate([each.logprobs for each in tokens]),
         "advantages": np.concatenate([each.advantages for each in tokens]),
     }
-    experts = [each.other_experts for each in tokens if each.other_experts is not None]
-    if experts:
-        tensors["other_experts"] = np.concatenate(experts)
+    if any(each.other_experts is not None for each in tokens):
+        # A dense policy beside one with experts has none to differ in.
+        none = [np.zeros(len(each.logprobs), bool) for each in tokens]
+        found = [
+            own if each.other_experts is None else each.other_experts for each, own in zip(tokens, none, strict=True)
+        ]
+        tensors["other_experts"] = np.concatenate(found)
     write_atomic(path, save(tensors), sync=False)
     return path
 

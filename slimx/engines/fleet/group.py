@@ -66,12 +66,13 @@ class EngineGroup:
         moe: bool,
         note: Callable[[str], None] = lambda text: None,
         record: Callable[[Restart], None] = lambda restart: None,
+        router: str = "router",
         groups: Sequence[Engines] | None = None,
         shared: Sequence[Placement] = (),
     ):
         """`note` is told in one line of every engine that is lost or started again, `record` of every restart.
-        `groups`: of `rollout.engines`, those of the policy by default. `shared`: the places of trainer ranks, one GPU
-        each, with which engines take turns on CUDA; empty: they have GPUs of their own."""
+        `router`: its name. `groups`: of `rollout.engines`, those of the policy by default. `shared`: the places of
+        trainer ranks, one GPU each, with which engines take turns on CUDA; empty: they have GPUs of their own."""
         groups = config.rollout.policy_engines if groups is None else groups
         self.config, self.device, self.moe, self.frozen = config, device, moe, groups[0].frozen
         self._shared = list(shared)
@@ -81,7 +82,7 @@ class EngineGroup:
         self.router = Router(
             free_port(),
             free_port(),
-            log_dir / (f"router-{groups[0].name}.log" if self.frozen else "router.log"),
+            log_dir / f"{router}.log",
             request_deadline_s=config.rollout.request_deadline,
             disaggregated=any(group.role != "regular" for group in groups),
             by_key=not self.frozen and config.rollout.affinity != "prefix",

@@ -90,6 +90,18 @@ PAIR_COLUMNS = (
 )
 
 
+def with_policies(columns: Sequence[Column], policies: Sequence[str]) -> tuple[Column, ...]:
+    """`columns` with reward, loss and gap of each further policy behind those of the run's own, which end at `gap`."""
+    end = next((at + 1 for at, column in enumerate(columns) if column.key == "gap/mean"), len(columns))
+    further = [
+        Column(f"{policy} {column.title}", f"policy/{policy}/{column.key}", column.format)
+        for policy in policies
+        for column in columns
+        if column.key in ("reward/mean", "loss/policy", "gap/mean")
+    ]
+    return (*columns[:end], *further, *columns[end:])
+
+
 class LiveTable:
     """Shows a run as it goes; use as a context manager.
 

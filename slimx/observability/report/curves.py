@@ -77,6 +77,10 @@ FAMILIES = (
     ("Parts of the reward, mean", re.compile(r"reward/part/(.+)/mean")),
     ("Reward by data set", re.compile(r"source/(.+)/reward")),
     ("Held-out accuracy by set", re.compile(r"eval/(.+)/accuracy")),
+    ("Reward of further policies", re.compile(r"policy/([^/]+)/reward/mean")),
+    ("Held-out accuracy of further policies", re.compile(r"policy/([^/]+)/eval/accuracy")),
+    ("Loss of further policies", re.compile(r"policy/([^/]+)/loss/policy")),
+    ("Log-prob gap of further policies, mean", re.compile(r"policy/([^/]+)/gap/mean")),
 )
 """Panels of all metrics whose names match, a line for each."""
 LOGGED = re.compile(r"hook/(.+)/mean")

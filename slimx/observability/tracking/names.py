@@ -142,6 +142,7 @@ METRICS = (
     Metric("engines/router_restarts", "Restarts of the router since the start."),
     Metric("engines/outage_seconds", "Seconds without any engine since the start."),
     Metric("engines/{group}/{measure}", "The same of a frozen group."),
+    Metric("policy/{policy}/{metric}", "The metric `{metric}` of a further trained policy (section `policies`)."),
     Metric("perf/tokens_per_second", "Trained positions, prompts included, per second of the step."),
     Metric("memory/{phase}_peak_mib", "Highest memory of a trainer rank in this phase, MiB."),
     Metric("time/step", "Seconds of the whole step."),

@@ -37,7 +37,7 @@ from slimx.trainer.worker import TrainerWorker
 
 
 class TrainerGroup(RankGroup):
-    """`trainer.world_size` ranks that hold the policy."""
+    """`trainer.world_size` ranks that hold one policy."""
 
     def __init__(
         self,
@@ -48,9 +48,11 @@ class TrainerGroup(RankGroup):
         table: Table,
         plans: Mapping[str, Plan],
         worker: type = TrainerWorker,
+        *,
+        name: str = "trainer",
     ):
         """`table`: of the model. `plans`: by which weights leave, "export" and, with engines, "publish"."""
-        super().__init__("trainer", config, sizes, log_dir, device, worker=worker)
+        super().__init__(name, config, sizes, log_dir, device, worker=worker)
         self.table = table
         self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
         self.holders = 1
@@ -94,10 +96,10 @@ class TrainerGroup(RankGroup):
         for rank, one in enumerate(started):
             if one["numerics"] != wanted:  # another release of slimx on its machine
                 raise SlimxError(
-                    f"trainer rank {rank} computes by the contract {one['numerics']}, this process by {wanted}; "
+                    f"{self.holder(rank)} computes by the contract {one['numerics']}, this process by {wanted}; "
                     "install the same slimx on every machine",
                     code="ranks.contract",
-                    about=f"trainer rank {rank}",
+                    about=self.holder(rank),
                 )
         await self._prepare()
         return started

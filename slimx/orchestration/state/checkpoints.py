@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.timeline import Timeline
@@ -25,11 +26,26 @@ from slimx.trainer.checkpoint.files import FileRecord
 
 STOP_S = 10.0
 """Seconds in which a save that is being written when the run is stopped may still become complete."""
+OF_POLICY = ("layout", "distributed_optimizer", "freeze", "optimizer", "lora")
+"""Fields of RunState about one policy's trainers."""
 CRITIC = "critic"
 """Path of the critic's part in a checkpoint."""
 _POLL_S = 0.1
 _PORTION = 8 * 2**30
 """Bytes that one rank reads before it tells how far it is."""
+
+
+class SavedSizes(Protocol):
+    """A policy as a checkpoint is compared with it."""
+
+    config: Config
+    sizes: Sizes
+
+
+class SavedPolicy(SavedSizes, Protocol):
+    """A policy that is saved."""
+
+    trainers: TrainerGroup
 
 
 class Checkpointer:
@@ -45,11 +61,15 @@ class Checkpointer:
         timeline: Timeline,
         note: Callable[[str], None],
         critic: CriticGroup | None = None,
+        further: Mapping[str, SavedPolicy] | None = None,
     ):
+        """`further`: the policies beside the run's own, whose `config`, `sizes` and `trainers` these are."""
         self.config, self.sizes, self.trainers, self.saves = config, sizes, trainers, saves
-        self.critic = critic
+        self.critic, self.further = critic, dict(further or {})
         self._parts = {".": ("trainer", sizes.world)}
         """Name and number of the ranks that write each part, by its path in the checkpoint."""
+        for name, policy in self.further.items():
+            self._parts[part_of(name)] = policy.trainers.name, policy.sizes.world
         if critic is not None:
             self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
         self.timeline, self.note = timeline, note
@@ -78,12 +98,9 @@ class Checkpointer:
         return RunState(
             step=step,
             version=version,
-            layout=layout_of(self.sizes),
-            distributed_optimizer=self.config.trainer.distributed_optimizer,
+            **_state_of(self.config, self.sizes),
             critic=layout_of(self.critic.sizes) if self.critic is not None else None,
-            freeze=list(self.config.trainer.freeze),
-            optimizer=self.config.trainer.optimizer.kind,
-            lora=_adapters(self.config),
+            policies={name: _state_of(policy.config, policy.sizes) for name, policy in self.further.items()},
             rollouts=rollouts,
         )
 
@@ -97,6 +114,8 @@ class Checkpointer:
         # Bytes of this moment: groups go on arriving while the files are written.
         own = await in_thread(state.files)
         await self.trainers.save(partial, step=state.step)
+        for name, policy in self.further.items():
+            await policy.trainers.save(partial / part_of(name), step=state.step)
         if self.critic is not None:
             await self.critic.save(partial / CRITIC, step=state.step)
         self._await_files(partial, state.step, own)
@@ -217,6 +236,9 @@ class Checkpointer:
             await self._verify(path)
         same = state.layout == layout_of(self.sizes)
         await self.trainers.restore(path, same_layout=same, load_optimizer=options.load_optimizer)
+        for name, policy in self.further.items():
+            same = state.policies[name]["layout"] == layout_of(policy.sizes)
+            await policy.trainers.restore(path / part_of(name), same_layout=same, load_optimizer=options.load_optimizer)
         if self.critic is not None:
             same = state.critic == layout_of(self.critic.sizes)
             await self.critic.restore(path / CRITIC, same_layout=same, load_optimizer=options.load_optimizer)
@@ -237,9 +259,13 @@ class Checkpointer:
     # Exports ----------------------------------------------------------------------------------------------------------
 
     async def export(self, target: Path) -> None:
-        """Write the present weights as the Hugging Face directory `target`; it is complete or it does not exist."""
+        """Write the present weights as the Hugging Face directory `target`, those of a further policy into one in it
+        (policies/NAME); it is complete or it does not exist."""
         partial = self.saves.begin_export(target)
         await self.trainers.export(partial)
+        for name, policy in self.further.items():
+            (partial / part_of(name)).mkdir(parents=True)
+            await policy.trainers.export(partial / part_of(name))
         await in_thread(self.saves.commit_export, partial, target)
         self.note(f"weights {target}")
 
@@ -264,6 +290,24 @@ def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[
         yield round_
 
 
+def part_of(policy: str) -> str:
+    """Path of a further policy's part in a checkpoint, and in an export."""
+    return f"policies/{policy}"
+
+
+def _state_of(config: Config, sizes: Sizes) -> dict[str, Any]:
+    """Fields of a checkpoint about one policy's trainers: `OF_POLICY`."""
+    trainer = config.trainer
+    values = (
+        layout_of(sizes),
+        trainer.distributed_optimizer,
+        list(trainer.freeze),
+        trainer.optimizer.kind,
+        _adapters(config),
+    )
+    return dict(zip(OF_POLICY, values, strict=True))
+
+
 def _adapters(config: Config) -> dict[str, Any] | None:
     """`trainer.lora` as a checkpoint keeps it: what the adapters began with is not part of it."""
     return None if config.trainer.lora is None else config.trainer.lora.model_dump(mode="json", exclude={"load"})
@@ -274,11 +318,18 @@ def layout_of(sizes: Sizes) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(sizes)))  # tuples become the lists that run.json gives back
 
 
-def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, critic: Sizes | None = None) -> None:
+def check_resume(
+    config: Config,
+    sizes: Sizes,
+    path: Path,
+    state: RunState,
+    critic: Sizes | None = None,
+    further: Mapping[str, SavedSizes] | None = None,
+) -> None:
     """Check that checkpoint `path` can be continued under this configuration, before anything is started.
 
-    `critic`: sizes of this run's critic. Raises SlimxError naming both layouts, or a file that is missing or has
-    another size."""
+    `critic`: sizes of this run's critic; `further`: the policies beside its own. Raises SlimxError naming both layouts,
+    or a file that is missing or has another size."""
     files.check_sizes(path, files.read_manifest(path))
     if "replay" in state.rollouts and not config.rollout.replay:
         raise SlimxError(
@@ -295,9 +346,32 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
             code="resume.no_critic" if state.critic is None else "resume.critic",
             about=str(path),
         )
-    if state.lora != _adapters(config):
+    further = further or {}
+    if set(state.policies) != set(further):
         raise SlimxError(
-            f"{path} was written with trainer.lora={state.lora}, this run has {_adapters(config)}: adapters are part "
+            f"{path} holds {_listed(state.policies)}, and this run trains {_listed(further)}; keep the names in "
+            "policies, or choose another run.dir, with trainer.load to start from weights",
+            code="resume.policies",
+            about="policies",
+        )
+    own = {field: getattr(state, field) for field in OF_POLICY}
+    _check_policy(path, "trainer", own, config, sizes)
+    for name, policy in further.items():
+        _check_policy(path, f"policies.{name}.trainer", state.policies[name], policy.config, policy.sizes)
+    if state.critic is not None and critic is not None and config.checkpoint.load_optimizer:
+        _check_move(path, "critic.layout", state.critic, critic, state.distributed_optimizer, config)
+
+
+def _listed(policies: Collection[str]) -> str:
+    return " and ".join([ACTOR, *sorted(policies)])
+
+
+def _check_policy(path: Path, keys: str, there: Mapping[str, Any], config: Config, sizes: Sizes) -> None:
+    """Check that what `there` says of the policy whose section trainer is at `keys` can be continued. Raises
+    SlimxError."""
+    if there["lora"] != _adapters(config):
+        raise SlimxError(
+            f"{path} was written with {keys}.lora={there['lora']}, this run has {_adapters(config)}: adapters are part "
             "of the weights that it holds; keep them, or begin a new run from its export (checkpoint.export_hf) with "
             "trainer.load",
             code="resume.lora",
@@ -305,25 +379,23 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
         )
     if not config.checkpoint.load_optimizer:
         return
-    if state.freeze != list(config.trainer.freeze):
+    if there["freeze"] != list(config.trainer.freeze):
         raise SlimxError(
-            f"{path} was written with trainer.freeze={state.freeze}, this run has {list(config.trainer.freeze)}: what "
-            "was frozen has no optimizer state; keep the patterns, or set checkpoint.load_optimizer=false to go on "
-            "with new moments",
+            f"{path} was written with {keys}.freeze={there['freeze']}, this run has {list(config.trainer.freeze)}: "
+            "what was frozen has no optimizer state; keep the patterns, or set checkpoint.load_optimizer=false to go "
+            "on with new moments",
             code="resume.freeze",
             about=str(path),
         )
     kind = config.trainer.optimizer.kind
-    if state.optimizer != kind:
+    if there["optimizer"] != kind:
         raise SlimxError(
-            f"{path} holds the state of trainer.optimizer.kind={state.optimizer}, this run has {kind}; keep the kind, "
-            "or set checkpoint.load_optimizer=false to go on with new moments",
+            f"{path} holds the state of {keys}.optimizer.kind={there['optimizer']}, this run has {kind}; keep the "
+            "kind, or set checkpoint.load_optimizer=false to go on with new moments",
             code="resume.optimizer",
-            about="trainer.optimizer.kind",
+            about=f"{keys}.optimizer.kind",
         )
-    _check_move(path, "trainer", state.layout, sizes, state.distributed_optimizer, config)
-    if state.critic is not None and critic is not None:
-        _check_move(path, "critic.layout", state.critic, critic, state.distributed_optimizer, config)
+    _check_move(path, keys, there["layout"], sizes, there["distributed_optimizer"], config)
 
 
 def _check_move(path: Path, keys: str, there: dict[str, Any], sizes: Sizes, distributed: bool, config: Config) -> None:

@@ -5,6 +5,7 @@
         iter_0000040/
             .metadata  common.pt  *.distcp   model, optimizer and random state (torch_dist, as Megatron-LM lays it out)
             critic/                          the critic of a PPO run, likewise
+            policies/NAME/                   each further policy of a run that trains several, likewise
             slimx/run.json                   step, version, layout, cursor of the prompts
             slimx/tickets.bin                admitted prompts and the groups that are generated but not trained
             slimx/manifest.json              size and digest of every file; written last, then the directory is named
@@ -59,6 +60,9 @@ class RunState:
     """`trainer.optimizer.kind`: what the checkpoint's state belongs to."""
     lora: dict[str, Any] | None = None
     """`trainer.lora`: the adapters that the checkpoint holds; None: it holds none."""
+    policies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name of each further policy the fields of its trainers: layout, distributed_optimizer, freeze, optimizer,
+    lora."""
 
     def files(self) -> dict[str, bytes]:
         """The state as the files that hold it, by path in the checkpoint."""
@@ -107,7 +111,7 @@ class Saves:
     def commit(self, partial: Path, own: dict[str, bytes], written: dict[str, FileRecord]) -> Path:
         """Add the run's `own` files to those that trainers have `written`, make the directory complete under its name,
         and remove checkpoints that are not kept."""
-        for reports in [*partial.glob(REPORTS), *partial.glob(f"*/{REPORTS}")]:
+        for reports in list(partial.rglob(REPORTS)):
             shutil.rmtree(reports)
         records = {name: write(partial / name, data) for name, data in own.items()}
         write_manifest(partial, written | records)

@@ -11,6 +11,7 @@ import numpy as np
 from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
+from slimx.orchestration.policies import TrainedPolicy
 from slimx.orchestration.run import Run
 from slimx.orchestration.step.measured import hook_metrics, part_metrics
 from slimx.orchestration.step.pairs import judge_pairs
@@ -31,7 +32,10 @@ async def evaluate(run: Run) -> dict[str, float]:
         if run.config.algorithm.scores:
             metrics = await run.watched(judge_pairs(run, outcomes))
         else:
-            metrics = judge(run.config.eval, run.eval_prompts, outcomes)
+            metrics = {}
+            for policy in run.policies.values():
+                own = [_of(outcome, policy) for outcome in outcomes]
+                metrics |= policy.named(judge(run.config.eval, run.eval_prompts, own))
     groups = [outcome.group for outcome in outcomes if not outcome.failed]
     run.records.evaluation(run.step, run.version, metrics, groups)
     return metrics
@@ -61,6 +65,13 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
     answered = [trajectory for outcome in outcomes if not outcome.failed for trajectory in outcome.group.trajectories]
     metrics = score(rewards, options.passing, options.ks) | {"eval/failed": float(len(failed))}
     return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
+
+
+def _of(outcome: GroupOutcome, policy: TrainedPolicy) -> GroupOutcome:
+    """The part of an outcome that is one policy's trajectories."""
+    if outcome.failed or not (own := policy.own([outcome.group])):
+        return GroupOutcome(outcome.group, outcome.reason or "no answer", outcome.detail or f"none of {policy.name}")
+    return GroupOutcome(own[0])
 
 
 def answers(group: Group) -> list[float]:

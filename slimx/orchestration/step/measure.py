@@ -3,12 +3,16 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Group
 from slimx.errors import SlimxError
+from slimx.orchestration.policies import TrainedPolicy
 from slimx.orchestration.run import Run
 from slimx.orchestration.step.measured import (
     hook_metrics,
@@ -21,24 +25,41 @@ from slimx.rollout.flow.tickets import Batch
 
 
 def group_metrics(batch: Batch, passing: float) -> dict[str, float]:
-    """Rewards, response lengths (tokens), turns, numbers that hooks logged, and dropped groups by reason.
+    """Metrics of a batch's groups, and its counts."""
+    return batch_counts(batch) | trajectory_metrics(batch.groups, passing)
 
-    `passing`: the reward from which an answer counts as right (`eval.passing`)."""
-    trajectories = [t for group in batch.groups for t in group.trajectories]
+
+def sample_metrics(policy: TrainedPolicy, groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Metrics of one policy's trajectories in a step's groups, which its trainers' `version` trains."""
+    own = policy.own(groups)
+    return trajectory_metrics(own, policy.config.eval.passing) | staleness_metrics(own, version)
+
+
+def batch_counts(batch: Batch) -> dict[str, float]:
+    """Dropped groups by reason, and those that were generated anew."""
     metrics = {f"dropped/{reason.replace(' ', '_')}": float(count) for reason, count in batch.dropped.items()}
     metrics["dropped/total"] = float(batch.dropped.total())
     metrics["rollout/regenerated"] = float(batch.regenerated)
+    return metrics
+
+
+def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, float]:
+    """Rewards, response lengths (tokens), turns, and numbers that hooks logged.
+
+    `passing`: the reward from which an answer counts as right (`eval.passing`)."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    metrics: dict[str, float] = {}
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
         metrics |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
-        uniform = [len({t.reward for t in group.trajectories}) == 1 for group in batch.groups]
+        uniform = [len({t.reward for t in group.trajectories}) == 1 for group in groups]
         metrics["reward/groups_without_signal"] = float(np.mean(uniform))
     lengths = [len(t.sampled_ids()) for t in trajectories]
     if any(lengths):
         metrics |= {"response/mean_tokens": float(np.mean(lengths)), "response/max_tokens": float(max(lengths))}
         metrics["response/truncated"] = float(np.mean([t.status == "truncated" for t in trajectories]))
         metrics |= length_metrics(trajectories, lengths, passing) | turn_metrics(trajectories)
-    return metrics | part_metrics(trajectories) | source_metrics(batch.groups) | hook_metrics(trajectories)
+    return metrics | part_metrics(trajectories) | source_metrics(groups) | hook_metrics(trajectories)
 
 
 def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
@@ -61,7 +82,8 @@ async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
     For steps whose trained tokens were all sampled by an older version: trainer and engine are equal again only now,
     after the publication."""
     count = max(run.config.rollout.gap_probe, run.sizes.data)
-    trajectories = [t for group in groups for t in group.trajectories if t.oldest_version is not None][:count]
+    own = run.policies[ACTOR].own(groups)
+    trajectories = [t for group in own for t in group.trajectories if t.oldest_version is not None][:count]
     if run.config.rollout.gap_probe == 0 or len(trajectories) < run.sizes.data:
         return {}
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]

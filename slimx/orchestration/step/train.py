@@ -1,42 +1,59 @@
-"""The updates of a step: the policy's, and beside it the critic's own."""
+"""The updates of a step: those of every policy, and beside them the critic's own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
+from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainBatch, TrainingRow
+from slimx.data.records import Group
+from slimx.orchestration.policies import each, in_order
 from slimx.orchestration.run import Run
 
+Rows = Mapping[str, Sequence[Sequence[TrainingRow]]]
+Batches = Mapping[str, list[TrainBatch]]
 
-async def train_step(run: Run, rows: Sequence[Sequence[TrainingRow]], batches: list[TrainBatch]) -> dict[str, float]:
-    """One step of the policy and, if there is one, of the critic: at the same time where they have ranks of their own.
 
-    `rows` and `batches` are the same updates. While the critic warms up the policy is only measured."""
+async def train_step(run: Run, groups: Sequence[Group], rows: Rows, batches: Batches) -> dict[str, float]:
+    """One step of every policy, at the same time, and, if there is one, of the critic: beside it where that has ranks
+    of its own.
+
+    `rows` and `batches` are the same updates of `groups`, by policy. While the critic warms up the policy is only
+    measured."""
     if run.critic is None:
         step, version = run.step, run.version
-        metrics = await run.lasting(lambda: _updates(run, rows, batches))
+        metrics = await run.lasting(lambda: _updates(run, groups, rows, batches))
         if run.recovery is not None:
-            run.recovery.trained(step, version, batches, metrics)
+            run.recovery.trained(step, version, batches[ACTOR], metrics)
         return metrics
-    if run.critic.own is not None:
-        policy, critic = await _at_once(_policy_step(run, rows, batches), run.critic.train_step(rows, step=run.step))
+    critic, own = run.critic, rows[ACTOR]
+    if critic.own is not None:
+        parts = await _at_once(_policy_step(run, groups, rows, batches), critic.train_step(own, step=run.step))
     else:
-        policy, critic = await _policy_step(run, rows, batches), await run.critic.train_step(rows, step=run.step)
-    return policy | critic
+        parts = [await _policy_step(run, groups, rows, batches), await critic.train_step(own, step=run.step)]
+    return parts[0] | parts[1]
 
 
-async def _policy_step(run: Run, rows: Sequence[Sequence[TrainingRow]], batches: list[TrainBatch]) -> dict[str, float]:
+async def _policy_step(run: Run, groups: Sequence[Group], rows: Rows, batches: Batches) -> dict[str, float]:
     if run.step < run.config.critic.warmup_steps:
-        return await run.trainers.measure_gap(batches[0], version=run.version, mismatch=True)
-    return await _updates(run, rows, batches)
+        return await run.trainers.measure_gap(batches[ACTOR][0], version=run.version, mismatch=True)
+    return await _updates(run, groups, rows, batches)
 
 
-async def _updates(run: Run, rows: Sequence[Sequence[TrainingRow]], batches: list[TrainBatch]) -> dict[str, float]:
-    metrics = await run.trainers.train_step(batches, step=run.step, version=run.version)
+async def _updates(run: Run, groups: Sequence[Group], rows: Rows, batches: Batches) -> dict[str, float]:
+    versions = run.maker.versions
+    metrics = await each(
+        run.policies,
+        lambda policy: policy.trainers.train_step(batches[policy.name], step=run.step, version=versions[policy.name]),
+    )
     if run.records.keeps(run.current) and run.config.rollout.sampled:
-        await run.records.keep_trained(run.current, await run.trainers.trained_tokens(batches, rows))
+        tokens = {
+            name: await policy.trainers.trained_tokens(batches[name], rows[name])
+            for name, policy in run.policies.items()
+        }
+        await run.records.keep_trained(run.current, in_order(groups, tokens))
     return metrics
 
 

@@ -22,6 +22,7 @@ from slimx.preflight.checks import (
     lora,
     machine,
     memory,
+    policies,
     qat,
     reach,
     routing,
@@ -47,6 +48,7 @@ RULES = rules_in(
     memory,
     weights,
     teacher,
+    policies,
 )
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from slimx.config.sections.policies import ACTOR
 from slimx.data.support import Support
 from slimx.models.families import ModelSpec
 
@@ -55,6 +56,8 @@ class Completion:
     """Temperature at which it was sampled, and which `logprobs` are of."""
     support: Support | None = None
     """n positions: the tokens that top-k and top-p kept; None where neither was asked for."""
+    policy: str = ACTOR
+    """Name of the policy that sampled it."""
 
 
 @dataclass(frozen=True, slots=True)

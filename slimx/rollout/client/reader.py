@@ -97,6 +97,7 @@ class Reader:
             seconds=seconds,
             temperature=request.temperature,
             support=support,
+            policy=request.policy,
         )
 
     def _support(self, meta: Meta, count: int) -> tuple[Support, list[float]]:

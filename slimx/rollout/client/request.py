@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from slimx.config.sections.policies import ACTOR
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, joined
 
@@ -45,6 +46,8 @@ class GenerationRequest:
     """Return the experts of each token; a dense model has none, and returns none."""
     affinity: str | None = None
     """Requests of one key go to one engine, if the router goes by keys (`rollout.affinity`)."""
+    policy: str = ACTOR
+    """Name of the policy that is asked, which its completion bears."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", [int(token) for token in self.token_ids])

@@ -4,19 +4,21 @@ along."""
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.template import with_template
 from slimx.data.tokens import PromptIds
-from slimx.engines.outage import Outage
+from slimx.engines.outage import Outage, Outages
 from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.client.frozen import FrozenEngine
@@ -65,6 +67,16 @@ def broke(reason: str) -> bool:
     return reason != STRAGGLER and not reason.startswith("filter")
 
 
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """A trained policy beside the run's own, as rollouts reach it."""
+
+    client: Generator | None
+    """None: nothing is sampled."""
+    tokenizer: Any
+    """Tokenizer of its model."""
+
+
 class GroupMaker:
     """Makes groups with the run's hooks: `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at once."""
 
@@ -76,15 +88,19 @@ class GroupMaker:
         client: Generator | None,
         engines: Mapping[str, FrozenEngine] | None = None,
         proxy: ChatProxy | None = None,
-        outage: Outage | None = None,
+        outage: Outage | Outages | None = None,
+        further: Mapping[str, Speaker] | None = None,
     ):
         """`engines`: frozen ones, which hooks may ask, and teachers among them. `proxy`: the server through which
-        agents sample. `outage`: while it lasts, no rollout's deadline runs."""
+        agents sample. `outage`: while it lasts, no rollout's deadline runs. `further`: policies beside the run's own,
+        `client`."""
         self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
         self.engines, self.proxy = engines or {}, proxy
         self._teachers = make_teachers(config, self.engines)
-        self.version = 0
-        """Newest published weight version; the loop keeps it."""
+        self.speakers = {ACTOR: Speaker(client, tokenizer), **(further or {})}
+        """Every trained policy by its name, first the run's own."""
+        self.versions = dict.fromkeys(self.speakers, 0)
+        """Newest published weight version of each policy; the loop keeps it."""
         self.outage = outage or Outage()
         self.gate = Gate()
         """Closed while rollouts that are trained may ask no engine; an evaluation may."""
@@ -95,6 +111,15 @@ class GroupMaker:
             reward_runner(config.reward, hooks.reward, config.model.path, RunFacts.of(config)) if hooks.reward else None
         )
         self._environments = Environments()
+
+    @property
+    def version(self) -> int:
+        """The oldest of `versions`: what a rollout that begins now may be sampled by."""
+        return min(self.versions.values())
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.versions = dict.fromkeys(self.versions, version)
 
     async def make(
         self,
@@ -110,7 +135,7 @@ class GroupMaker:
         progress = GroupProgress() if progress is None else progress
         judged = evaluation and not self.config.algorithm.scores  # held-out pairs are pairs, too
         size = self.config.eval.samples if judged else self.config.rollout.group_size
-        ids = PromptIds(with_template(self.tokenizer, prompt.template))
+        ids = {name: PromptIds(with_template(each.tokenizer, prompt.template)) for name, each in self.speakers.items()}
         rollouts = [self._rollout(prompt, ids, group_id, number, i, evaluation, progress) for i in range(size)]
         if self.config.algorithm.advantages == "remax" and not evaluation:
             rollouts.append(self._rollout(prompt, ids, group_id, number, size, evaluation, progress, greedy=True))
@@ -152,7 +177,7 @@ class GroupMaker:
     async def _rollout(
         self,
         prompt: Prompt,
-        prompt_ids: PromptIds,
+        prompt_ids: Mapping[str, PromptIds],
         group_id: str,
         number: int,
         index: int,
@@ -168,26 +193,37 @@ class GroupMaker:
         routed = self.config.rollout.routed_experts and not (evaluation or greedy)
         limit = self.config.rollout.rollout_deadline
         clock = Clock(limit)
-        client = self.client
-        if client is not None and evaluation:
-            client = SlottedClient(client, self._slots, clock)
-        elif client is not None:
-            client = Interruptible(client, self._slots, clock, self.gate, progress.journal(index))
-        ctx = RolloutContext(
-            engine=RolloutEngine(client, sampling, seed, routed, self._affinity(group_id, index)),
-            tokenizer=prompt_ids.tokenizer,
-            version=self.version,
-            evaluation=evaluation,
-            seed=seed,
-            group_id=group_id,
-            index=index,
-            engines=self.engines,
-            address=getattr(self.client, "url", ""),
-            headers=getattr(self.client, "headers", {}),
-            proxy=self.proxy,
-            environments=self._environments,
-            prompt_ids=prompt_ids,
-        )
+
+        def way(client: Generator | None) -> Generator | None:
+            if client is None:
+                return None
+            if evaluation:
+                return SlottedClient(client, self._slots, clock)
+            return Interruptible(client, self._slots, clock, self.gate, progress.journal(index))
+
+        views: dict[str, RolloutContext] = {}
+        metrics: dict[str, float] = {}
+        for name, speaker in self.speakers.items():
+            # One journal has the answers of all policies: they are told apart by their seeds.
+            own = seed if name == ACTOR else seed_of(seed, zlib.crc32(name.encode()))
+            views[name] = RolloutContext(
+                engine=RolloutEngine(way(speaker.client), sampling, own, routed, self._affinity(group_id, index), name),
+                tokenizer=prompt_ids[name].tokenizer,
+                version=self.versions[name],
+                evaluation=evaluation,
+                seed=own,
+                group_id=group_id,
+                index=index,
+                engines=self.engines,
+                address=getattr(speaker.client, "url", ""),
+                headers=getattr(speaker.client, "headers", {}),
+                proxy=self.proxy if name == ACTOR else None,
+                environments=self._environments,
+                prompt_ids=prompt_ids[name],
+                metrics=metrics,
+                policy=name,
+            )
+        ctx = replace(views[ACTOR], policies={role: views[name] for role, name in self.config.roles.items()})
         hook = self.config.rollout.generate
         try:
             async with self._places["eval" if evaluation else "train"].one(), clock:
@@ -247,6 +283,13 @@ class GroupMaker:
                     code="rollout.returned",
                     about=f"{ctx.group_id}/{ctx.index}",
                 )
+            if trajectory.policy not in self.speakers:
+                raise SlimxError(
+                    f"{self.config.rollout.generate} returned the trajectory {trajectory.id} of a policy "
+                    f"{trajectory.policy!r}; this run trains {', '.join(self.speakers)}",
+                    code="rollout.policy",
+                    about=trajectory.id,
+                )
             if trajectory.status == "aborted":
                 raise SlimxError(
                     f"rollout {trajectory.id} was aborted by the engine", code="rollout.aborted", about=trajectory.id
@@ -266,7 +309,10 @@ class GroupMaker:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
         # As an array: of a list transformers would look at the type of every id.
-        texts = [self.tokenizer.decode(each.sampled_ids(), skip_special_tokens=True) for each in trajectories]
+        texts = [
+            self.speakers[each.policy].tokenizer.decode(each.sampled_ids(), skip_special_tokens=True)
+            for each in trajectories
+        ]
         ctx = RewardContext(prompt, self.tokenizer, texts[0], evaluation, self.engines, texts)
         with _marking(trajectories[0], "reward"):
             said = await self._rewards.judge(ctx, judged)

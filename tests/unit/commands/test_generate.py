@@ -59,8 +59,9 @@ class Service(EngineService):
     """Started engines without servers: a client that answers by itself."""
 
     def __init__(self, config: Config, sources: Sources, delay: float = 0.0):
-        self.config, self.sources, self.client, self.proxy = config, sources, FakeEngine(delay), None
-        self.engines = SimpleNamespace(members=Members(), interrupt=interrupt)
+        self.config, self.sources, self.proxy, self.further = config, sources, None, {}
+        self.clients = {"actor": FakeEngine(delay)}
+        self.groups = {"actor": SimpleNamespace(members=Members(), interrupt=interrupt)}
         self.frozen = SimpleNamespace(clients={})
 
 

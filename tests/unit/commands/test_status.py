@@ -58,6 +58,20 @@ def told(text: str, *names: str) -> list[str]:
     return [lines[name] for name in names]
 
 
+def test_each_further_policy_has_a_line_of_its_own_figures(run, monkeypatch, capsys):
+    metrics = {
+        "reward/mean": 0.5,
+        "policy/entropy": 1.0,
+        "policy/judge/reward/mean": 0.25,
+        "policy/judge/gap/mean": 0.0,
+    }
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 3, "metrics": metrics}) + "\n")
+    lines = status(run, monkeypatch, capsys).splitlines()
+    (line,) = [line for line in lines if line.startswith("policy")]
+    assert line.split()[1] == "judge:" and numbers(line) == [0.25, 0.0]
+    assert numbers(next(line for line in lines if line.startswith("step"))) == [0.5]
+
+
 def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, monkeypatch, capsys):
     assert status(run, monkeypatch, capsys, "--saved") == "0\n"
     for name in ("iter_0000004", "iter_0000040", "iter_0000050.partial", "iter_0000060.damaged"):

@@ -4,7 +4,15 @@ import io
 
 from rich.console import Console
 
-from slimx.observability.live.table import HEADER_EVERY, RL_COLUMNS, SFT_COLUMNS, SHOWN_STEPS, Column, LiveTable
+from slimx.observability.live.table import (
+    HEADER_EVERY,
+    RL_COLUMNS,
+    SFT_COLUMNS,
+    SHOWN_STEPS,
+    Column,
+    LiveTable,
+    with_policies,
+)
 
 METRICS = {
     "reward/mean": 0.25,
@@ -140,3 +148,12 @@ def test_the_terminal_is_given_back_after_an_error():
     except RuntimeError:
         pass
     assert "\x1b[?25h" in console.file.getvalue()  # the cursor is visible again
+
+
+def test_each_further_policy_has_columns_beside_those_of_the_runs_own():
+    columns = with_policies(RL_COLUMNS, ["judge"])
+    keys = [column.key for column in columns]
+    at = keys.index("gap/mean") + 1
+    assert keys[at : at + 3] == ["policy/judge/reward/mean", "policy/judge/loss/policy", "policy/judge/gap/mean"]
+    assert len({column.title for column in columns}) == len(columns) == len(RL_COLUMNS) + 3
+    assert with_policies(RL_COLUMNS, []) == RL_COLUMNS

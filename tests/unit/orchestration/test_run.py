@@ -10,13 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch, TrainBatch
+from slimx.data.records import Prompt, Trajectory
 from slimx.engines.fleet.turn import EnginesTurn
 from slimx.engines.outage import Outage
-from slimx.errors import Preempted
+from slimx.errors import DeadlineError, Preempted
 from slimx.layout.ranks import Sizes
 from slimx.observability.alerts.alerts import Alerts
 from slimx.observability.live.table import LiveTable
@@ -25,13 +28,16 @@ from slimx.orchestration.loop import train
 from slimx.orchestration.prepare import Sources
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
+from slimx.orchestration.state.checkpoints import check_resume
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.reshard.parties import NoReceiverLeft
 from slimx.rollout import single_turn
 from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generate, RolloutContext
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import Report
+from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
 SIZES = Sizes()
@@ -52,12 +58,17 @@ class Parts:
     done: list[str] = field(default_factory=list)
     client: FakeEngine = field(default_factory=FakeEngine)
     actors: tuple[None, ...] = (None,)
+    name: str = "trainer-judge"
+    rows: list[list[list[int]]] = field(default_factory=list)
+    """By step the tokens of the rows that were trained."""
     lost: int = 0
     """Publications in which every engine is lost."""
     vacate: Callable[[], Awaitable[None]] | None = None
     """Frees the devices before engines take the rest of their memory."""
 
-    async def train_step(self, updates: list[Any], *, step: int, version: int) -> dict[str, float]:
+    async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
+        batches = [batch for update in updates for shard in update.shards for batch in shard]
+        self.rows.append([part.tolist() for batch in batches for part in np.split(batch.tokens, _ends(batch))])
         self.done.append(f"train {step} at version {version}")
         return {"gap/tokens": 1.0, "gap/max": 0.0}
 
@@ -110,6 +121,17 @@ class Parts:
         return SimpleNamespace(manifest=manifest, seconds=seconds, engines={"e": 1}, lost=(), **counts)
 
 
+class Silent(Parts):
+    """Trainers that never report what they have saved."""
+
+    async def save(self, path: Path, *, step: int) -> None:
+        self.done.append(f"save {step}")
+
+
+def _ends(batch: MicroBatch) -> list[int]:
+    return np.cumsum(batch.lengths)[: len(batch.rows)].tolist()[:-1]
+
+
 class Members:
     """Engines that all serve."""
 
@@ -133,25 +155,40 @@ class Members:
 
 
 class Service(EngineService):
-    """Started engines without servers: a client that answers by itself."""
+    """Started engines without servers: clients that answer by themselves, of every policy."""
 
-    def __init__(self, config: Config, parts: Parts):
+    def __init__(self, config: Config, parts: dict[str, Parts], generate: Generate):
         self.sources = Sources(
             spec=None,
-            hooks=Hooks(single_turn.generate, one, None),
+            hooks=Hooks(generate, one, None),
             tokenizer=the_tokenizer(),
             by_source={"": prompts()},
             eval_prompts={},
         )
-        self.config, self.client, self.proxy, self.logs = config, parts.client, None, Path(config.run.dir)
-        self.client.retried = 0
+        self.config, self.proxy, self.logs = config, None, Path(config.run.dir)
+        self.further = {name: SimpleNamespace(tokenizer=the_tokenizer()) for name in parts if name != "actor"}
+        self.clients = {name: each.client for name, each in parts.items()}
+        for client in self.clients.values():
+            client.retried = 0
         self.frozen = SimpleNamespace(clients={}, metrics=dict)
-        self.engines = SimpleNamespace(
-            members=Members(), engines=[], interrupt=parts.interrupt, sleep=parts.sleep, wake=parts.wake
-        )
+        self.groups = {
+            name: SimpleNamespace(
+                members=Members(), engines=[], interrupt=each.interrupt, sleep=each.sleep, wake=each.wake
+            )
+            for name, each in parts.items()
+        }
 
 
-def run_of(directory: Path, parts: Parts, leaving: asyncio.Event | None = None, **keys: Any) -> Run:
+def run_of(
+    directory: Path,
+    parts: Parts,
+    leaving: asyncio.Event | None = None,
+    *,
+    further: dict[str, Parts] | None = None,
+    generate: Generate = single_turn.generate,
+    **keys: Any,
+) -> Run:
+    """`further`: parts of policies beside the run's own."""
     keys = {
         "trainer__balance": "tokens",
         "track__tensorboard": False,
@@ -165,19 +202,21 @@ def run_of(directory: Path, parts: Parts, leaving: asyncio.Event | None = None, 
         the_tokenizer().save_pretrained(model)
         (model / "config.json").write_text(json.dumps({"vocab_size": 100}))
     config = config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
-    service = Service(config, parts)
-    prepared = SimpleNamespace(
-        spec=None, sizes=SIZES, by_source=service.sources.by_source, eval_prompts={}, encoding="hf", critic=None
-    )
+    each = {"actor": parts, **(further or {})}
+    service = Service(config, each, generate)
+    policies = {
+        name: SimpleNamespace(config=own, spec=None, sizes=SIZES, encoding="hf")
+        for name, own in config.by_policy.items()
+    }
+    prepared = SimpleNamespace(by_source=service.sources.by_source, eval_prompts={}, critic=None, policies=policies)
     records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), silent(config))
     saves = Saves(directory / "checkpoints", keep=2)
-    return Run(service, prepared, parts, records, saves, leaving=leaving)
+    return Run(service, prepared, each, records, saves, leaving=leaving)
 
 
 async def stopped(run: Run) -> None:
     await run.checkpoints.stop()
     await run.rollouts.stop()
-    await run.publications.stop()
     run.records.close()
 
 
@@ -185,9 +224,9 @@ async def stopped(run: Run) -> None:
 def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     parts = Parts()
 
-    def publisher(*_: Any, vacate: Callable[[], Awaitable[None]] | None, **__: Any) -> Parts:
-        parts.vacate = vacate
-        return parts
+    def publisher(source: Parts, *_: Any, vacate: Callable[[], Awaitable[None]] | None, **__: Any) -> Parts:
+        source.vacate = vacate
+        return source
 
     monkeypatch.setattr(publications, "Publisher", publisher)
     return parts
@@ -314,3 +353,66 @@ async def test_the_start_of_a_part_is_a_phase_of_its_own_track(tmp_path):
     records.close()
     (phase,) = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
     assert (phase["name"], phase["track"], phase["step"]) == ("start", "engines", None) and phase["seconds"] >= 0.05
+
+
+async def spoken_to_both(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+    """A trajectory of each policy."""
+    drafts = [view.draft(prompt, suffix=f"-{name}") for name, view in ctx.policies.items()]
+    for draft in drafts:
+        draft.add_sampled(await ctx.policies[draft.policy].engine.generate(draft.token_ids))
+    return [draft.finish() for draft in drafts]
+
+
+async def test_two_policies_train_publish_and_save_in_the_same_steps_and_go_on_together(tmp_path, parts):
+    judge = Parts()
+    both = {"further": {"judge": judge}, "generate": spoken_to_both, "policies__judge": {}}
+    run = run_of(tmp_path, parts, schedule__steps=2, checkpoint__every=2, **both)
+    await asyncio.wait_for(train(run), LIMIT_S)
+    await stopped(run)
+    trained = ["publish 0", "train 0 at version 0", "publish 1", "train 1 at version 1", "publish 2", "save 2"]
+    assert parts.done == judge.done == trained
+    # Batches of a step: as many rows for each, those of its own trajectories.
+    assert [len(rows) for rows in parts.rows] == [len(rows) for rows in judge.rows] == [8, 8]
+    assert all(actor != other for actor, other in zip(parts.rows, judge.rows, strict=True))
+    metrics = lines(tmp_path / "metrics.jsonl")[0]["metrics"]
+    for name in ("gap/tokens", "reward/mean", "publish/mib", "engines/serving", "batch/microbatches"):
+        assert metrics[name] == metrics[f"policy/judge/{name}"], name
+    assert "policy/judge/dropped/total" not in metrics and metrics["dropped/total"] == 0
+    newest = Saves(tmp_path / "checkpoints", keep=2).newest()
+    state = read_state(newest)
+    assert [*state.policies] == ["judge"] and (newest / "policies" / "judge").is_dir()
+    assert not list(newest.rglob("reports"))
+
+    parts.done.clear()
+    judge.done.clear()
+    again = run_of(tmp_path, parts, schedule__steps=3, **both)
+    check_resume(again.config, SIZES, newest, state, further={"judge": again.policies["judge"]})
+    with refused("resume.policies", about="policies"):
+        check_resume(again.config, SIZES, newest, state)
+    await again.restore(newest, state)
+    assert again.maker.versions == {"actor": 2, "judge": 2}
+    await asyncio.wait_for(train(again), LIMIT_S)
+    await stopped(again)
+    assert parts.done == ["restore iter_0000002", "publish 2", "train 2 at version 2", "publish 3", "save 3"]
+    assert judge.done == ["restore judge", *parts.done[1:]]
+
+
+async def test_a_checkpoint_is_complete_when_every_policy_has_written_its_part(tmp_path, parts):
+    judge = Silent()
+    both = {"further": {"judge": judge}, "generate": spoken_to_both, "policies__judge": {}}
+    run = run_of(tmp_path, parts, checkpoint__deadline=0.5, **both)
+    await run.save()
+    with refused("deadline", about=None, kind=DeadlineError) as error:
+        await run.finish_save()
+    assert error.value.holder == "trainer-judge rank 0"
+    assert Saves(tmp_path / "checkpoints", keep=2).newest() is None
+    await stopped(run)
+
+
+async def test_a_step_without_a_trajectory_of_a_policy_ends_the_run(tmp_path, parts):
+    judge = Parts()
+    run = run_of(tmp_path, parts, further={"judge": judge}, policies__judge={})
+    with refused("policies.idle", about="judge"):
+        await asyncio.wait_for(train(run), LIMIT_S)
+    assert judge.done == ["publish 0"]
+    await stopped(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,11 +78,15 @@ def _shape(monkeypatch):
 async def test_parts_are_ended_in_the_reverse_order_and_the_engines_take_the_given_places(tmp_path, monkeypatch):
     parts = Parts(monkeypatch)
     async with service_in(tmp_path, []) as service:
-        engines = service.place(["gpu 0"])
+        engines = service.place(["gpu 0"])["actor"]
         await service.open(context=100)
         assert json.loads((tmp_path / "engines.json").read_text())["routers"][0]["name"] == "router"
         maker = service.make_maker()
-        assert maker.client is service.client and maker.outage is engines.members.outage
+        assert maker.client is service.client is service.clients["actor"]
+        engines.members.outage.begin()
+        stood = maker.outage.time()
+        await asyncio.sleep(0.05)
+        assert maker.outage.time() == pytest.approx(stood, abs=0.01)
         assert engines.members.probe is not None
         maker.close()
     assert parts.shared == [["gpu 0"]]
@@ -106,7 +111,7 @@ async def test_without_engines_of_the_policy_there_is_a_maker_without_a_client(t
     config = config_of()
     replayed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"replay": "run"})})
     async with service_in(tmp_path, [], replayed) as service:
-        assert service.place() is None
+        assert service.place() == {}
         await service.open(context=100)
         maker = service.make_maker()
         assert maker.client is None and maker.proxy is service.proxy

@@ -56,7 +56,7 @@ class Started:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path):
         self.directory, self.at, self.damaged = directory, [], []
         self.resume_point = session.resume_point
-        monkeypatch.setattr(session, "check_run", lambda config: SimpleNamespace(sizes=LAYOUT, critic=None))
+        monkeypatch.setattr(session, "check_run", lambda config: SimpleNamespace(sizes=LAYOUT, critic=None, further={}))
         monkeypatch.setattr(session, "resume_point", self._resume_point)
         monkeypatch.setattr(session, "_session", self._session)
         monkeypatch.setattr(session, "run_with_ray", lambda config, device, work: asyncio.run(work(None)))
@@ -147,9 +147,9 @@ class StartedParts:
     async def offload(self) -> None:
         await self.note("offload")
 
-    def place(self, shared: list[str]) -> SimpleNamespace:
+    def place(self, shared: list[str]) -> dict[str, SimpleNamespace]:
         assert shared == (["gpu"] if "places done" in self.done else [])
-        return SimpleNamespace(start=lambda: self.note("engines"))
+        return {"actor": SimpleNamespace(start=lambda: self.note("engines"))}
 
 
 @pytest.mark.parametrize(("colocate", "device"), [(True, "cuda"), (True, "cpu"), (False, "cuda")])
@@ -163,7 +163,7 @@ async def test_colocated_engines_start_on_devices_that_trainers_have_left(tmp_pa
     monkeypatch.setattr(session, "check_reach", reached)
     config, parts = config_of(tmp_path), StartedParts(device)
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"colocate": colocate})})
-    await session.start_parts(config, parts, None, parts, timed)
+    await session.start_parts(config, {"actor": parts}, None, parts, timed)
     places = ["places", "places done"] if device == "cuda" else []
     if colocate:
         first = ["trainers", "trainers done", *places, "offload", "offload done"]

@@ -356,3 +356,17 @@ def test_gpus_that_idle_are_counted_in_a_warning(plan, overrides, counts):
     assert status == 0, text
     told = [warning for warning in json.loads(text)["warnings"] if "GPUs" in warning]
     assert [[number for number in numbers(warning) if number > 1][:2] for warning in told] == counts, told
+
+
+def test_each_policy_is_planned_with_its_own_layout_and_its_problems_bear_its_name(plan):
+    run = ("trainer={world_size: 2, expert: 2}", "publish.transport=memory", "cluster.device=cpu")
+    code, text = plan(SHALLOW, *run, "policies.judge.trainer={world_size: 4, expert: 4}", "--json")
+    assert code == 0, text
+    report = json.loads(text)
+    (name, judge), *others = report["policies"].items()
+    assert name == "judge" and not others and judge["policies"] == {}
+    assert report["trainer"]["expert"] == 2 and judge["trainer"]["expert"] == 4
+    assert [group["name"] for group in judge["engines"]] == ["judge"]
+    assert judge["largest_rank"] < report["largest_rank"]
+    code, text = plan(SHALLOW, *run, "policies.judge.trainer={world_size: 3, expert: 3}", "--json")
+    assert code == 2 and json.loads(text[: text.rindex("}") + 1])["violations"][0].startswith("policies.judge: ")

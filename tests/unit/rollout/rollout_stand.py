@@ -63,7 +63,7 @@ class FakeEngine:
             self.busy -= 1
         ids = np.random.default_rng(request.seed).integers(4, 100, 3).astype(np.int32)
         spans = [(0, 3, began)] if began == self.version else [(0, 1, began), (1, 3, self.version)]
-        return Completion(ids, np.full(3, -1.0, np.float32), spans, "stop", None, 0, 0.01)
+        return Completion(ids, np.full(3, -1.0, np.float32), spans, "stop", None, 0, 0.01, policy=request.policy)
 
 
 class Stand:

@@ -1,0 +1,70 @@
+"""The rule about several trained policies: what they were never proven with is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slimx.config.rule import Told, broken, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.policies import ACTOR, Policy
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.recovery import Recovery
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Numerics, RunSection
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+from slimx.errors import SlimxError
+
+
+@rule("policies.proven", about="policies")
+def proven(
+    policies: Mapping[str, Policy],
+    run: RunSection,
+    numerics: Numerics,
+    trainer: Trainer,
+    rollout: Rollout,
+    algorithm: Algorithm,
+    critic: Critic | None,
+    schedule: Schedule,
+    publish: Publish,
+    recovery: Recovery,
+) -> Iterator[Told]:
+    if all(policy.shares is not None for policy in policies.values()):
+        return
+    for key, given in (
+        ("run.fork", run.fork is not None),
+        ("numerics.mode", numerics.exact),
+        ("trainer.lora", trainer.lora is not None),
+        ("rollout.engines", not rollout.sampled),
+        ("rollout.engines.urls", any(group.urls for group in rollout.policy_engines)),
+        ("rollout.replay", rollout.replay is not None),
+        ("algorithm.advantages", algorithm.needs_whole_step or algorithm.advantages == "remax"),
+        ("algorithm.loss", algorithm.loss in ("sft", "bradley_terry")),
+        ("algorithm.teacher", algorithm.taught),
+        ("algorithm.reference_refresh", algorithm.reference_refresh > 0),
+        ("critic", critic is not None),
+        ("schedule.max_staleness", schedule.max_staleness > 0),
+        ("schedule.colocate", schedule.colocate),
+        ("publish.transport", publish.transport not in ("auto", "memory")),
+        ("publish.quantise", publish.quantise is not None),
+        ("recovery.trainers", recovery.trainers > 0),
+    ):
+        if given:
+            yield (
+                key,
+                f"{key} as it is set was never proven with several trained policies; leave it at its default, or take "
+                "the further ones out of policies",
+            )
+
+
+def proven_for(name: str, sections: Mapping[str, Any], policies: Mapping[str, Policy]) -> list[SlimxError]:
+    """Refusals by `proven` of the `sections` of the policy `name`, one of the run's `policies`."""
+    if name == ACTOR:
+        return []  # asked with all other rules
+    found = broken((proven,), {**sections, "policies": policies})
+    return [
+        SlimxError(f"policies.{name}: {problem}", code=problem.code, about=f"policies.{name}.{problem.about}")
+        for problem in found
+    ]

@@ -1,0 +1,124 @@
+"""Section policies: further policies that a run trains beside its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from slimx.config.rule import Refusal
+from slimx.config.section import Section
+from slimx.config.sections.engines import Engines
+
+ACTOR = "actor"
+"""Name of the policy that the run's own sections describe."""
+TAKEN = frozenset({ACTOR, "critic", "slimx", "trainer"})
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+
+
+class Policy(Section):
+    """One more policy, with weights, trainer ranks and engines of its own. What is not said here is as the run's own
+    sections say for the policy `actor`."""
+
+    shares: str | None = None
+    """Name of the policy whose weights this role has: both are then one policy (`actor`, or one of `policies`), and
+    every other key stays out; null: it has its own."""
+    model: dict[str, Any] = Field(default_factory=dict)
+    """Keys of section `model` that differ: {path: DIRECTORY}. With another path, trainer.load is not taken over."""
+    trainer: dict[str, Any] = Field(default_factory=dict)
+    """Keys of section `trainer` that differ, nested as there: {world_size: 2, optimizer: {lr: 1.0e-5}}."""
+    algorithm: dict[str, Any] = Field(default_factory=dict)
+    """Keys of section `algorithm` that differ; `credit` is the run's."""
+    engines: tuple[Engines, ...] | None = None
+    """Groups of servers of this policy, with names of their own; null: groups like those of the policy `actor`, named
+    after this policy."""
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Policy:
+        given = [key for key in ("model", "trainer", "algorithm") if getattr(self, key)]
+        given += ["engines"] * (self.engines is not None)
+        if self.shares is not None and given:
+            raise Refusal(
+                f"policies: a role that shares the weights of {self.shares} has no {given[0]} of its own; leave "
+                "shares or the other keys out",
+                code="policies.shares",
+                about=f"policies.{given[0]}",
+            )
+        if "credit" in self.algorithm:
+            raise Refusal(
+                "policies: algorithm.credit shares rewards out among all policies, so that none has one of its own; "
+                "set the run's",
+                code="policies.credit",
+                about="policies.algorithm.credit",
+            )
+        return self
+
+
+def check_names(policies: Mapping[str, Policy]) -> None:
+    """Raise Refusal for a name that cannot stand in metrics and file names, and for a role that shares with none."""
+    for name, policy in policies.items():
+        if name in TAKEN or not _NAME.fullmatch(name):
+            raise Refusal(
+                f"policies: {name!r} is no name for a policy; use letters, digits, _ and -, a letter first, and none "
+                f"of {', '.join(sorted(TAKEN))}",
+                code="policies.name",
+                about=name,
+            )
+        own = {ACTOR, *(other for other, each in policies.items() if each.shares is None)}
+        if policy.shares is not None and policy.shares not in own:
+            raise Refusal(
+                f"policies.{name}.shares is {policy.shares!r}, which has no weights of its own; name one of "
+                f"{', '.join(sorted(own))}",
+                code="policies.shares",
+                about=f"policies.{name}.shares",
+            )
+
+
+def check_apart(engines: Mapping[str, Sequence[Engines]]) -> None:
+    """Raise Refusal for a group of servers whose name another policy's has: logs and metrics go by it."""
+    owners: dict[str, str] = {}
+    for policy, groups in engines.items():
+        for group in groups:
+            if (other := owners.setdefault(group.name, policy)) != policy:
+                raise Refusal(
+                    f"policies.{policy}: its engines have a group {group.name}, and so have those of {other}; give it "
+                    "another name",
+                    code="policies.engine_name",
+                    about=group.name,
+                )
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `changes`, mapping by mapping."""
+    out = dict(base)
+    for key, value in changes.items():
+        inner = out.get(key)
+        out[key] = merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def derived(run: Mapping[str, Any], name: str, policy: Policy) -> dict[str, Any]:
+    """The configuration of policy `name` as a tree, made of the run's, `run`, as far as that was given."""
+    own = {**run, "policies": {}, "model": merged(run["model"], policy.model)}
+    trainer = dict(run.get("trainer", {}))
+    if own["model"]["path"] != run["model"]["path"]:
+        trainer.pop("load", None)
+    own["trainer"] = merged(trainer, policy.trainer)
+    # Another algorithm begins with defaults of its own.
+    base = {} if "name" in policy.algorithm else run.get("algorithm", {})
+    own["algorithm"] = merged(base, policy.algorithm)
+    own["rollout"] = {**run["rollout"], "engines": _engines(run["rollout"], name, policy)}
+    return own
+
+
+def _engines(rollout: Mapping[str, Any], name: str, policy: Policy) -> list[dict[str, Any]]:
+    if policy.engines is not None:
+        return [group.model_dump(exclude_unset=True) for group in policy.engines]
+    groups = [dict(each) for each in rollout.get("engines", ({},)) if not each.get("frozen")]
+    for group in groups:
+        group["name"] = name if len(groups) == 1 else f"{name}-{group.get('name', ACTOR)}"
+        if "path" in policy.model:
+            group.pop("model", None)  # a copy of the actor's
+    return groups

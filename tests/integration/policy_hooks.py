@@ -1,0 +1,32 @@
+"""Hooks of runs that train several policies."""
+
+from __future__ import annotations
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.rollout.hooks import RewardContext, RolloutContext
+from tests.integration.hooks import digits
+
+
+async def answered_and_judged(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+    """The policy `actor` answers, and the role `judge` continues what it said."""
+    answer = ctx.draft(prompt)
+    answer.add_sampled(await ctx.engine.generate(answer.token_ids))
+    judge = ctx.policies["judge"]
+    verdict = judge.draft(answer.token_ids, suffix="-judge")
+    verdict.add_sampled(await judge.engine.generate(verdict.token_ids, turn=1))
+    return [answer.finish(), verdict.finish()]
+
+
+async def answered_twice(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+    """What `answered_and_judged` returns where both roles are the policy `actor`, by that policy alone."""
+    answer = ctx.draft(prompt)
+    answer.add_sampled(await ctx.engine.generate(answer.token_ids))
+    verdict = ctx.draft(answer.token_ids, suffix="-judge")
+    verdict.add_sampled(await ctx.engine.generate(verdict.token_ids, turn=1))
+    return [answer.finish(), verdict.finish()]
+
+
+async def opposed(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """`digits` for the policy `actor`, its opposite for others: their weights part at once."""
+    share = await digits(ctx, trajectory)
+    return share if trajectory.policy == "actor" else 1.0 - share

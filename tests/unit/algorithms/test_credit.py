@@ -1,0 +1,104 @@
+"""Credit: how the rewards of a rollout are shared out among its trajectories, and that nothing else changes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from examples import influence
+from slimx.algorithms.advantages.estimate import all_advantages
+from slimx.algorithms.credit import credited, load_credit
+from slimx.config.sections.algorithm import Algorithm
+from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.orchestration.policies import in_order, of_policy
+from tests.refusals import invalid, refused
+
+REWARDS = ((1.0, 0.0, 0.5), (0.0, 1.0, 1.0))
+"""Of each rollout those of its trajectories: of the actor, and twice of the judge."""
+
+
+def group() -> Group:
+    trajectories = [
+        Trajectory(
+            id=f"g/{index}-{number}",
+            rollout_id=f"g/{index}",
+            group_id="g",
+            index=index,
+            policy="judge" if number else "actor",
+            token_ids=np.arange(3, dtype=np.int32),
+            loss_mask=np.array([0, 1, 1], np.uint8),
+            logprobs=np.zeros(3, np.float32),
+            spans=[Span(start=0, stop=1, source="prompt"), Span(start=1, stop=3, source="inserted")],
+            reward=reward,
+        )
+        for index, rewards in enumerate(REWARDS)
+        for number, reward in enumerate(rewards)
+    ]
+    return Group(id="g", prompt=Prompt(id="p", token_ids=[0]), trajectories=trajectories)
+
+
+def rewards_of(groups: list[Group]) -> list[float]:
+    return [trajectory.reward for each in groups for trajectory in each.trajectories]
+
+
+def test_own_rewards_stay_and_shared_ones_are_the_mean_of_the_rollouts() -> None:
+    given = group()
+    assert credited([given], "own")[0] is given
+    shared = credited([given], "shared")
+    assert rewards_of(shared) == pytest.approx([0.5] * 3 + [2 / 3] * 3)
+    assert rewards_of([given]) == [*REWARDS[0], *REWARDS[1]], "the groups that are kept say what was earned"
+
+
+def test_each_policy_is_compared_with_itself_alone() -> None:
+    algorithm = Algorithm(normalize_std=False)
+    own = all_advantages(algorithm, of_policy([group()], "actor"))
+    assert own == pytest.approx([0.5, -0.5])
+    # A rollout counts once in a policy, too: the judge's two trajectories have the mean of theirs.
+    judged = all_advantages(algorithm, of_policy([group()], "judge"))
+    assert judged == pytest.approx([-0.375, -0.375, 0.375, 0.375])
+    shared = all_advantages(algorithm, of_policy(credited([group()], "shared"), "actor"))
+    assert shared == pytest.approx([-1 / 12, 1 / 12])
+
+
+def test_values_of_several_policies_come_back_in_the_order_of_the_trajectories() -> None:
+    given = [group()]
+    values = {name: [t.id for each in of_policy(given, name) for t in each.trajectories] for name in ("judge", "actor")}
+    assert in_order(given, values) == [trajectory.id for trajectory in given[0].trajectories]
+    assert of_policy(given, "writer") == []
+
+
+@pytest.mark.parametrize("kind", ["quality", "margin"])
+def test_the_influence_aware_split_follows_martis_formula(kind: str) -> None:
+    expected = []
+    for rewards in np.array(REWARDS):
+        expected.append(rewards[0])
+        for turn in (1, 2):
+            before, reward = rewards[:turn].mean(), rewards[turn]
+            term = before * reward - (1 - before) * (1 - reward) if kind == "quality" else reward - before
+            expected.append(reward + 0.5 * term)
+    found = rewards_of(credited([group()], f"examples.influence.{kind}"))
+    assert found == pytest.approx(expected) and influence.ALPHA == 0.5
+
+
+def too_few(group: Group) -> list[float]:
+    return [0.0]
+
+
+def not_a_number(group: Group) -> list[float]:
+    return [math.nan] * len(group.trajectories)
+
+
+@pytest.mark.parametrize("hook", ["too_few", "not_a_number"])
+def test_a_hook_that_gives_no_reward_for_a_trajectory_is_refused(hook: str) -> None:
+    path = f"{__name__}.{hook}"
+    with refused("hook.credit_result", about=path):
+        load_credit(path)(group())
+
+
+def test_a_credit_that_is_none_or_has_nothing_to_share_is_refused() -> None:
+    with invalid("algorithm.unknown", about="algorithm.credit"):
+        Algorithm(credit="fair")
+    with invalid("algorithm.unused", about="algorithm.credit"):
+        Algorithm(name="sft", credit="shared")

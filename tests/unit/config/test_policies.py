@@ -1,0 +1,128 @@
+"""Section policies: what a further policy inherits, what it may say, and what several were never proven with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slimx.config.rule import broken
+from slimx.config.schema import Config
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.policies import ACTOR
+from slimx.preflight.checks.policies import has_run
+from tests.refusals import invalid
+
+
+def config_of(policies: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"dir": "d"},
+        "model": {"path": "m"},
+        "rollout": {
+            "prompts": "p",
+            "engines": [{"count": 2, "model": "fp8-copy"}, {"name": "wise", "frozen": True, "model": "w"}],
+        },
+        "trainer": {"load": "warm", "world_size": 2, "optimizer": {"lr": 1e-3}},
+        "algorithm": {"name": "grpo", "clip_high": 0.3},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return Config.model_validate({**tree, "policies": policies})
+
+
+def test_a_further_policy_is_the_runs_own_but_for_what_it_says() -> None:
+    config = config_of(
+        {
+            "judge": {"trainer": {"world_size": 1, "optimizer": {"lr": 1e-4}}, "algorithm": {"clip_low": 0.1}},
+            "writer": {"model": {"path": "other"}, "algorithm": {"name": "rloo"}, "engines": [{"name": "w1"}]},
+            "solver": {"shares": "actor"},
+        }
+    )
+    by_policy = config.by_policy
+    assert [*by_policy] == [ACTOR, "judge", "writer"] and by_policy[ACTOR] is config
+    assert config.roles == {"actor": "actor", "judge": "judge", "writer": "writer", "solver": "actor"}
+    judge, writer = by_policy["judge"], by_policy["writer"]
+    assert judge.trainer == config.trainer.model_copy(
+        update={"world_size": 1, "optimizer": config.trainer.optimizer.model_copy(update={"lr": 1e-4})}
+    )
+    assert (judge.algorithm.clip_low, judge.algorithm.clip_high) == (0.1, 0.3)
+    # Frozen engines serve the whole run; those of a policy are named after it.
+    assert [(group.name, group.count, group.model) for group in judge.rollout.engines] == [("judge", 2, "fp8-copy")]
+    # A model of its own begins with its own weights, and another algorithm with its own defaults.
+    assert (writer.model.path, writer.trainer.load, writer.algorithm.name) == ("other", None, "rloo")
+    assert writer.algorithm == Algorithm(name="rloo")
+    assert [group.name for group in writer.rollout.engines] == ["w1"]
+    assert not judge.policies and Config.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_several_groups_of_engines_keep_their_names_behind_the_policys() -> None:
+    engines = [{"name": "small"}, {"name": "large", "tensor": 2}]
+    judge = config_of({"judge": {}}, rollout={"prompts": "p", "engines": engines}).by_policy["judge"]
+    assert [(group.name, group.tensor) for group in judge.rollout.engines] == [("judge-small", 1), ("judge-large", 2)]
+
+
+@pytest.mark.parametrize(
+    ("policies", "code", "about"),
+    [
+        ({"actor": {}}, "policies.name", "actor"),
+        ({"a/b": {}}, "policies.name", "a/b"),
+        ({"judge": {"shares": "nobody"}}, "policies.shares", "policies.judge.shares"),
+        ({"judge": {"shares": "solver"}, "solver": {"shares": "actor"}}, "policies.shares", "policies.judge.shares"),
+        ({"judge": {"shares": "actor", "trainer": {"world_size": 1}}}, "policies.shares", "policies.trainer"),
+        ({"judge": {"trainer": {"world_sise": 1}}}, "config.unknown_key", "policies.judge.trainer.world_sise"),
+        ({"judge": {"algorithm": {"credit": "fair"}}}, "policies.credit", "policies.algorithm.credit"),
+        ({"judge": {"trainer": {"world_size": 0}}}, "policies.value", "policies.judge.trainer.world_size"),
+        ({"judge": {"engines": [{"name": "actor"}]}}, "policies.engine_name", "actor"),
+        ({"judge": {"engines": [{"name": "wise"}]}}, "policies.engine_name", "wise"),
+    ],
+)
+def test_what_names_no_policy_or_does_not_fit_is_refused(policies: dict[str, Any], code: str, about: str) -> None:
+    with invalid(code, about=about):
+        config_of(policies)
+
+
+@pytest.mark.parametrize(("policies", "refused"), [({"judge": {}}, True), ({"solver": {"shares": "actor"}}, False)])
+def test_weights_of_its_own_are_refused_where_a_run_starts_and_planned_all_the_same(
+    policies: dict[str, Any], refused: bool
+) -> None:
+    sections = config_of(policies).sections
+    assert not any(problem.code == "policies.never_ran" for problem in broken((has_run,), sections))
+    found = broken((has_run,), sections | {"local_device": "cpu"})
+    assert [problem.code for problem in found] == ["policies.never_ran"] * refused
+
+
+UNPROVEN: dict[str, dict[str, dict[str, Any]]] = {
+    "run.fork": {"run": {"dir": "d", "fork": "other"}},
+    "numerics.mode": {"numerics": {"mode": "exact"}},
+    "trainer.lora": {"trainer": {"lora": {"rank": 4, "alpha": 8}, "load": None}},
+    "rollout.engines.urls": {"rollout": {"engines": [{"urls": ["http://127.0.0.1:1"]}]}},
+    "algorithm.advantages": {"algorithm": {"name": "reinforce_pp", "clip_high": 0.2}},
+    "algorithm.reference_refresh": {"algorithm": {"reference": True, "reference_refresh": 2}},
+    "algorithm.teacher": {"algorithm": {"teacher": "wise"}},
+    "critic": {"critic": {}, "algorithm": {"name": "ppo", "clip_high": 0.2}},
+    "schedule.max_staleness": {"schedule": {"max_staleness": 1}},
+    "schedule.colocate": {"schedule": {"colocate": True}},
+    "publish.transport": {"publish": {"transport": "disk"}},
+    "publish.quantise": {"publish": {"quantise": "ieee"}},
+    "recovery.trainers": {"recovery": {"trainers": 1}, "checkpoint": {"every": 1}},
+}
+
+
+@pytest.mark.parametrize("key", UNPROVEN)
+def test_what_several_policies_were_never_proven_with_is_refused_by_name(key: str) -> None:
+    config_of({"solver": {"shares": "actor"}}, **UNPROVEN[key])  # a role more, and one policy all the same
+    with invalid("policies.proven", about=key):
+        config_of({"judge": {}}, **UNPROVEN[key])
+
+
+@pytest.mark.parametrize(
+    ("judge", "about"),
+    [
+        ({"trainer": {"lora": {"rank": 4, "alpha": 8}, "load": None}}, "policies.judge.trainer.lora"),
+        ({"engines": [{"name": "j", "urls": ["http://127.0.0.1:1"]}]}, "policies.judge.rollout.engines.urls"),
+        ({"algorithm": {"teacher": "wise"}}, "policies.judge.algorithm.teacher"),
+    ],
+)
+def test_it_is_refused_where_a_further_policy_says_it_too(judge: dict[str, Any], about: str) -> None:
+    with invalid("policies.proven", about=about):
+        config_of({"judge": judge})

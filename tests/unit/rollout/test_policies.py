@@ -1,0 +1,134 @@
+"""Rollouts that speak to several trained policies: each samples with its own engines, and trains its own tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.data.saved.codec import encode
+from slimx.rollout.flow.progress import GroupProgress
+from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generate, RolloutContext
+from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, the_tokenizer
+
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1+2="}], answer="3")
+
+
+def maker_of(generate: Generate) -> tuple[GroupMaker, FakeEngine, FakeEngine]:
+    actor, judge = FakeEngine(), FakeEngine()
+    maker = GroupMaker(
+        config_of(policies__judge={}, policies__solver={"shares": "actor"}),
+        Hooks(generate, one, None),
+        the_tokenizer(),
+        actor,
+        further={"judge": Speaker(judge, the_tokenizer())},
+    )
+    return maker, actor, judge
+
+
+async def both(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+    out = []
+    for role in ("solver", "judge"):
+        view = ctx.policies[role]
+        draft = view.draft(prompt, suffix=f"-{role}")
+        draft.add_sampled(await view.engine.generate(draft.token_ids))
+        view.log(f"seen_{role}", view.version)
+        out.append(draft.finish())
+    return out
+
+
+async def test_each_trajectory_is_of_the_policy_whose_engines_sampled_it() -> None:
+    maker, actor, judge = maker_of(both)
+    maker.versions = {"actor": 5, "judge": 4}
+    actor.version, judge.version = 5, 4
+    assert maker.version == 4, "a ticket is as old as the oldest policy"
+    outcome = await maker.make(PROMPT, group_id="g0", number=0)
+    assert outcome.reason is None, outcome.detail
+    trajectories = outcome.group.trajectories
+    assert [each.policy for each in trajectories] == ["actor", "judge"] * 2
+    assert [each.oldest_version for each in trajectories] == [5, 4] * 2
+    assert {span.policy for span in trajectories[1].spans if span.source == "sampled"} == {"judge"}
+    assert trajectories[0].metrics == {"seen_solver": 5, "seen_judge": 4}
+    assert len(actor.requests) == len(judge.requests) == 2
+    # The same prompt and turn: were the seeds the same, an answer of one would stand for the other's in a resumed run.
+    assert not {request.seed for request in actor.requests} & {request.seed for request in judge.requests}
+    maker.close()
+
+
+async def test_a_resumed_group_gives_each_policy_its_own_answers_again() -> None:
+    maker, *_ = maker_of(both)
+    progress = GroupProgress()
+    first = await maker.make(PROMPT, group_id="g0", number=0, progress=progress)
+    journals = {index: journal.entries() for index, journal in progress.journals.items()}
+    assert not journals, "what is complete needs no journal"
+
+    async def cut(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+        await both(ctx, prompt)
+        raise RuntimeError("the run ends here")
+
+    broken, *_ = maker_of(cut)
+    progress = GroupProgress()
+    journal = progress.journal(0)
+    await broken.make(PROMPT, group_id="g0", number=0, progress=progress)
+    again, actor, judge = maker_of(both)
+    resumed = GroupProgress()
+    resumed.journals[0] = type(journal)(journal.entries())
+    outcome = await again.make(PROMPT, group_id="g0", number=0, progress=resumed)
+    assert [t.token_ids.tolist() for t in outcome.group.trajectories] == [
+        t.token_ids.tolist() for t in first.group.trajectories
+    ]
+    assert [t.policy for t in outcome.group.trajectories] == ["actor", "judge"] * 2
+    assert len(actor.requests) == len(judge.requests) == 1, "rollout 0 was not sampled again"
+    for each in (maker, broken, again):
+        each.close()
+
+
+async def test_a_role_that_shares_weights_gives_the_groups_of_one_policy_to_the_last_byte() -> None:
+    """Whatever comes behind groups (advantages, batches, trainers, publications) knows no roles."""
+
+    async def by_roles(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+        return await twice(ctx.policies["actor"], ctx.policies["solver"], prompt)
+
+    async def alone(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+        return await twice(ctx, ctx, prompt)
+
+    async def twice(one: RolloutContext, other: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+        drafts = [one.draft(prompt), other.draft(prompt, suffix="-2")]
+        for turn, (view, draft) in enumerate(zip((one, other), drafts, strict=True)):
+            draft.add_sampled(await view.engine.generate(draft.token_ids, turn=turn))
+            view.add("asked", turn)
+        return [draft.finish() for draft in drafts]
+
+    made = []
+    for config, hook in ((config_of(policies__solver={"shares": "actor"}), by_roles), (config_of(), alone)):
+        assert config.trained == ["actor"]
+        maker = GroupMaker(config, Hooks(hook, one, None), the_tokenizer(), FakeEngine())
+        made.append(encode((await maker.make(PROMPT, group_id="g0", number=0)).group))
+        maker.close()
+    assert made[0] == made[1]
+
+
+async def mixed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """The actor's draft with the judge's tokens."""
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.policies["judge"].engine.generate(draft.token_ids))
+    return draft.finish()
+
+
+async def unknown(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids))
+    trajectory = draft.finish()
+    trajectory.policy = "writer"
+    return trajectory
+
+
+@pytest.mark.parametrize(("hook", "named"), [(mixed, "judge"), (unknown, "writer")])
+async def test_tokens_of_another_policy_and_trajectories_of_none_are_dropped_with_the_reason(
+    hook: Generate, named: str
+) -> None:
+    maker, *_ = maker_of(hook)
+    outcome = await maker.make(PROMPT, group_id="g0", number=0)
+    assert outcome.reason == "generate failed" and named in outcome.detail
+    maker.close()
