@@ -14,10 +14,10 @@ from slimx.convert.torch_dist_reader import read_whole
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.files.megatron_directory import TensorPlace, find_checkpoint, places
-from slimx.models.files.peft import CONFIG, ROOT, STACKED, TENSORS, WRAPPED
+from slimx.models.files.peft import CONFIG, PARAMETERS, ROOT, STACKED, TENSORS, WRAPPED
 from slimx.models.files.safe_pickle import read_metadata
 
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 """Models whose exported adapters were compared with PEFT's own merge."""
 
 
@@ -32,7 +32,7 @@ def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> in
     if spec.family.ARCHITECTURE not in ARCHITECTURES:
         raise SlimxError(
             f"{original} is {spec.family.ARCHITECTURE}, whose adapters were never compared with PEFT's; it was done "
-            f"with {' and '.join(ARCHITECTURES)}",
+            f"with {', '.join(ARCHITECTURES)}",
             code="convert.peft_family",
             about=str(original),
         )
@@ -64,6 +64,7 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
     whole: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     targets: dict[str, set[str]] = {"target_modules": set(), "target_parameters": set()}
+    modules: set[str] = set()
     stacks: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     rank = 0
     for place in places(spec.table, per_layer=per_layer):
@@ -80,7 +81,7 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
             for module, rows in parts.items():
                 tensors[f"{ROOT}{module}.lora_A.weight"] = a.clone()
                 tensors[f"{ROOT}{module}.lora_B.weight"] = rows
-                targets["target_modules"].add(module.rpartition(".")[2])
+                modules.add(module)
             continue
         module = next(iter(parts))
         parameter = STACKED[module.rpartition(".")[2]]
@@ -90,6 +91,9 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
         prefix = f"{ROOT}{layer}.experts{WRAPPED[parameter]}"
         tensors[f"{prefix}.lora_A.weight"] = torch.cat([a for a, _ in experts])
         tensors[f"{prefix}.lora_B.weight"] = torch.stack([b for _, b in experts], 2).flatten(1)
+    for module, ending in _endings(modules, spec).items():
+        as_parameter = bool(spec.experts) and module.endswith(PARAMETERS)
+        targets["target_parameters" if as_parameter else "target_modules"].add(ending + ".weight" * as_parameter)
     if not tensors:
         raise SlimxError(
             f"{path} holds no adapters; give a checkpoint of a run with trainer.lora",
@@ -97,6 +101,18 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
             about=str(path),
         )
     return tensors, targets, rank
+
+
+def _endings(modules: set[str], spec: ModelSpec) -> dict[str, str]:
+    """For each of `modules` the shortest ending of its name that no matrix outside of them has too."""
+    names = {name.removesuffix(".weight") for name, shape in spec.table.checkpoint_shapes().items() if len(shape) == 2}
+    taken = {ending for name in names - modules if ".experts." not in name for ending in _endings_of(name)}
+    return {module: next(end for end in _endings_of(module) if end not in taken) for module in modules}
+
+
+def _endings_of(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def _apart(place: TensorPlace, b: torch.Tensor) -> dict[str, torch.Tensor]:

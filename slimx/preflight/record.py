@@ -138,6 +138,8 @@ class PublicationFigures(Record):
     publisher_bytes: int
     """Memory that buckets take, of the host of trainer rank 0; with cuda_ipc of each trainer rank's GPU. With nixl the
     ring of the trainer rank that has the largest, of its host's memory or its GPU's."""
+    merging_bytes: int = 0
+    """With trainer.lora, memory of the trainer rank that needs most to merge the weights of one bucket."""
     kept_bytes: int = 0
     """With publish.delta, host memory of the trainer rank that keeps most: what it sent last, and part of a bucket.
     With disk that of trainer rank 0."""

@@ -280,8 +280,10 @@ class TrainerWorker:
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import Plan
 
-        weights = self._trainer.weights.published
-        packer = Packer(Plan.from_bytes(plan), self.rank, weights, apart=holders > 1)
+        weights = self._trainer.weights
+        packer = Packer(
+            Plan.from_bytes(plan), self.rank, weights.parameters, merging=weights.merging, apart=holders > 1
+        )
         if on_device:  # the default group: NCCL over all ranks
             self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None, holders=holders)
         else:
@@ -332,7 +334,8 @@ class TrainerWorker:
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import Plan
 
-        packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.published)
+        weights = self._trainer.weights
+        packer = Packer(Plan.from_bytes(plan), self.rank, weights.parameters, merging=weights.merging)
         host = own_address(Cluster.model_validate(self._values["cluster"]).network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
         self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)

@@ -5,10 +5,10 @@
 JOB has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, logprobs, temperature of each) and `cases`
 in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spoilt (`spoil`). Completions without
 log-probs take those of the first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {}
-where this rank has none. Of a case with `gradients` (the numerics.mode in which they are computed),
-GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint. `quantise` of a group
-or of one case: the rule by which engines hold blocks of fp8; with `follows` the metrics say by occasion whether what
-the rank computes with changes with its weights.
+where this rank has none. A case may have a `model` of its own. Of a case with `gradients` (the numerics.mode in which
+they are computed), GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint.
+`quantise` of a group or of one case: the rule by which engines hold blocks of fp8; with `follows` the metrics say by
+occasion whether what the rank computes with changes with its weights.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def config(group: dict[str, Any], case: dict[str, Any], out: Path, mode: str = "
     return Config.model_validate(
         {
             "run": {"dir": str(out)},
-            "model": {"path": group["model"]},
+            "model": {"path": case.get("model", group["model"])},
             "numerics": {"dtype": group["dtype"], **exact},
             "trainer": trainer,
             "rollout": {"prompts": "p", "engines": [{"model": group["model"]}]},
@@ -137,7 +137,8 @@ def gap(group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], ou
     from slimx.trainer.trainer import PolicyTrainer
 
     torch.set_num_threads(case.get("threads", 1))
-    settings, spec = config(group, case, out), read_model(group["model"])
+    settings = config(group, case, out)
+    spec = read_model(settings.model.path)
     with spoilt(case.get("spoil")):
         trainer = PolicyTrainer(settings, spec, parallel)
         if case.get("spoil") == "weights":

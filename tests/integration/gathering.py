@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 
-def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any) -> None:
-    """Gather one tensor per parameter (by local name, like it) into `path`, under Hugging Face names; collective."""
+def write_tensors(
+    path: Path, tensors: dict[str, Any], spec: Any, parallel: Any, merging: dict[str, Any] | None = None
+) -> None:
+    """Gather one tensor per parameter (by local name, like it) into `path`, under Hugging Face names; collective.
+    `merging`: as `Packer` takes it."""
     import torch.distributed as dist
 
     from slimx.layout.megatron import MegatronLayout
@@ -23,7 +26,8 @@ def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any)
         precision=Precision("float32", "float32"),
         bucket_bytes=2**30,
     )
-    packer, group, world = Packer(plan, parallel.rank, tensors), parallel.host_group, parallel.sizes.world
+    packer = Packer(plan, parallel.rank, tensors, merging=merging)
+    group, world = parallel.host_group, parallel.sizes.world
     # The last rank as one on another machine: it sends its part.
     gatherer = Gatherer(packer, remote=[world - 1] if world > 1 else [], group=group)
     opened = [list(gatherer.open(0).values()) if parallel.rank == PUBLISHER else []]

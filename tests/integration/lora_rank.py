@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from slimx.config.schema import Config
+from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank
 
 LORA = {"rank": 4, "alpha": 8.0}
 SCALE = LORA["alpha"] / LORA["rank"]
+COLUMN = ("linear_qkv", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1")
+AXES = dict.fromkeys(COLUMN, 0) | {"linear_proj": 1, "linear_fc2": 1}
+"""Axes along which weights are split, by their layers' names; others are whole on every rank."""
 STEPS = 2
 LR = 2e-2
 ASKED = "asked"
@@ -31,11 +35,18 @@ class LoraRank(Rank):
         distributed = trainer.pop("distributed_optimizer", True)
         trainer.pop("algorithm", None)
         optimizer = {"lr": LR, "clip_grad": 0.0}
-        lora = LORA | {"load": trainer.pop("load", None)}
+        lora = LORA | {"load": trainer.pop("load", None), "targets": self.job["targets"]}
         base = super().config(algorithm="sft", lora=lora, optimizer=optimizer, **trainer)
         # Without the distributed optimizer every rank has whole gradients; a user's file is refused.
         changed = base.trainer.model_copy(update={"distributed_optimizer": distributed})
-        return base.model_copy(update={"trainer": changed})
+        numerics = base.numerics.model_copy(update={"mode": self.job["mode"]})
+        return base.model_copy(update={"trainer": changed, "numerics": numerics})
+
+    def write_merged(self, name: str, trainer: Any) -> None:
+        weights = trainer.weights
+        write_tensors(
+            self.out / f"{name}.safetensors", weights.parameters, self.spec, self.parallel, merging=weights.merging
+        )
 
     def steps(self, trainer: Any, first: int, count: int) -> list[dict[str, float]]:
         return [trainer.train_step(self.demonstrated(s), step=s, version=0) for s in range(first, first + count)]
@@ -59,7 +70,7 @@ class LoraRank(Rank):
         self.reference(trainer, first)
         self.said["frozen"] = equal(base, self.held(trainer))
         merged = self.out / "merged"
-        self.write_tensors("merged", trainer.weights.published)
+        self.write_merged("merged", trainer)
         if self.rank == 0:
             (self.out / ASKED).touch()
             end = time.monotonic() + ANSWER_S
@@ -67,14 +78,16 @@ class LoraRank(Rank):
                 assert time.monotonic() < end, merged
                 time.sleep(0.05)
         self.barrier()
-        whole, group = trainer.weights.copy_of(str(merged)), parallel_state.get_tensor_model_parallel_group()
-        adapters = adapters_of(unwrap(trainer.chunks[0]))
+        whole = trainer.weights.copy_of(str(merged))
+        adapters, tensor = adapters_of(unwrap(trainer.chunks[0])), parallel_state.get_tensor_model_parallel_group
         expected = {}
         for name, adapter in adapters.items():
             a, b = (parameter.detach().clone() for parameter in adapter.parameters)
             of_a, of_b = SCALE * b.T @ whole[name], SCALE * whole[name] @ a.T
-            if ".experts." not in name:
-                dist.all_reduce(of_a if adapter.column else of_b, group=group)
+            if (axis := AXES.get(name.rsplit(".", 2)[-2])) is not None:
+                expert = ".experts." in name
+                of = parallel_state.get_expert_tensor_parallel_group if expert else tensor
+                dist.all_reduce((of_a, of_b)[axis], group=of())
             expected[name] = of_a, of_b
         self.steps(trainer, STEPS, 1)
         self.said["errors"] = {
@@ -119,20 +132,20 @@ class LoraRank(Rank):
         self.said["planned"] = [planned.weights, planned.gradients, planned.optimizer]
         self.said["merged"] = [
             planned.adapted,
-            sum(v.numel() for n, v in trainer.weights.published.items() if v is not trainer.weights.parameters[n]),
+            sum(trainer.weights.parameters[name].numel() for name in trainer.weights.merging),
         ]
         path = self.out / "checkpoint"
         begin_save(trainer, path, step=STEPS)
         finish_save(trainer, path)
-        self.write_tensors("saved", trainer.weights.published)
+        self.write_merged("saved", trainer)
         ahead = self.steps(trainer, STEPS, 2)
         fresh = self.trainer(config)
         fresh.restore(str(path), same_layout=True)
         self.said["restored"] = [ahead, self.steps(fresh, STEPS, 2)]
-        self.said["restored_equal"] = equal(trainer.weights.published, fresh.weights.published)
+        self.said["restored_equal"] = equal(merged_in(trainer), merged_in(fresh))
         if self.job["moved"]:
             fresh.restore(self.job["moved"], same_layout=False)
-            self.write_tensors("moved", fresh.weights.published)
+            self.write_merged("moved", fresh)
             self.imported(adapters_in(fresh))
 
     def imported(self, wanted: dict[str, Any]) -> None:
@@ -143,6 +156,10 @@ class LoraRank(Rank):
         self.steps(trainer, 0, 1)
         after = adapters_in(trainer)
         self.said["moved_by"] = max(float((after[name] - value).abs().max()) for name, value in found.items())
+
+
+def merged_in(trainer: Any) -> dict[str, Any]:
+    return trainer.weights.parameters | {name: make() for name, make in trainer.weights.merging.items()}
 
 
 def adapters_in(trainer: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from slimx.layout.ranks import EngineSizes
@@ -20,6 +21,7 @@ from tests.integration.conftest import ROOT
 from tests.integration.deepseek_checkpoint import make_deepseek
 from tests.integration.engine_families import make_model
 from tests.integration.exact_runs import DENSE, ONE, TWO, assert_none, gaps
+from tests.integration.random_adapters import LORA, make_adapters
 from tests.integration.runs import TrainProcess, steps, write_config
 from tests.refusals import numbers
 
@@ -132,6 +134,13 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
     # As engines hold them in fp8: two layouts, and a trainer that does not round.
     rounded = [TWO[0], TWO[2], {**ONE, "follows": True}, {**ONE, "quantise": None, "spoil": "none"}]
     groups.append(group("blocks", "bfloat16", rounded) | {"quantise": "ieee"})
+    # Weights merged with adapters in a checkpoint, and adapters that stand beside the weights in every layout.
+    adapters, merged = make_adapters(models["moe"], tmp_path / "adapters", torch.bfloat16)
+    beside = {"distributed_optimizer": True, "lora": LORA | {"load": str(adapters)}}
+    cases = [{"trainer": case["trainer"] | beside} for case in TWO]
+    bare = {**ONE, "leaves": 2, "spoil": "adapters left out"}
+    groups.append(group("moe", "bfloat16", [*cases, bare]))
+    groups[-1]["cases"][0]["model"] = str(merged)
     for each in groups:
         if each["dtype"] == "float32":
             each["cases"][: 1 + len(TWO)] = [trained(case) for case in each["cases"][: 1 + len(TWO)]]

@@ -15,19 +15,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slimx.convert.peft import export_adapters
+from tests.integration import transformer_engine_stand
 from tests.integration.conftest import free_port
+from tests.integration.deepseek_checkpoint import make_deepseek
 from tests.integration.engine_families import make_model
 from tests.integration.lora_rank import ASKED, LORA, LR, STEPS
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import Oracle, write_model
 from tests.integration.trainer_rank import demonstrations
+from tests.needed import missing
 from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2-EP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
-    "DP2-EP2": {
+    "latent-TP2-EP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
+    "latent-DP2-EP2": {
         "world_size": 2,
         "expert": 2,
         "recompute": {"granularity": "selective", "modules": ["core_attn", "moe"]},
@@ -35,64 +38,126 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dense-TP2": {"world_size": 2, "tensor": 2, "recompute": {"granularity": "selective", "modules": ["mlp"]}},
     "dense": {"world_size": 1},
     "PP2-CP2-EP2": {"world_size": 4, "pipeline": 2, "context": 2, "expert": 2, "recompute": {"granularity": "full"}},
+    "shared-TP2-ETP2": {"world_size": 2, "tensor": 2, "expert_tensor": 2},
+    "shared-TP2-EP2-ETP2": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 2},
+    "shared-DP2-EP2": {"world_size": 2, "expert": 2, "recompute": {"granularity": "selective", "modules": ["moe"]}},
+    "EP2-ETP2": {"world_size": 4, "expert": 2, "expert_tensor": 2},
+    "exact-TP2-ETP2": {"world_size": 2, "tensor": 2, "expert_tensor": 2},
+    "engine-TP2-EP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
 }
-"""In the order in which they run; the second and the fourth take over the checkpoint of the one before."""
+"""Layouts of `TAKES_OVER` also restore the checkpoint of another."""
+TAKES_OVER = {"latent-DP2-EP2": "latent-TP2-EP2", "dense": "dense-TP2", "shared-DP2-EP2": "shared-TP2-EP2-ETP2"}
+SLOW = ("shared-TP2-ETP2", "shared-TP2-EP2-ETP2", "shared-DP2-EP2", "EP2-ETP2", "exact-TP2-ETP2", "engine-TP2-EP2")
+MODELS = {"latent": "deepseek", "dense": "qwen2", "shared": "glm4_moe", "engine": "glm4_moe", "exact": "deepseek"}
+"""By the beginning of a layout's name; the quickstart's Qwen3-MoE for others. The layers of `engine` are Transformer
+Engine's (transformer_engine_stand.py), those of `exact` are in exact mode."""
+TARGETS = {
+    "deepseek": ["attention", "mlp", "shared_experts", "experts", "router"],
+    "qwen2": None,
+    "glm4_moe": ["attention", "mlp", "shared_experts", "experts"],
+    "qwen3_moe": ["attention", "experts", "router"],
+}
+EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
+LATENT = ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "linear_proj")
+DENSE = (".mlp.linear_fc1", ".mlp.linear_fc2")
+KINDS = {
+    "deepseek": (*LATENT, *DENSE, *SHARED, *EXPERTS, "mlp.router"),
+    "qwen2": (*ATTENTION, *DENSE),
+    "glm4_moe": (*ATTENTION, *DENSE, *SHARED, *EXPERTS),
+    "qwen3_moe": (*ATTENTION, *EXPERTS, "mlp.router"),
+}
+"""Parts of the names of weights that have adapters."""
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
-    """Directory, and what each rank said, by layout."""
-    root = tmp_path_factory.mktemp("lora")
-    make_model("qwen2", root / "qwen2")
-    out: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
-    before = None
-    for name, layout in LAYOUTS.items():
-        directory, world = root / name, layout["world_size"]
+class Trained:
+    """Directory, and what each rank said, by layout; a layout runs when it is asked for."""
+
+    def __init__(self, root: Path, quickstart: Path):
+        self.root, self.models = root, {"qwen3_moe": quickstart}
+        self._done: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
+
+    def __getitem__(self, name: str) -> tuple[Path, list[dict[str, Any]]]:
+        if name not in self._done:
+            self._done[name] = self._run(name)
+        return self._done[name]
+
+    def model(self, name: str) -> Path:
+        kind = MODELS.get(name.split("-")[0], "qwen3_moe")
+        if kind not in self.models:
+            self.models[kind] = self.root / kind
+            make_deepseek(self.root / kind) if kind == "deepseek" else make_model(kind, self.root / kind)
+        return self.models[kind]
+
+    def _run(self, name: str) -> tuple[Path, list[dict[str, Any]]]:
+        layout, model, directory = LAYOUTS[name], self.model(name), self.root / name
+        world = layout["world_size"]
+        before = self[TAKES_OVER[name]][0] if name in TAKES_OVER else None
+        if name.startswith("engine") and not transformer_engine_stand.PACKAGE.is_dir():
+            missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
         directory.mkdir()
         job = {
             "layout": layout,
-            "model": str(root / "qwen2" if name.startswith("dense") else tiny_model),
+            "model": str(model),
+            "targets": targets(name),
+            "mode": "exact" if name.startswith("exact") else "fast",
             "out": str(directory),
             "init_method": f"tcp://127.0.0.1:{free_port()}",
             "moved": str(before / "checkpoint") if before else None,
         }
         if before:
-            export_adapters(before / "checkpoint", directory / "peft", Path(job["model"]), LORA["alpha"])
+            export_adapters(before / "checkpoint", directory / "peft", model, LORA["alpha"])
         (directory / "job.json").write_text(json.dumps(job))
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(run_ranks, "tests.integration.lora_rank", directory, world)
+            machine = transformer_engine_stand.__name__ if name.startswith("engine") else None
+            running = pool.submit(run_ranks, "tests.integration.lora_rank", directory, world, machine=machine)
             while not (directory / ASKED).exists() and not running.done():
                 time.sleep(0.05)
             if not running.done():
-                answer(Path(job["model"]), directory)
+                answer(model, directory)
             running.result()
-        out[name] = directory, [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world)]
-        before = None if before else directory
-    return out
+        return directory, [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def targets(name: str) -> list[str] | None:
+    return TARGETS[MODELS.get(name.split("-")[0], "qwen3_moe")]
+
+
+def each(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names or LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("lora"), tiny_model)
 
 
 def answer(model: Path, directory: Path) -> None:
     """Write transformers' gradients under the merged weights, as a checkpoint. The ranks' own processes cannot: they
     have changed torch for megatron-core."""
-    made = write_model(directory / "made", model, load_file(directory / "merged.safetensors"))
+    merged = load_file(directory / "merged.safetensors")
+    made = write_model(directory / "made", model, merged)
     oracle = Oracle(made)
     oracle.sft_loss(demonstrations(STEPS)).backward()
-    gradients = {name: gradient.contiguous() for name, gradient in oracle.gradients().items()}
+    found = oracle.gradients()
+    # A bias of selection has none.
+    gradients = {name: found.get(name, torch.zeros_like(value)).contiguous() for name, value in merged.items()}
     save_file(gradients, made / "model.safetensors", {"format": "pt"})
     made.rename(directory / "merged")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", each())
 def test_adapters_have_the_gradients_that_transformers_implies_and_the_base_stays(trained, layout):
     for said in trained[layout][1]:
         assert max(said["errors"].values()) <= 1e-5, said["errors"]
         assert said["frozen"]
     named = {name for said in trained[layout][1] for name in said["errors"]}
-    kinds = ("self_attention.linear_qkv", "self_attention.linear_proj", "linear_fc1", "linear_fc2")
-    assert all(any(kind in name for name in named) for kind in kinds)
+    for kind in KINDS[MODELS.get(layout.split("-")[0], "qwen3_moe")]:
+        assert any(kind in name for name in named), kind
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", each())
 def test_the_reference_is_the_base_to_the_last_bit_and_the_policy_is_left_alone(trained, layout):
     told = [said for said in trained[layout][1] if "reference" in said]
     assert len(told) == LAYOUTS[layout]["world_size"] // LAYOUTS[layout].get("pipeline", 1), "of the last stage"
@@ -100,7 +165,7 @@ def test_the_reference_is_the_base_to_the_last_bit_and_the_policy_is_left_alone(
         assert said["reference"] == dict.fromkeys(("is_base", "is_given", "policy_learned", "policy_is_back"), True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", each())
 def test_a_restored_trainer_goes_on_to_the_last_bit(trained, layout):
     for said in trained[layout][1]:
         ahead, restored = said["restored"]
@@ -108,22 +173,23 @@ def test_a_restored_trainer_goes_on_to_the_last_bit(trained, layout):
         assert said["restored_equal"]
 
 
-@pytest.mark.parametrize(("there", "here"), [("TP2-EP2", "DP2-EP2"), ("dense-TP2", "dense")])
-def test_another_layout_restores_the_same_merged_weights(trained, there, here):
+@pytest.mark.parametrize("here", each(*TAKES_OVER))
+def test_another_layout_restores_the_same_merged_weights(trained, here):
+    there = TAKES_OVER[here]
     saved = load_file(trained[there][0] / "saved.safetensors")
     moved = load_file(trained[here][0] / "moved.safetensors")
     assert saved.keys() == moved.keys()
     assert all(torch.equal(moved[name], value) for name, value in saved.items())
 
 
-@pytest.mark.parametrize("layout", ["DP2-EP2", "dense"])
+@pytest.mark.parametrize("layout", each(*TAKES_OVER))
 def test_exported_adapters_begin_a_trainer_of_another_layout_to_the_last_bit(trained, layout):
     for said in trained[layout][1]:
         assert said["imported"]
         assert 0 < said["moved_by"] <= 1.01 * LR, "Adam's first step is at most the learning rate"
 
 
-@pytest.mark.parametrize("layout", ["TP2-EP2", "dense-TP2"])
+@pytest.mark.parametrize("layout", each(*TAKES_OVER.values()))
 def test_peft_loads_exported_adapters_and_computes_what_the_merged_weights_do(trained, layout, tmp_path):
     """Logits before PEFT merges them, and the weights after; over a sequence in which experts are chosen by all."""
     peft = pytest.importorskip("peft", reason="peft is in the lock, and not in this environment")
@@ -147,7 +213,7 @@ def test_peft_loads_exported_adapters_and_computes_what_the_merged_weights_do(tr
         assert torch.allclose(again[name], value, rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", each())
 def test_the_plan_counts_gradients_and_state_of_adapters_only(trained, layout):
     for said in trained[layout][1]:
         assert said["planned"] == said["bytes"]

@@ -66,14 +66,14 @@ class Oracle:
         """`of` every parameter by its name in the checkpoint; transformers holds a layer's experts in one tensor."""
         out = {}
         for name, parameter in self.model.named_parameters():
-            prefix, _, kind = name.rpartition("experts.")
+            prefix, _, kind = name.rpartition(".experts.")
             if not prefix:
                 out[name] = of(parameter)
                 continue
             for expert, tensor in enumerate(of(parameter)):
                 parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
                 for part, value in zip(parts, tensor.chunk(len(parts)), strict=True):
-                    out[f"{prefix}experts.{expert}.{part}.weight"] = value
+                    out[f"{prefix}.experts.{expert}.{part}.weight"] = value
         return out
 
     def gradients(self) -> Weights:

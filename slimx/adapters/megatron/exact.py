@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.adapters.megatron.attention import PackedAttention
 from slimx.adapters.megatron.builders import Builder, exchange, kind_of, submodules_of
@@ -43,6 +44,7 @@ from slimx.adapters.megatron.layers import (
     NormColumnParallelLinear,
     RowGroupedLinear,
 )
+from slimx.adapters.megatron.served import serve, served
 from slimx.errors import SlimxError
 from slimx.layout.zigzag import zigzag
 from slimx.numerics import exact
@@ -112,10 +114,10 @@ def _check(builder: Builder, place: str, known: Collection[type]) -> None:
 # Weights that engines hold rounded ---------------------------------------------------------------------------------
 
 
-def compute_with(parameter: torch.nn.Parameter, served: torch.Tensor) -> None:
-    """Have the layers here multiply by `served` [as parameter] in the place of `parameter`, from its present memory:
-    what engines compute with where weights are published in fp8. The gradient is that of `served`, as it is."""
-    parameter.served = served
+def compute_with(parameter: torch.nn.Parameter, rounded: torch.Tensor) -> None:
+    """Have the layers here multiply by `rounded` [as parameter] in the place of `parameter`, from its present memory:
+    what engines compute with where weights are published in fp8. The gradient is that of `rounded`, as it is."""
+    serve(parameter, lambda: _StraightThrough.apply(parameter, rounded))
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -126,11 +128,6 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         return gradient, None
-
-
-def _served(weight: torch.Tensor) -> torch.Tensor:
-    served = getattr(weight, "served", None)
-    return weight if served is None else _StraightThrough.apply(weight, served)
 
 
 # Norms, linear layers, activation ----------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ class _Column:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        return exact.linear(input, _served(weight), bias=bias)
+        return exact.linear(input, served(weight), bias=bias)
 
 
 class ExactColumn(_Column, ColumnParallelLinear):
@@ -174,11 +171,19 @@ class ExactLinear(torch.nn.Module):
 
     def __init__(self, whole: Linear):
         super().__init__()
-        self.weight = whole.weight
-        self.sharded_state_dict = whole.sharded_state_dict
+        self.weight, self.tp_group = whole.weight, whole.tp_group
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            sharded_offsets=sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return exact.linear(x, _served(self.weight)), None
+        return exact.linear(x, served(self.weight)), None
 
 
 class _TreeSum(torch.autograd.Function):
@@ -211,8 +216,8 @@ class ExactRow(RowParallelLinear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         if self.tp_group.size() == 1:
-            return exact.linear(x, _served(self.weight), self.leaves), None
-        total = _TreeSum.apply(exact.linear_partial(x, _served(self.weight), self.leaves), self.tp_group).to(x.dtype)
+            return exact.linear(x, served(self.weight), self.leaves), None
+        total = _TreeSum.apply(exact.linear_partial(x, served(self.weight), self.leaves), self.tp_group).to(x.dtype)
         if self.sequence_parallel:
             total = scatter_to_sequence_parallel_region(total, group=self.tp_group)
         return total, None
@@ -328,7 +333,7 @@ class _Grouped:
     own_leaves = 1
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
-        weights = [_served(expert.weight) for expert in self.experts]
+        weights = [served(expert.weight) for expert in self.experts]
         return exact.grouped_linear(x, weights, list(tokens_per_expert), self.own_leaves), None
 
 
@@ -345,7 +350,7 @@ class ExactRowGrouped(_Grouped, RowGroupedLinear):
         group = self.groups.expt_tp
         if group.size() == 1:
             return super().forward(x, tokens_per_expert)
-        weights, counts = [_served(expert.weight) for expert in self.experts], list(tokens_per_expert)
+        weights, counts = [served(expert.weight) for expert in self.experts], list(tokens_per_expert)
         part = exact.grouped_linear(x, weights, counts, self.own_leaves, dtype=torch.float32)
         return _OfFirstRank.apply(_TreeSum.apply(part, group).to(x.dtype), group), None
 

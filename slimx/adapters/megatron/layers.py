@@ -156,8 +156,6 @@ class GroupedLinear(torch.nn.Module):
             state = {f"{index}.weight": expert.weight}
             if expert.bias is not None:
                 state[f"{index}.bias"] = expert.bias
-            if hasattr(expert, "lora_a"):  # whole: slimx.trainer.model.lora
-                state |= {f"{index}.lora_a": expert.lora_a, f"{index}.lora_b": expert.lora_b}
             shards = make_sharded_tensors_for_checkpoint(
                 state,
                 "",

@@ -8,8 +8,6 @@ from slimx.config.rule import Told, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.run import Numerics
-from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 
 
@@ -40,18 +38,14 @@ def proven_trainer(trainer: Trainer) -> Iterator[Told]:
 @rule("lora.proven_run", about="trainer.lora")
 def proven_run(
     trainer: Trainer,
-    numerics: Numerics,
     publish: Publish,
-    schedule: Schedule,
     algorithm: Algorithm,
     critic: Critic | None,
 ) -> Iterator[Told]:
     if trainer.lora is None:
         return
     for key, given in (
-        ("numerics.mode", numerics.exact),
         ("publish.quantise", publish.quantise is not None),
-        ("schedule.colocate", schedule.colocate),
         ("algorithm.reference_refresh", algorithm.reference_refresh > 0),
         ("algorithm.teacher", bool(algorithm.teacher)),
         ("critic", critic is not None),

@@ -116,9 +116,9 @@ class Lora(Section):
     """Rows of A and columns of B."""
     alpha: Positive
     """Numerator of the scale alpha / rank."""
-    targets: tuple[Literal["attention", "mlp", "experts"], ...] | None = None
-    """Layers with adapters: attention (queries, keys and values in one, and the output), mlp (of dense layers), experts
-    (routed ones); null: all of these that the model has."""
+    targets: tuple[Literal["attention", "mlp", "shared_experts", "experts", "router"], ...] | None = None
+    """Layers with adapters: attention (all of its projections), mlp (of dense layers), shared_experts, experts (routed
+    ones), router; null: all of these that the model has, but no router."""
     load: str | None = None
     """Directory of adapters in PEFT's format to begin with, of the same rank, alpha and targets; null: new ones."""
 

@@ -30,6 +30,9 @@ ROOT = "base_model.model."
 """Beginning of the name of every tensor."""
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 """Parameter of transformers that a projection of an expert is in."""
+PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")
+"""Endings of modules of a model with experts that PEFT finds as parameters only: a router is no linear module, and the
+others among `target_modules` mean experts (peft 0.21.2, utils/transformers_weight_conversion.py)."""
 WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
 """Ending of the module that has the adapter of such a parameter."""
 _PLAIN: dict[str, tuple[Any, ...]] = {

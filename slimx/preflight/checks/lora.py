@@ -7,11 +7,11 @@ from pathlib import Path
 
 from slimx.config.rule import Told, rule
 from slimx.config.sections.trainer import Trainer
-from slimx.layout.adapters import absent, adapts
+from slimx.layout.adapters import absent
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 
-FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 """Architectures whose adapters were compared with plain torch's."""
 
 
@@ -20,7 +20,7 @@ def known_family(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
     if trainer.lora is not None and spec.family.ARCHITECTURE not in FAMILIES:
         yield (
             f"{spec.path} is {spec.family.ARCHITECTURE}, with which trainer.lora was never proven; it was with "
-            f"{' and '.join(FAMILIES)}"
+            f"{', '.join(FAMILIES)}"
         )
 
 
@@ -53,25 +53,4 @@ def both_kinds(trainer: Trainer, sizes: Sizes) -> Iterator[str]:
         yield (
             f"trainer.expert={sizes.expert} and trainer.lora.targets=[{', '.join(trainer.lora.targets)}]: with expert "
             "parallelism there must be adapters both of experts and of other layers; name both, or set trainer.expert=1"
-        )
-
-
-@rule("lora.expert_tensor", about="trainer.expert_tensor")
-def whole_experts(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
-    if trainer.lora is None or sizes.expert_tensor == 1:
-        return
-    if any(row.per_expert and adapts(trainer.lora.targets, row.name) for row in spec.table.rows):
-        yield (
-            f"trainer.expert_tensor={sizes.expert_tensor} splits the experts of {spec.path}, and adapters of split "
-            "experts do not exist; set trainer.expert_tensor=1 with trainer.expert of 2 or more, or leave experts out "
-            "of trainer.lora.targets"
-        )
-
-
-@rule("lora.device", about="trainer.lora")
-def proven_device(trainer: Trainer, device: str) -> Iterator[str]:
-    if trainer.lora is not None and device != "cpu":
-        yield (
-            "trainer.lora stands beside layers of plain torch, and on a GPU Transformer Engine has its own in their "
-            "place; set cluster.device=cpu, or leave trainer.lora out"
         )

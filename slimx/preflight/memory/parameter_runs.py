@@ -194,7 +194,7 @@ class Holdings:
 
     def _adapters(self, row: Row, chunk: int, sizes: Sizes, count: int) -> Iterator[ParameterRun]:
         """A and B beside `count` matrices, one pair after the other."""
-        size = sizes.expert_tensor if row.per_expert else sizes.tensor
+        size = (sizes.expert_tensor if row.per_expert else sizes.tensor) if row.axis is not None else 1
         (rows, cols), _ = row.map.local([matrix(shape) for _, shape in row.sources], row.axis, 0, size)
         alike = {"chunk": chunk, "count": 1, "dtype": row.dtype or self.dtype, "tied": False}
         alike |= {"expert": row.per_expert and sizes.expert > 1, "trained": True, "parameter": True}

@@ -118,7 +118,9 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
     overhead = {"trainer's overhead": max(record.overhead for record in rank)}
     if phase == "load":
         main = total("optimizer") - total("moments")
-        twice = {"weights in the making": weights} if weights > main else {"main weights": main}
+        # megatron-core copies what is trained into its buffers, and frees what it was.
+        copied = min(weights, gradients)
+        twice = {"weights in the making": copied} if copied > main else {"main weights": main}
         return {"weights": weights, "gradients": gradients} | twice | overhead
     state = {"weights": weights, "gradients": gradients, "optimizer state": total("optimizer")} | overhead
     state["codes in fp8"] = total("copies")

@@ -49,7 +49,7 @@ class StateBytes:
     quantised: int
     """Elements of what a publication in fp8 makes blocks of."""
     adapted: int
-    """Elements of weights beside which adapters stand: as much again is kept merged for publications."""
+    """Elements of weights beside which adapters stand."""
 
 
 class Buffers:

@@ -46,10 +46,12 @@ def trainer_memory(
     *,
     model: Literal["trainer", "critic"] = "trainer",
     publication: int = 0,
+    merging: int = 0,
     states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
     """Memory of one rank per pipeline stage, the fullest. `config`: with the `trainer` section that its ranks follow (a
-    critic's own); `publication`: bytes of buckets on the GPU of each rank. `states`: as
+    critic's own); `publication`: bytes of buckets on the GPU of each rank; `merging`: bytes in which every rank merges
+    weights with adapters. `states`: as
     `stage_states` gives them for the same sizes, where they are known already; only their stages are looked at."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
@@ -62,8 +64,8 @@ def trainer_memory(
         )
         if model == "critic" or config.algorithm.scores:  # one value per token in the place of logits
             activations = replace(activations, head=0)
-        holds = model == "trainer"
-        out.append(_record(config, spec, setting, found, activations, model, device, publication if holds else 0))
+        beside = (publication if model == "trainer" else 0, merging)
+        out.append(_record(config, spec, setting, found, activations, model, device, *beside))
     return tuple(out)
 
 
@@ -149,6 +151,7 @@ def _record(
     model: Literal["trainer", "critic"],
     device: str,
     buckets: int,
+    merging: int,
 ) -> TrainerMemory:
     state = found.state
     hosted = round(state.moments * config.trainer.optimizer.offload_fraction)
@@ -157,7 +160,8 @@ def _record(
     overhead = OVERHEAD if device == "cuda" else 0
     served = _served(config, state) if model == "trainer" else 0
     copies = _in_fp8(config, state, device) if model == "trainer" else 0
-    merged = state.adapted * ITEMSIZE[config.numerics.dtype]
+    # In exact mode layers multiply by merged weights, which are kept from the forward pass to the backward pass.
+    merged = merging + (state.adapted * ITEMSIZE[config.numerics.dtype] if config.exact else 0)
     static = state.weights + served + merged + state.gradients + state.optimizer - hosted + copies
     moving = config.schedule.colocate and config.trainer.offload
     copied = config.algorithm.reference and config.trainer.lora is None  # beside adapters it is the base
@@ -181,7 +185,7 @@ def _record(
         overhead=overhead,
         in_flight=activations.in_flight,
         peak=static + overhead + max(activations.peak + dispatched, step, buckets),
-        away=overhead + (served if moving else static),
+        away=overhead + (served + merging if moving else static),
         host_optimizer=hosted,
         host_copies=state.weights * (others + 1) if others else 0,
         host_away=state.weights + state.optimizer - hosted if moving else 0,

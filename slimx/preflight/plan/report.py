@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from slimx.config.rule import broken
@@ -20,6 +22,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.errors import SlimxError
+from slimx.layout.adapters import adapts
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
@@ -48,6 +51,7 @@ from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, Publica
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.dealing import copies_of, deal
+from slimx.reshard.plan.merged_room import merged_room
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.reshard.plan.wire import wire_bytes
 
@@ -111,7 +115,10 @@ def plan_report(config: Config) -> Planned:
         direct = _dealt(published.plan, sizes.world, report.engines, on_gpus=on_gpus)
     figures = None
     if published is not None:
-        figures = _figures(config.publish, transport, published, sizes, report.engines, seconds, direct, on_gpus)
+        lora = config.trainer.lora
+        merges = None if lora is None else partial(adapts, lora.targets)
+        of = (config.publish, transport, published, sizes, report.engines, seconds, direct, on_gpus, merges)
+        figures = _figures(*of)
     own = None if critic is None else (facts["critic_spec"], critic)
     known = _of_layout(config, spec, sizes, own, device, machine, figures)
     places: RankMap = known["rank_map"]
@@ -157,7 +164,9 @@ def _of_layout(
     """Fields of the report that follow from where everything stands."""
     own = critic[1] if critic and config.critic.placement == "own" else None
     on_gpus = figures is not None and figures.on_gpus
-    trainers = trainer_memory(config, spec, sizes, device, publication=figures.publisher_bytes if on_gpus else 0)
+    merging = figures.merging_bytes * (1 + config.checkpoint.export_hf) if figures else 0
+    buckets = figures.publisher_bytes if on_gpus else 0
+    trainers = trainer_memory(config, spec, sizes, device, publication=buckets, merging=merging)
     critics: tuple[TrainerMemory, ...] = ()
     if critic is not None:
         critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
@@ -244,7 +253,9 @@ def _figures(
     seconds: float,
     direct: DealtPlan | None,
     on_gpus: bool,
+    merges: Callable[[str], bool] | None,
 ) -> PublicationFigures:
+    """`merges`: of a trainer parameter's name, whether an adapter stands beside it."""
     plan = published.plan
     tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
     wire = wire_bytes(plan)
@@ -284,6 +295,7 @@ def _figures(
         on_gpus=on_gpus,
         publisher_bytes=publisher_bytes,
         landing_bytes=landing,
+        merging_bytes=max(merged_room(plan, merges).values(), default=0) if merges else 0,
         kept_bytes=kept,
         held_bytes=held,
         staged_bytes=staged_bytes,

@@ -200,6 +200,11 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
         f"sends {_size(figures.sent_max)} at most, {_size(figures.sent_mean)} on average"
     )
     yield f"  work      {figures.buckets:,} buckets, {figures.launches:,} kernel launches per trainer rank at most"
+    if figures.merging_bytes:
+        yield (
+            f"  merging   {_size(figures.merging_bytes)} of a trainer rank's memory at most, where the weights of a "
+            "bucket meet their adapters (trainer.lora)"
+        )
     if figures.transport == "nixl" and not figures.on_gpus:
         yield (
             f"  memory    {_size(figures.publisher_bytes)} of the host for buckets of a trainer rank at most, "

@@ -3,7 +3,7 @@ bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
+from slimx.reshard.pack.merging import Merging
 from slimx.reshard.pack.pieces import BucketForm, PlannedBuckets, compact, pieces_of, spread
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.plan.copy_plan import Plan
@@ -31,9 +32,20 @@ class Share:
 class Packer:
     """Packs the buckets of `plan` from `parameters`, whose memory must stay where it is."""
 
-    def __init__(self, plan: Plan, rank: int, parameters: Mapping[str, torch.Tensor], *, apart: bool = False):
-        """`apart`: what each target gets goes into memory of its own (`slimx.reshard.pack.pieces.BucketForm`)."""
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        merging: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+        apart: bool = False,
+    ):
+        """`merging`: by parameter's name what makes the tensor [as parameter] that is read in its place, once for every
+        part of a bucket that it is in. `apart`: what each target gets goes into memory of its own
+        (`slimx.reshard.pack.pieces.BucketForm`)."""
         self.plan, self.rank, self.parameters = plan, rank, parameters
+        self._merging = Merging(plan, rank, parameters, merging or {})
         self.parts = plan.targets if apart else 1
         """Memories of a bucket."""
         self.form = PlannedBuckets(plan, apart=apart).form
@@ -48,6 +60,11 @@ class Packer:
     def device(self) -> torch.device:
         """Addresses of the parameters."""
         return self._device or torch.device("cpu")
+
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes of memory in which parameters are merged."""
+        return self._merging.nbytes
 
     def refresh_addresses(self) -> None:
         """Look the parameters up anew, which may have other addresses now (`slimx.trainer.device.offload`)."""
@@ -64,7 +81,7 @@ class Packer:
 
     def _pack(self, bucket: int, part: int, memory: torch.Tensor) -> Share:
         if self._device is None:
-            return self._run(bucket, self._records(bucket, part), memory)
+            return self._run(bucket, part, self._records(bucket, part), memory)
         # Others write into the same memory: what the device packed crosses in one run and is put in its places here.
         run, share = self.pack_run(bucket, part=part)
         kernel.pack(spread(self._records(bucket, part), run), memory, np.zeros(1, np.uint64))
@@ -77,7 +94,7 @@ class Packer:
         if self._device is None:
             pieces, size = compact(self._records(bucket, part))
             run = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
-            return run, self._run(bucket, pieces, run)
+            return run, self._run(bucket, part, pieces, run)
         run, share = self.pack_device_run(bucket, part)
         place = torch.empty(len(run), dtype=torch.uint8, pin_memory=True) if memory is None else memory[: len(run)]
         return place.copy_(run), share
@@ -100,10 +117,9 @@ class Packer:
 
     def _records(self, bucket: int, part: int) -> np.ndarray:
         if (bucket, part) not in self._pieces:
-            moves = self.plan.moves_of(self.rank, bucket)
-            if self.parts > 1:
-                moves = moves[moves["target"] == part]
-            self._pieces[bucket, part] = pieces_of(self.plan, moves, self.form(bucket), self.parameters)
+            moves = self._moves(bucket, part)
+            parameters = {**self.parameters, **self._merging.places(bucket)}
+            self._pieces[bucket, part] = pieces_of(self.plan, moves, self.form(bucket), parameters)
         for name, address in self._addresses.items():
             if self.parameters[name].data_ptr() != address:
                 raise SlimxError(
@@ -114,10 +130,15 @@ class Packer:
                 )
         return self._pieces[bucket, part]
 
-    def _run(self, bucket: int, pieces: np.ndarray, memory: torch.Tensor) -> Share:
+    def _moves(self, bucket: int, part: int) -> np.ndarray:
+        moves = self.plan.moves_of(self.rank, bucket)
+        return moves[moves["target"] == part] if self.parts > 1 else moves
+
+    def _run(self, bucket: int, part: int, pieces: np.ndarray, memory: torch.Tensor) -> Share:
         count = len(self.form(bucket).tensors)
         share = Share(np.zeros(count, np.uint64), np.zeros(count, np.uint32))
         if len(pieces):  # of many ranks most bring nothing to a bucket
+            self._merging.make(bucket, self._moves(bucket, part))
             kernel.pack(pieces, memory, share.sums, share.flags)
         return share
 
@@ -132,6 +153,7 @@ class Packer:
                 pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self.device
             )
         plan = self._device_plans[bucket, part, compacted]
+        self._merging.make(bucket, self._moves(bucket, part))
         sums = torch.zeros(len(names), dtype=torch.int64, device=self.device)
         flags = torch.zeros(len(names), dtype=torch.int32, device=self.device)
         kernel_cuda.pack_at(plan, address, sums, flags)

@@ -73,7 +73,7 @@ def build_model(
     _freeze(chunks, spec, config)
     if config.trainer.lora is not None:  # one chunk: interleaved stages are refused
         held = MegatronLayout(spec.table, sizes_of(config.trainer)).held(dist.get_rank())
-        attach(unwrap(chunks[0]), held, config.trainer.lora, seed=config.run.seed)
+        attach(unwrap(chunks[0]), held, spec.table, config.trainer.lora, seed=config.run.seed, exact=config.exact)
     # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
     # round the fp32 value head of a bf16 critic and mix up its elements.
     return [

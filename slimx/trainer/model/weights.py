@@ -74,9 +74,10 @@ class Weights:
                     about=held.name,
                 )
 
-        merged = {name: torch.empty_like(self.parameters[name].detach()) for name in self._adapters}
-        self.published: dict[str, torch.Tensor] = {**self.parameters, **merged}
-        """Values that engines and exports get: the parameters, merged with their adapters where they have some."""
+        self.merging: dict[str, Callable[[], torch.Tensor]] = {
+            name: adapter.merged for name, adapter in self._adapters.items()
+        }
+        """By name of a parameter with an adapter, a function that makes the tensor which engines and exports get."""
 
     @property
     def adapted(self) -> bool:
@@ -143,8 +144,6 @@ class Weights:
         """Refresh what is derived from the parameters. Call after writing parameters in place."""
         for name in self._in_int4:
             int4.round_(self.parameters[name])
-        for name, adapter in self._adapters.items():
-            adapter.merge(self.published[name])
         if self.served is not None:
             self.served.refresh()
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 
+from slimx.adapters.megatron.served import served
 from slimx.algorithms.router_terms import LayerTally
 from slimx.errors import SlimxError
 from slimx.numerics import exact
@@ -127,6 +128,14 @@ class PolicyRouter(TopKRouter):
     watch: RouterWatch | None = None
     """Set for the time of a pass; without one it routes as upstream does."""
 
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits of input, by what engines get of the weight (`slimx.adapters.megatron.served`)."""
+        weight = served(self.weight)
+        if weight is self.weight:
+            return super().gating(input)
+        dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
+        return router_gating_linear(input, weight, self.bias, dtype)
+
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +163,7 @@ class _ExactRouting(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits, fp32 [t, 1, experts], of input [t, 1, hidden]."""
-        return exact.linear(input.float(), self.weight.float())
+        return exact.linear(input.float(), served(self.weight).float())
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -181,6 +190,8 @@ class _ExactRouting(TopKRouter):
 
 class ExactRouter(PolicyRouter, _ExactRouting):
     """PolicyRouter in exact mode."""
+
+    gating = _ExactRouting.gating
 
 
 def install(block: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:

@@ -3,6 +3,7 @@ tests/integration/test_lora.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,20 @@ from slimx.models.files.reader import CheckpointReader
 from tests.refusals import refused
 from tests.unit.convert.convert_stand import LAYOUT, go
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 120,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+}
 KEY = "decoder.layers.2.mlp.experts.experts.linear_fc2.weight"
 
 
@@ -35,9 +50,10 @@ def test_a_checkpoint_without_adapters_is_refused(megatron, qwen, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_whose_export_was_never_compared_is_refused(megatron, deepseek, tmp_path):
-    with refused("convert.peft_family", about=str(deepseek)):
-        export_adapters(megatron, tmp_path / "out", deepseek, 8.0)
+def test_a_model_whose_export_was_never_compared_is_refused(megatron, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with refused("convert.peft_family", about=str(tmp_path)):
+        export_adapters(megatron, tmp_path / "out", tmp_path, 8.0)
 
 
 def test_the_command_refuses_a_checkpoint_that_no_run_wrote(megatron, qwen, tmp_path):

@@ -71,11 +71,12 @@ def test_what_the_model_does_not_have_is_refused(qwen):
     assert not codes({})
     assert codes({"lora": {**LORA, "targets": ["attention", "mlp"]}}) == {("lora.targets", "trainer.lora.targets")}
     assert codes({"lora": {**LORA, "targets": []}}) == {("lora.targets", "trainer.lora.targets")}
-    split = {"world_size": 4, "tensor": 2, "expert": 2}
-    assert codes(split) == {("lora.expert_tensor", "trainer.expert_tensor")}
+    shared = {"lora": {**LORA, "targets": ["attention", "shared_experts", "router"]}}
+    assert codes(shared) == {("lora.targets", "trainer.lora.targets")}
+    assert not codes({"world_size": 4, "tensor": 2, "expert": 2})
     assert not codes({"world_size": 2, "tensor": 2, "lora": {**LORA, "targets": ["attention"]}})
     for targets in (["attention"], ["experts"]):
         one_kind = {"world_size": 2, "expert": 2, "lora": {**LORA, "targets": targets}}
         assert codes(one_kind) == {("lora.one_kind", "trainer.lora.targets")}
     assert not codes({"world_size": 2, "expert": 2, "lora": {**LORA, "targets": ["attention", "experts"]}})
-    assert codes({}, "cuda") == {("lora.device", "trainer.lora")}
+    assert not codes({}, "cuda")

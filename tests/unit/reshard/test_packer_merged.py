@@ -1,0 +1,77 @@
+"""Weights merged with adapters when they are read are packed like any other, and take memory for one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from slimx.layout.engine import EngineLayout
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.reshard.pack.packer import Packer
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.merged_room import merged_room
+from slimx.reshard.plan.precision import Precision
+from tests.unit.layout.engine_stand import SERVED
+from tests.unit.layout.layout_stand import MODELS, Tensors, held_by_trainers
+from tests.unit.reshard.packer_stand import VALUES
+
+SIZES = Sizes(tensor=2, expert=2, expert_tensor=1)
+BUCKET = 4096
+
+
+def adapted(name: str) -> bool:
+    return ".experts." in name or "linear_proj" in name
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    parts = EngineLayout(SERVED["qwen"].table, EngineSizes(tensor=2)).parts()
+    source = MegatronLayout(MODELS["qwen"].table, SIZES).parts()
+    return compile_plan(source, parts, precision=Precision("bfloat16", "bfloat16"), bucket_bytes=BUCKET, ranks=2)
+
+
+def merging(held: Tensors, factor: list[float]) -> dict[str, Callable[[], torch.Tensor]]:
+    return {name: lambda value=value: value * factor[0] for name, value in held.items() if adapted(name)}
+
+
+def packed(packer: Packer) -> list[tuple[bytes, ...]]:
+    out = []
+    for bucket in range(packer.plan.count):
+        memories = [torch.zeros(packer.form(bucket).size, dtype=torch.uint8) for _ in range(packer.parts)]
+        share = packer.pack(bucket, *memories)
+        runs = [packer.pack_run(bucket, part=part)[1] for part in range(packer.parts)]
+        sums = (each.sums.tobytes() for each in (share, *runs))
+        out.append((*sums, *(memory.numpy().tobytes() for memory in memories)))
+    return out
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_merged_weights_are_packed_as_if_they_were_the_parameters(plan, apart):
+    for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
+        held, factor = VALUES.dress(tensors, torch.bfloat16), [0.5]
+        packer = Packer(plan, rank, held, merging=merging(held, factor), apart=apart)
+        before = {name: value.clone() for name, value in held.items()}
+        for factor[0] in (0.5, -2.0):
+            whole = {name: value * factor[0] if adapted(name) else value for name, value in held.items()}
+            assert packed(packer) == packed(Packer(plan, rank, whole, apart=apart))
+        assert all(torch.equal(held[name], value) for name, value in before.items())
+
+
+def test_the_room_is_that_of_the_fullest_bucket(plan):
+    rooms = merged_room(plan, adapted)
+    for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
+        held = VALUES.dress(tensors, torch.bfloat16)
+        packer = Packer(plan, rank, held, merging=merging(held, [1.0]))
+        read = [np.unique(plan.moves_of(rank, bucket)["parameter"]) for bucket in range(plan.count)]
+        sizes = [sum(-(-held[n].nbytes // 64) * 64 for n in names_in(plan, numbers)) for numbers in read]
+        assert packer.merged_bytes == rooms[rank] == max(sizes)
+        assert 0 < rooms[rank] < sum(value.nbytes for name, value in held.items() if adapted(name)) / 2
+    assert Packer(plan, 0, held_by_trainers(MODELS["qwen"], SIZES)[0]).merged_bytes == 0
+
+
+def names_in(plan: Plan, numbers: np.ndarray) -> list[str]:
+    return [name for number in numbers if adapted(name := plan.parameters[number].name)]
