@@ -233,7 +233,6 @@ async def measure(config: Config) -> Figures:
         await stack.enter_async_context(session)
         saves = Saves(directory / "checkpoints", keep=1)
         run = MeasuredRun(service, prepared, trainers, records, saves, bare=BareParts(session))
-        stack.push_async_callback(run.publications.stop)
         stack.push_async_callback(run.rollouts.stop)
         engines.members.watch()
         stack.enter_context(settled_heap())  # as the session does

@@ -85,7 +85,6 @@ class Turns:
             service = copy(self.service)  # its engines, under the configuration of this turn
             service.config = config
             run = TimedRun(service, prepared, self.trainers, records, Saves(directory / "checkpoints", keep=1))
-            stack.push_async_callback(run.publications.stop)
             stack.push_async_callback(run.rollouts.stop)
             run.step = self.done
             stack.enter_context(settled_heap())  # as the session does

@@ -172,9 +172,6 @@ class Delivery:
         """The source of `version` that this delivery keeps."""
         return None
 
-    async def stop(self) -> None:
-        """The run ends."""
-
 
 class Members(Protocol):
     """The engines of the run. The epoch rises with every change."""
