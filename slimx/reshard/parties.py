@@ -28,7 +28,7 @@ class NoReceiverLeft(SlimxError):
 
 
 class TransportLost(SlimxError):
-    """What carries weights failed, and no engine is to blame: the same version can be published again."""
+    """Raised where the way of the weights failed and no engine is to blame: the same version can be published again."""
 
 
 class Source(Protocol):

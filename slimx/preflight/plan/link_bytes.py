@@ -54,7 +54,7 @@ class DealtPlan(NamedTuple):
 
     plan: Plan
     receivers: list[int]
-    """Of each engine."""
+    """Number of receivers of each engine."""
     edges: list[int]
     """First target of each receiver, and the end of all."""
 

@@ -167,7 +167,7 @@ class Transfer:
 
 
 def region_of(memory: torch.Tensor | DeviceMemory) -> Region:
-    """Where registered memory is."""
+    """Describe where registered memory lies."""
     if isinstance(memory, DeviceMemory):
         return Region(memory.address, memory.size, -1 if memory.device.index is None else memory.device.index)
     return Region(memory.data_ptr(), len(memory))

@@ -58,7 +58,7 @@ def in_flight(packed: PackedBucket) -> tuple[int, int]:
 
 
 def shares_of(packed: PackedBucket, count: int) -> list[PackedBucket]:
-    """What each of an engine's `count` receivers takes of a bucket: as many targets, or the only one."""
+    """Split a bucket among an engine's `count` receivers: as many targets each, or the only one for all."""
     if len(packed.targets) == 1:
         return [packed] * count
     each = len(packed.targets) // count
