@@ -17,6 +17,7 @@ import numpy as np
 from slimx.adapters.slime.arguments import RunFacts
 from slimx.adapters.slime.sample import OWN, Sample, Status
 from slimx.adapters.slime.scene import Call
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.saved.codec import encode
 from slimx.errors import SlimxError
@@ -48,6 +49,7 @@ class Sampled:
     routed_experts: np.ndarray | None = None
     support: None = None
     seconds: float = 0.0
+    policy: str = ACTOR
 
 
 def begin(prompt: Prompt, text: str | list[dict[str, Any]], *, index: int, group: str, run: RunFacts) -> Sample:

@@ -19,6 +19,7 @@ LISTED = Path(__file__).parents[3] / "slimx/adapters/sglang/models/published.py"
 TRAINED_ONLY = {
     "KimiK25ForConditionalGeneration",
     "MiMoForCausalLM",
+    "NemotronHForCausalLM",
 }
 """Families that engines are refused."""
 UNCOMPILED = """
