@@ -7,7 +7,7 @@ rollout:
   options:
     toolbox: slimx.environments.terminal.toolbox.Terminal
     toolbox_options: {tasks: ., box: {backend: container, memory_mib: 2048, seconds: 120}}
-    call_deadline: 300
+    call_deadline: 300    # above the tests' seconds, the box's, and 10 (and patience, with a server)
 reward: {function: slimx.rollout.tools.reward}
 """
 
