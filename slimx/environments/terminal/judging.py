@@ -84,13 +84,8 @@ def _members(source: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, IO[byte
     leaves = set[str]()
     for member in source:
         path = posixpath.normpath(member.name)
-        if (
-            member.type not in CARRIED
-            or member.issparse()
-            or path == "."
-            or path.startswith(("../", "/"))
-            or path == ".."
-        ):
+        outside = path in (".", "..") or path.startswith(("../", "/"))
+        if member.type not in CARRIED or member.issparse() or outside or "\0" in path + member.linkname:
             continue
         if any(each in leaves for each in _up(path)[1:]):  # would be unpacked through a link
             continue

@@ -229,7 +229,7 @@ class Terminal:
 
 
 def _unfit(name: str, value: str) -> str | None:
-    """What is wrong with an argument that no program could be given; None for a good one."""
+    """Say what keeps an argument from being given to a program; None for a good one."""
     try:
         size = len(value.encode())
     except UnicodeEncodeError:

@@ -93,8 +93,9 @@ def test_nothing_is_unpacked_through_a_link_of_the_archive():
 def test_a_header_means_the_same_to_all_who_read_it():
     hidden = link("a", "mine")
     hidden.pax_headers = {"GNU.sparse.name": "tests", "path": "a", "SCHILY.xattr.user.x": "y"}
-    hidden.size = 0
-    archive = judged(tar(hidden), tar(), Task(command=("true",)), MOST)
+    cut = link("other", "mine")
+    cut.pax_headers = {"path": "tests\0other"}  # which ends at the NUL in a header of another form
+    archive = judged(tar(hidden, cut), tar(), Task(command=("true",)), MOST)
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
         assert [(each.name, each.pax_headers) for each in opened] == [("a", {})]
 
