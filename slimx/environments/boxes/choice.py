@@ -126,9 +126,10 @@ class BoxOptions:
 
     def sweep(self) -> int:
         """Remove what boxes of killed runs have left on this machine; how much there was."""
-        if self.backend == "bubblewrap":
-            return roots.sweep(self.base)
-        return ContainerEngine.find(self.engine).sweep() if self.backend == "container" else 0
+        if self.backend == "remote":
+            return 0
+        left = roots.sweep(self.base)  # containers have roots, too, while images are made of them
+        return left + (ContainerEngine.find(self.engine).sweep() if self.backend == "container" else 0)
 
 
 @contextlib.contextmanager
