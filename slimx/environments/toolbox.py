@@ -33,7 +33,9 @@ class Toolbox(Protocol):
     """One per rollout. `open` comes first and `close` last, also after an error or a deadline; calls come one by one.
 
     Class methods `check(**toolbox_options)` and `check_prompts(prompts, **toolbox_options)`, if there are any, are
-    called before the run starts."""
+    called before the run starts; so is `needs_seconds(prompts, **toolbox_options)`, the seconds that `open` and `judge`
+    may take. An attribute `unjudged`, if `judge` sets it, says why what the model left got no verdict; it is counted in
+    `tool_errors`."""
 
     async def open(self, prompt: Prompt, seed: int) -> list[dict[str, Any]]:
         """Begin; the tools as the chat template shows them, {"type": "function", "function": {"name", ...}}. `seed` is

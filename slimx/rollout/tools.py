@@ -33,6 +33,8 @@ from slimx.rollout.proxy.tool_calls import ATTEMPT, ToolCall, find_parser
 UNREADABLE = "The tool call could not be read. Write it again, as one JSON object with name and arguments."
 CLOSE_S = 25.0
 """Seconds for a toolbox to end, which may have processes to end."""
+OPEN_S, CALL_S = 60.0, 60.0
+"""Seconds for a toolbox to be open, and for one call, unless the options say otherwise."""
 MAX_DEADLINES = 2
 """Calls of a rollout that may run past their deadline; with the last of them the rollout is given up."""
 
@@ -69,12 +71,29 @@ def check(
 
 
 def check_prompts(
-    prompts: Iterable[Prompt], *, toolbox: str, toolbox_options: dict[str, Any] | None = None, **_: Any
+    prompts: Iterable[Prompt],
+    *,
+    toolbox: str,
+    toolbox_options: dict[str, Any] | None = None,
+    open_deadline: float = OPEN_S,
+    call_deadline: float = CALL_S,
+    **_: Any,
 ) -> None:
-    """Have the toolbox refuse prompts that it cannot begin, by its class method `check_prompts`, if it has one."""
-    check = getattr(imported("rollout.options.toolbox", toolbox), "check_prompts", None)
-    if check is not None:
-        check(prompts, **(toolbox_options or {}))
+    """Have the toolbox refuse prompts that it cannot begin, by its class method `check_prompts`, if it has one, and
+    refuse deadlines that are no longer than what it says by `needs_seconds`."""
+    kind, options, prompts = imported("rollout.options.toolbox", toolbox), toolbox_options or {}, list(prompts)
+    if (check := getattr(kind, "check_prompts", None)) is not None:
+        check(prompts, **options)
+    if (needs := getattr(kind, "needs_seconds", None)) is not None:
+        given = {"open_deadline": open_deadline, "call_deadline": call_deadline}
+        for (name, seconds), needed in zip(given.items(), needs(prompts, **options), strict=True):
+            if seconds < needed:
+                raise SlimxError(
+                    f"rollout.options.{name} is {seconds:g} s, and {toolbox} may take {needed:g} s for these prompts, "
+                    "after which their rollouts would be given up; raise it",
+                    code="tools.limit",
+                    about=f"rollout.options.{name}",
+                )
 
 
 @dataclass(slots=True)
@@ -101,8 +120,8 @@ async def generate(
     max_unreadable: int = 3,
     max_result: int = 16_384,
     max_context: int | None = None,
-    open_deadline: float = 60.0,
-    call_deadline: float = 60.0,
+    open_deadline: float = OPEN_S,
+    call_deadline: float = CALL_S,
 ) -> Trajectory:
     """One trajectory: the model's turns are trained, what tools say is not.
 
@@ -112,8 +131,9 @@ async def generate(
     `call_deadline` are seconds; a call past its deadline is told to the model, a second one ends the rollout.
 
     Metadata: `ended` (done, turns, calls, unreadable, context or length), `turns`, `tool_calls`, `tool_errors` (by
-    code: unknown_tool, bad_arguments, deadline, and the toolbox's own), `judged` (parts of the toolbox's reward). Logs
-    tool_calls, tool_errors, unreadable_calls and left_out.
+    code: unknown_tool, bad_arguments, deadline, unjudged, and the toolbox's own), `judged` (parts of the toolbox's
+    reward), and `unjudged`, why the toolbox had no verdict, where it says so. Logs tool_calls, tool_errors,
+    unreadable_calls and left_out.
 
     Raises GivenUp: "tools lost" where their server has died or cannot be reached, "tools deadline" where it hangs."""
     box: Toolbox = imported("rollout.options.toolbox", toolbox)(**(toolbox_options or {}))
@@ -134,16 +154,21 @@ async def generate(
         raise GivenUp("tools lost", f"{name}: {error}") from error
     finally:
         await asyncio.shield(_end(box))
+    unjudged = getattr(box, "unjudged", None)
+    if unjudged is not None:
+        count.errors["unjudged"] += 1
     ctx.add("tool_calls", count.calls)
     ctx.add("tool_errors", count.errors.total())
     ctx.add("unreadable_calls", count.unreadable)
     ctx.add("left_out", count.left_out)
-    told = {
+    told: dict[str, Any] = {
         "ended": ended,
         "turns": draft.turn,
         "tool_calls": count.calls,
         "tool_errors": dict(sorted(count.errors.items())),
     }
+    if unjudged is not None:
+        told["unjudged"] = unjudged
     return draft.finish(metadata=told | {"judged": judged})
 
 

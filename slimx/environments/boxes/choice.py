@@ -54,7 +54,7 @@ class BoxOptions:
     url: str = ""
     token_env: str | None = None
     """Variable that holds the server's token."""
-    patience: float = 60.0
+    patience: float = 30.0
     """Seconds to wait for a box while the server has none to give."""
     again: float = 30.0
     """Seconds for which a call is made again that the server does not answer."""
@@ -79,8 +79,8 @@ class BoxOptions:
         limits = Limits(**{name: given.pop(name) for name in LIMITS if name in given})
         if backend == "remote" and not str(given.get("url", "")).startswith(("http://", "https://")):
             raise _refusal(f"{given.get('url')!r} is no URL with http or https", f"{key}.url")
-        if (variable := given.get("token_env")) is not None and variable not in os.environ:
-            raise _refusal(f"{variable} is not set; export it where the run is started", f"{key}.token_env")
+        if (variable := given.get("token_env")) is not None and not os.environ.get(variable):
+            raise _refusal(f"{variable} is not set, or empty; export it where the run is started", f"{key}.token_env")
         if "engine" in given:
             given["engine"] = tuple([given["engine"]] if isinstance(given["engine"], str) else given["engine"])
         if given.get("base") is not None:
@@ -126,9 +126,10 @@ class BoxOptions:
 
     def sweep(self) -> int:
         """Remove what boxes of killed runs have left on this machine; how much there was."""
-        if self.backend == "bubblewrap":
-            return roots.sweep(self.base)
-        return ContainerEngine.find(self.engine).sweep() if self.backend == "container" else 0
+        if self.backend == "remote":
+            return 0
+        left = roots.sweep(self.base)  # containers have roots, too, while images are made of them
+        return left + (ContainerEngine.find(self.engine).sweep() if self.backend == "container" else 0)
 
 
 @contextlib.contextmanager

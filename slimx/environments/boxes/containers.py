@@ -92,7 +92,8 @@ class ContainerBox:
             self._layer = self._engine.call("inspect", "--format", _LAYER, self._name)
             self._began_with = self._used(None)
         except BaseException:
-            self.end()
+            with contextlib.suppress(BoxLost):  # the first error says more
+                self.end()
             raise
 
     def run(
@@ -120,13 +121,12 @@ class ContainerBox:
         return content
 
     def snapshot(self, to: Path) -> None:
-        with self._turn, tempfile.TemporaryDirectory(dir=to.parent, prefix=".snapshot-") as directory:
-            archive = Path(directory) / "root.tar"
+        with self._turn, roots.scratch(to.parent) as place:
+            archive = place.holder / "root.tar"
             self._engine.call("export", "--output", str(archive), self._living(), seconds=roots.COPY_S)
-            root = Path(directory) / "root"
-            root.mkdir()
-            roots.unpack(archive, root, archive.stat().st_size * roots.UNPACKED)
-            root.rename(to)
+            place.path.mkdir()
+            roots.unpack(archive, place.path, archive.stat().st_size * roots.UNPACKED)
+            place.path.rename(to)
 
     def end(self) -> None:
         self._given_up.set()
@@ -164,10 +164,9 @@ class ContainerBox:
         return [*words, "--entrypoint", "sleep", image, "infinity"]
 
     def _check(self, image: str) -> None:
-        asked = self._engine.ask("image", "inspect", "--format", "{{len .Config.Volumes}}", image)
-        if asked.returncode != 0:
+        if not self._engine.has_image(image):
             raise self._engine.no_image(image)
-        if asked.stdout.strip() != "0":
+        if self._engine.call("image", "inspect", "--format", "{{len .Config.Volumes}}", image) != "0":
             raise BoxRefusal(
                 f"the image {image} declares volumes, whose bytes no limit of a box counts; make one without VOLUME",
                 code="volume",
@@ -192,8 +191,8 @@ class ContainerBox:
     ) -> tuple[Ran, bytes]:
         """Run a program between start and stop of the container; the second is its standard output as it was."""
         name = self._living()
-        self._engine.call("start", name)
         try:
+            self._engine.call("start", name)
             pid = int(self._engine.call("inspect", "--format", "{{.State.Pid}}", name))
             group = memory_group.of_process(pid)
             words = [*self._engine.words, "exec", "--interactive", "--workdir", cwd, name, *command]

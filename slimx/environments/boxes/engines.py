@@ -78,6 +78,8 @@ class ContainerEngine:
 
     def has_image(self, name: str) -> bool:
         """True if the engine has the image; nothing is pulled."""
+        if name.startswith("-"):  # which would be an option
+            return False
         return self.ask("image", "inspect", "--format", "{{.Id}}", name).returncode == 0
 
     def no_image(self, name: str) -> BoxRefusal:

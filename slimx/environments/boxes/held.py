@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimx.environments.boxes.protocol import Box
+from slimx.environments.boxes.protocol import Box, BoxLost
 from slimx.environments.enclosure import MIB, Ran
+from slimx.errors import raised
 
 UPLOADED = re.compile(r"sha256-[0-9a-f]{64}")
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -33,6 +33,7 @@ class Held:
     """Calls of one box come one by one, so that a client occupies one thread at most for each box."""
     runs: dict[str, Run] = field(default_factory=dict)
     """The newest program, by the name that the client gave it."""
+    ending: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
@@ -52,6 +53,9 @@ class Boxes:
         self.held: dict[str, Held] = {}
         self.expired = 0
         """Boxes whose lease ran out."""
+        self.left = 0
+        """Boxes whose end has failed, so that something of them may be left."""
+        self._tasks = set[asyncio.Task[None]]()
         self._threads = ThreadPoolExecutor(2 * most + 4, thread_name_prefix="slimx-boxes")
 
     @property
@@ -59,12 +63,14 @@ class Boxes:
         return len(self.held) >= self.most
 
     async def begin(self, name: str, source: str | Path, limits: Any) -> Held:
-        """The box of this name, made now or before. Raises what making it raised."""
+        """The box of this name, made now or before. Raises what making it raised, BoxLost for one that is ended."""
         held = self.held.get(name)
+        if held is not None and held.ending is not None:
+            raise BoxLost("the box is being ended", about=name)
         if held is None:
             held = Held(asyncio.get_running_loop().create_future(), time.monotonic() + self.lease_s)
             self.held[name] = held
-            asyncio.ensure_future(self._begin(name, held, source, limits))
+            self._task(self._begin(name, held, source, limits))
         await asyncio.shield(held.made)
         self.renew(held)
         return held
@@ -93,30 +99,26 @@ class Boxes:
                 made.done.set_exception(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
                 made.done.exception()  # read, so that asyncio does not tell of one that nobody asks for
 
-        made.done.add_done_callback(lambda _: None)
-        asyncio.ensure_future(work())
+        self._task(work())
 
     def renew(self, held: Held) -> None:
         held.until = time.monotonic() + self.lease_s
 
     async def end(self, name: str) -> None:
-        """End a box and what runs in it; one that is not there has ended."""
-        held = self.held.pop(name, None)
+        """End a box and what runs in it; one that is not there has ended. It keeps its place until it has."""
+        held = self.held.get(name)
         if held is not None:
-            for run in held.runs.values():
-                run.stop.set()
-            with contextlib.suppress(Exception):
-                await self._in_thread(lambda box: box.end(), await asyncio.shield(held.made))
+            await asyncio.shield(self._ending(name, held))
 
     async def watch(self) -> None:
         """End boxes whose lease has run out, for ever."""
         while True:
             await asyncio.sleep(min(1.0, self.lease_s / 4))
-            late = [name for name, held in self.held.items() if held.made.done() and time.monotonic() > held.until]
-            for name in late:
-                self.expired += 1
-                print(f"box {name[:8]}: its client has sent nothing for {self.lease_s:g} s; ended", flush=True)
-            await asyncio.gather(*(self.end(name) for name in late))
+            for name, held in self.held.items():
+                if held.made.done() and held.ending is None and time.monotonic() > held.until:
+                    self.expired += 1
+                    print(f"box {name[:8]}: its client has sent nothing for {self.lease_s:g} s; ended", flush=True)
+                    self._ending(name, held)
 
     async def close(self) -> None:
         await asyncio.gather(*(self.end(name) for name in list(self.held)))
@@ -132,6 +134,32 @@ class Boxes:
             return
         self.renew(held)
         held.made.set_result(box)
+
+    def _ending(self, name: str, held: Held) -> asyncio.Task[None]:
+        """The end of a box, begun once."""
+        if held.ending is None:
+            held.ending = self._task(self._end(name, held))
+        return held.ending
+
+    async def _end(self, name: str, held: Held) -> None:
+        for run in held.runs.values():
+            run.stop.set()
+        try:
+            await asyncio.wait({held.made})
+            if held.made.exception() is None:  # else there is none to end
+                await self._in_thread(lambda box: box.end(), held.made.result())
+        except Exception as error:
+            self.left += 1
+            print(f"box {name[:8]}: it could not be ended ({raised(error)})", flush=True)
+        finally:
+            self.held.pop(name, None)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a piece of work, and hold it: asyncio does not."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _in_thread[T](self, work: Callable[[Box], T], box: Box) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, box)
@@ -161,8 +189,12 @@ class Images:
             os.utime(found)
         return found
 
-    def make_room(self, size: int) -> bool:
-        """Remove archives until `size` bytes fit; False where they never do."""
+    def fits(self, size: int) -> bool:
+        """True if an archive of `size` bytes may be sent."""
+        return size <= self.uploads_mib * MIB
+
+    def make_room(self, size: int) -> None:
+        """Remove the archives that were used longest ago until `size` bytes fit."""
         most = self.uploads_mib * MIB
         held = sorted(((each.stat().st_mtime, each) for each in self.uploads.glob("sha256-*")), reverse=True)
         sizes = {each: each.stat().st_size for _, each in held}
@@ -170,7 +202,6 @@ class Images:
             _, oldest = held.pop()
             oldest.unlink(missing_ok=True)
             del sizes[oldest]
-        return size <= most
 
 
 def limits_within(asked: dict[str, Any], most: Any) -> Any:

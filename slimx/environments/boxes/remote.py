@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +32,10 @@ from slimx.environments.sandbox_watch import Limits
 PROTOCOL = 1
 CONNECT_S, ANSWER_S, MAKE_S = 10.0, 60.0, 600.0
 """Seconds to connect, for an answer, and for one that copies a root."""
+SEND_S, SEND_TRIES = 1800.0, 3
+"""Seconds for the answer to an archive, which waits for those of others, and times that it is sent."""
+END_S = 600.0
+"""Seconds that the server may need besides those of a program: to start it, and to end all that it has left."""
 POLL_S = 1.0
 """Seconds for which the server holds the question whether a program has ended."""
 MAX_FILE = 64 * MIB
@@ -151,9 +155,10 @@ class RemoteBox:
         self._ended = False
         try:
             with _archive(source, image_mib) as (name, archive):
-                lease_s = self._begin(name, archive, time.monotonic() + patience)
+                lease_s = self._begin(name, archive, patience)
         except BaseException:
-            self.end()
+            with suppress(BoxLost, BoxRefusal):  # the first error says more
+                self.end()
             raise
         threading.Thread(target=self._renew, args=(lease_s / 3,), name="slimx-lease", daemon=True).start()
 
@@ -166,7 +171,7 @@ class RemoteBox:
             run, told = f"{self._path}/runs/{secrets.token_hex(8)}", Either(self._given_up, stop)
             body = {"command": list(command), "stdin": stdin, "cwd": cwd}
             self._ask("PUT", run, body=body)
-            until, stopped = time.monotonic() + self.limits.seconds + ANSWER_S, False
+            until, stopped = time.monotonic() + self.limits.seconds + END_S, False
             while time.monotonic() < until:
                 if told.is_set() and not stopped:
                     self._ask("DELETE", run)
@@ -175,7 +180,7 @@ class RemoteBox:
                 if status == 200:
                     return Ran(**json.loads(content))
             raise BoxLost(
-                f"the server of boxes at {self._server.url} has not ended a program {ANSWER_S:g} s after its limit",
+                f"the server of boxes at {self._server.url} has not ended a program {END_S:g} s after its limit",
                 about=self._server.url,
             )
 
@@ -196,15 +201,14 @@ class RemoteBox:
         return content
 
     def snapshot(self, to: Path) -> None:
-        with self._turn, tempfile.TemporaryDirectory(dir=to.parent, prefix=".snapshot-") as directory:
+        with self._turn, roots.scratch(to.parent) as place:
             self._living()
-            archive = Path(directory) / "root.tar"
+            archive = place.holder / "root.tar"
             with archive.open("w+b") as file:
                 self._ask("GET", f"{self._path}/snapshot", most=2**40, seconds=MAKE_S, to=file)
-            root = Path(directory) / "root"
-            root.mkdir()
-            roots.unpack(archive, root, archive.stat().st_size * roots.UNPACKED)
-            root.rename(to)
+            place.path.mkdir()
+            roots.unpack(archive, place.path, archive.stat().st_size * roots.UNPACKED)
+            place.path.rename(to)
 
     def end(self) -> None:
         self._given_up.set()
@@ -213,15 +217,20 @@ class RemoteBox:
                 self._ended = True
                 self._server.ask("DELETE", self._path)
 
-    def _begin(self, name: str, archive: IO[bytes] | None, until: float) -> float:
+    def _begin(self, name: str, archive: IO[bytes] | None, patience: float) -> float:
         """Ask for the box until there is one; seconds of its lease."""
         body = {"image": name, "limits": dataclasses.asdict(self.limits)}
         if archive is not None and not self._server.has_image(name):
-            self._server.ask("PUT", f"images/{name}", data=archive, seconds=MAKE_S)
+            self._send(name, archive)
+        sent, until = 1, time.monotonic() + patience
         while True:
             status, content, headers = self._server.ask("PUT", self._path, body=body, seconds=MAKE_S)
             if status in (200, 201):
                 return float(json.loads(content)["lease_s"])
+            if status == 404 and archive is not None and sent < SEND_TRIES:  # it has made room for others
+                self._send(name, archive)
+                sent, until = sent + 1, time.monotonic() + patience
+                continue
             if status == 404:
                 raise BoxRefusal(
                     f"the server of boxes at {self._server.url} has no image {name}", code="source", about=name
@@ -237,6 +246,9 @@ class RemoteBox:
             except ValueError:
                 wait_s = 1.0
             time.sleep(max(0.1, min(wait_s, 10.0)))
+
+    def _send(self, name: str, archive: IO[bytes]) -> None:
+        self._server.ask("PUT", f"images/{name}", data=archive, seconds=SEND_S)
 
     def _ask(self, method: str, path: str, **options: Any) -> tuple[int, bytes, dict[str, str]]:
         answer = self._server.ask(method, path, **options)

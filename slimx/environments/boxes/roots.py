@@ -15,7 +15,7 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = Fa
     /usr. Raises BoxRefusal."""
     if not source.exists():
         raise no_source(source)
-    root = _hold(base or Path(tempfile.gettempdir()))
+    root = hold(base or Path(tempfile.gettempdir()))
     try:
         if source.is_dir():
             copy(source, root.path)
@@ -154,13 +154,25 @@ def deleted(processes: Iterable[int], device: int | None = None) -> int:
     return sum(found.values())
 
 
-def _hold(base: Path) -> Root:
+def hold(base: Path, *, private: bool = False) -> Root:
+    """A place for a root, which `sweep` removes if its owner dies. `private`: nobody else enters it, as boxes must."""
     holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    holder.chmod(0o711)
+    if not private:
+        holder.chmod(0o711)
     lock = os.open(holder / "locking", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(holder / "locking", holder / "lock")  # a sweep never sees it unlocked
     return Root(holder, lock)
+
+
+@contextlib.contextmanager
+def scratch(base: Path) -> Iterator[Root]:
+    """A private place for what a box has made, removed at the end however deep it is."""
+    made = hold(base, private=True)
+    try:
+        yield made
+    finally:
+        made.remove()
 
 
 def unpack(archive: Path, to: Path, most: int) -> None:

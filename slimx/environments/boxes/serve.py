@@ -2,7 +2,7 @@
 
     python -m slimx.environments.boxes.serve --backend bubblewrap --images images/ --host 0.0.0.0 --token-env TOKEN
 
-    GET    /v1/                         {"protocol": 1, "boxes", "held", "expired", "lease_s"}
+    GET    /v1/                         {"protocol": 1, "boxes", "held", "expired", "left", "lease_s"}
     GET    /v1/images/NAME              200 or 404          PUT  /v1/images/sha256-HEX    an archive
     PUT    /v1/boxes/ID                 {"image", "limits"} -> {"lease_s"}; 503 with Retry-After while there is none
     POST   /v1/boxes/ID/lease           every other call renews it, too
@@ -30,13 +30,15 @@ import signal
 import tarfile
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from slimx.environments.boxes import roots
 from slimx.environments.boxes.choice import LIMITS, BoxOptions
+from slimx.environments.boxes.engines import ContainerEngine
 from slimx.environments.boxes.held import UPLOADED, Boxes, Held, Images, limits_within
 from slimx.environments.boxes.protocol import Box, BoxRefusal
 from slimx.environments.boxes.remote import MAX_FILE, PROTOCOL
@@ -46,8 +48,8 @@ from slimx.errors import SlimxError, raised
 
 MAX_BODY = 2 * MIB
 """Bytes of a request that is no file and no archive."""
-MAX_WAIT, BODY_S = 30.0, 60.0
-"""Seconds for which a question whether a program has ended is held, and for a request, or a piece of an archive."""
+MAX_WAIT, BODY_S, UPLOAD_S = 30.0, 60.0, 600.0
+"""Seconds for which a question whether a program has ended is held, for a whole request, and for a whole archive."""
 NAME = re.compile(r"[0-9a-f]{8,64}")
 RETRY_S = 2
 
@@ -57,11 +59,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Service:
     """The requests of one server."""
 
-    def __init__(self, boxes: Boxes, images: Images, limits: Limits, *, token: str | None, engine_images: bool):
-        """`limits`: the highest that a client may ask for. `engine_images`: names that the directory of images lacks
-        are those of the container engine."""
+    def __init__(
+        self, boxes: Boxes, images: Images, limits: Limits, *, token: str | None, engine: ContainerEngine | None
+    ):
+        """`limits`: the highest that a client may ask for. `engine`: has the images that the directory lacks."""
         self.boxes, self._images, self._limits, self._token = boxes, images, limits, token
-        self._engine_images = engine_images
+        self._engine = engine
         self._upload = asyncio.Lock()
 
     def app(self) -> web.Application:
@@ -95,7 +98,7 @@ class Service:
         except web.HTTPRequestEntityTooLarge:
             return _refused(413, "box.large", f"a request has {MAX_BODY} bytes at most", request.path)
         except TimeoutError:
-            return _refused(408, "box.request", f"a request was not whole after {BODY_S:g} s", request.path)
+            return _refused(408, "box.request", "a request was not whole in time", request.path)
         except (ValueError, KeyError, TypeError) as error:
             return _refused(400, "box.request", raised(error), request.path)
         except web.HTTPException:
@@ -105,30 +108,34 @@ class Service:
 
     async def _state(self, request: web.Request) -> web.Response:
         boxes = self.boxes
-        counts = {"boxes": boxes.most, "held": len(boxes.held), "expired": boxes.expired}
+        counts = {"boxes": boxes.most, "held": len(boxes.held), "expired": boxes.expired, "left": boxes.left}
         return web.json_response({"protocol": PROTOCOL, "lease_s": boxes.lease_s, **counts})
 
     async def _image(self, request: web.Request) -> web.Response:
-        return web.Response(status=404 if self._source(request.match_info["name"]) is None else 200)
+        source = self._source(request.match_info["name"])
+        if isinstance(source, str) and self._engine is not None:
+            source = source if await asyncio.to_thread(self._engine.has_image, source) else None
+        return web.Response(status=404 if source is None else 200)
 
     async def _send(self, request: web.Request) -> web.Response:
         """Keep an archive that a client sends, if it has the digest that it is named by."""
         name, size = request.match_info["name"], _size(request)
         if not UPLOADED.fullmatch(name):
             raise ValueError("an archive is named sha256- and its digest")
+        if not self._images.fits(size):
+            return _refused(413, "box.large", f"archives have {self._images.uploads_mib} MiB at most", name)
         async with self._upload:
-            if not self._images.make_room(size):
-                return _refused(413, "box.large", f"archives have {self._images.uploads_mib} MiB at most", name)
-            digest = hashlib.sha256()
+            digest, left = hashlib.sha256(), size
             with tempfile.NamedTemporaryFile(dir=self._images.uploads, prefix="sending-") as file:
-                left = size
-                async for piece in _within(request.content.iter_chunked(2**18), BODY_S):
-                    left -= len(piece)
-                    digest.update(piece)
-                    file.write(piece)
+                async with asyncio.timeout(UPLOAD_S):
+                    async for piece in request.content.iter_chunked(2**18):
+                        left -= len(piece)
+                        digest.update(piece)
+                        file.write(piece)
                 if left != 0 or f"sha256-{digest.hexdigest()}" != name:
                     raise ValueError("the archive is not the one that it is named after")
                 file.flush()
+                self._images.make_room(size)
                 with contextlib.suppress(FileExistsError):
                     os.link(file.name, self._images.uploads / name)
         return web.Response(status=201)
@@ -212,40 +219,32 @@ class Service:
 
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
         held = self._held(request)
-        with tempfile.TemporaryDirectory(prefix="slimx-snapshot-") as directory:
-            archive = Path(directory) / "root.tar"
+        place = await asyncio.to_thread(roots.hold, Path(tempfile.gettempdir()), private=True)
+        archive = place.holder / "root.tar"
 
-            def copy(box: Box) -> None:
-                box.snapshot(Path(directory) / "root")
-                with tarfile.open(archive, "w") as written:
-                    written.add(Path(directory) / "root", ".")
+        def copy(box: Box) -> None:
+            box.snapshot(place.path)
+            with tarfile.open(archive, "w") as written:
+                written.add(place.path, ".")
 
+        try:
             await self.boxes.call(held, copy)
             answer = web.FileResponse(archive)
             await answer.prepare(request)
             await answer.write_eof()
             return answer
+        finally:
+            await asyncio.shield(asyncio.to_thread(place.remove))
 
     def _source(self, name: str) -> str | Path | None:
         found = self._images.find(name)
-        return name if found is None and self._engine_images and not UPLOADED.fullmatch(name) else found
+        return name if found is None and self._engine is not None and not UPLOADED.fullmatch(name) else found
 
     def _held(self, request: web.Request) -> Held:
         held = self.boxes.held.get(_name(request, "box"))
-        if held is None:
+        if held is None or held.ending is not None:
             raise web.HTTPNotFound
         return held
-
-
-async def _within[T](pieces: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
-    """The pieces, each within its time."""
-    while True:
-        async with asyncio.timeout(seconds):
-            try:
-                piece = await anext(pieces)
-            except StopAsyncIteration:
-                return
-        yield piece
 
 
 def _name(request: web.Request, kind: str) -> str:
@@ -288,8 +287,8 @@ async def serve(
         os.chmod(uploads, 0o700)
         boxes = Boxes(make, most=arguments.boxes, lease_s=arguments.lease)
         images = Images(arguments.images, Path(uploads), arguments.uploads_mib)
-        engine_images = arguments.backend == "container"
-        service = Service(boxes, images, options.limits, token=token, engine_images=engine_images)
+        engine = ContainerEngine.find(options.engine) if arguments.backend == "container" else None
+        service = Service(boxes, images, options.limits, token=token, engine=engine)
         runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         await web.TCPSite(runner, arguments.host, arguments.port).start()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,14 +33,21 @@ MAX_SHOWN = 300
 """Characters of an answer that an error repeats."""
 
 
-def check(*, url: str) -> None:
-    """Refuse an address that is no URL (SlimxError)."""
+def check(*, url: str, token_env: str | None = None) -> None:
+    """Refuse an address that is no URL, and a variable without a token (SlimxError)."""
     check_url(url, f"{KEY}.url", code="verifiers.url")
+    if token_env is not None and not os.environ.get(token_env):
+        raise SlimxError(
+            f"{KEY}.token_env: {token_env} is not set, or empty; export it where the run is started",
+            code="verifiers.token",
+            about=f"{KEY}.token_env",
+        )
 
 
-async def play(base_url: str, prompt: Prompt, *, url: str) -> dict[str, Any]:
+async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None = None) -> dict[str, Any]:
     """Have the server at `url` play the prompt's task against `base_url`; returns its verdict: `rewards` and `metrics`
-    by name, `turns` and `stop`, why it ended. Cancelled, it ends the episode.
+    by name, `turns` and `stop`, why it ended. Cancelled, it ends the episode. `token_env`: the variable that holds the
+    server's token.
 
     Raises SlimxError for a prompt without a task, a server that cannot be reached or answers with something else, and
     an episode that failed."""
@@ -51,7 +59,7 @@ async def play(base_url: str, prompt: Prompt, *, url: str) -> dict[str, Any]:
             code="verifiers.task",
             about=prompt.id,
         )
-    status, text = await _post(f"{url.rstrip('/')}/episode", {"task": dict(task), "base_url": base_url})
+    status, text = await _post(f"{url.rstrip('/')}/episode", {"task": dict(task), "base_url": base_url}, token_env)
     try:
         verdict = json.loads(text)
     except ValueError:
@@ -81,12 +89,13 @@ async def reward(ctx: Any, trajectory: Trajectory) -> float | dict[str, float]:
     return 0.0 if verdict is None else {name: float(value) for name, value in verdict["rewards"].items()}
 
 
-async def _post(url: str, body: Mapping[str, Any]) -> tuple[int, str]:
+async def _post(url: str, body: Mapping[str, Any], token_env: str | None) -> tuple[int, str]:
     """Status and text of an answer; its time is bounded by the rollout. Raises SlimxError for a server that is lost."""
+    headers = {} if token_env is None else {"Authorization": f"Bearer {os.environ[token_env]}"}
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.post(url, json=body) as answer,
+            session.post(url, json=body, headers=headers) as answer,
         ):
             read = bytearray()
             async for piece in answer.content.iter_chunked(2**16):

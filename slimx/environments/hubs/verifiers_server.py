@@ -2,6 +2,7 @@
 
     python verifiers_server.py ENV --prompts prompts.jsonl [--tasks 1000]     # its tasks as prompts
     python verifiers_server.py ENV --port 8000 [--episodes 64]                # POST /episode {"task", "base_url"}
+    TOKEN=... python verifiers_server.py ENV --host 0.0.0.0 --token-env TOKEN # for other machines
 
 ENV is the table [env] of verifiers' configuration as JSON, or a file with it: {"taskset": {"id": "gsm8k-v1"}, "agent":
 {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}. It imports nothing of slimx, which that environment
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hmac
+import ipaddress
 import json
 import os
 import sys
@@ -31,13 +34,15 @@ MAX_BODY = 64 * 2**20
 class Server:
     """The episodes of one environment, `most` of them at once."""
 
-    def __init__(self, env: vf.Env, most: int) -> None:
-        self.env = env
+    def __init__(self, env: vf.Env, most: int, token: str | None = None) -> None:
+        self.env, self._token = env, token
         self._places = asyncio.Semaphore(most)
         self._task_type = type(env.taskset).task_type()
 
     async def episode(self, request: web.Request) -> web.Response:
         """The verdict on one episode. Whoever hangs up ends it."""
+        if not permitted(request.headers.get("Authorization", ""), self._token):
+            return web.json_response({"error": "the token is wrong or missing"}, status=401)
         try:
             body = await request.json()
             data = self._task_type.data_type().model_validate(body["task"])
@@ -48,6 +53,12 @@ class Server:
         async with self._places:
             ctx = vf.ModelContext(client=client, model="policy", sampling=SamplingConfig())
             return web.json_response(verdict(await self.env.run_episode(task, ctx)))
+
+
+def permitted(given: str, token: str | None) -> bool:
+    """True for a request whose header Authorization bears the token, if there is one."""
+    wanted = f"Bearer {token}".encode()
+    return token is None or hmac.compare_digest(given.encode(errors="surrogateescape"), wanted)
 
 
 def verdict(episode: vf.Episode) -> dict[str, Any]:
@@ -77,10 +88,10 @@ def to_prompt(number: int, task: vf.Task) -> dict[str, Any]:
     return {"id": f"task-{number}", "messages": messages, "metadata": {"verifiers": data}}
 
 
-async def serve(env: vf.Env, host: str, port: int, most: int) -> None:
+async def serve(env: vf.Env, host: str, port: int, most: int, token: str | None) -> None:
     """Listen until the program is ended."""
     app = web.Application(client_max_size=MAX_BODY)
-    app.router.add_post("/episode", Server(env, most).episode)
+    app.router.add_post("/episode", Server(env, most, token).episode)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     async with env.serving():
         await runner.setup()
@@ -100,13 +111,19 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--episodes", type=int, default=64, help="episodes at once: each may have processes of its own")
+    parser.add_argument("--token-env", help="variable that holds the token; needed on other addresses than loopback")
     arguments = parser.parse_args()
+    token = os.environ.get(arguments.token_env or "")
+    if arguments.token_env is not None and not token:
+        parser.error(f"--token-env: {arguments.token_env} is not set")
+    if arguments.token_env is None and not is_loopback(arguments.host):
+        parser.error(f"--host {arguments.host} is open to others: give --token-env")
     # Its programs are started by uv, which may be installed beside it.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     given = arguments.env if arguments.env.lstrip().startswith("{") else Path(arguments.env).read_text()
     env = load_environment(resolve_env_config(json.loads(given)))
     if arguments.prompts is None:
-        asyncio.run(serve(env, arguments.host, arguments.port, arguments.episodes))
+        asyncio.run(serve(env, arguments.host, arguments.port, arguments.episodes, token))
         return 0
     if arguments.tasks is None and not env.taskset.bounded:
         parser.error(f"{env.config.taskset.id} has no end: say how many --tasks")
@@ -114,6 +131,13 @@ def main() -> int:
         for number, task in enumerate(islice(env.taskset, arguments.tasks)):
             file.write(json.dumps(to_prompt(number, task)) + "\n")
     return 0
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ rollout:
   options:
     toolbox: slimx.environments.terminal.toolbox.Terminal
     toolbox_options: {tasks: ., box: {backend: container, memory_mib: 2048, seconds: 120}}
-    call_deadline: 300
+    call_deadline: 300    # above the tests' seconds, the box's, and 10 (and patience, with a server)
 reward: {function: slimx.rollout.tools.reward}
 """
 
@@ -26,7 +26,7 @@ from slimx.environments.boxes.choice import BoxOptions, merged
 from slimx.environments.boxes.protocol import Box, BoxBusy, BoxLost, BoxRefusal
 from slimx.environments.boxes.remote import MAX_FILE
 from slimx.environments.enclosure import MIB, Ran, in_thread
-from slimx.environments.terminal.judging import NoVerdict, judged, packed, verdict
+from slimx.environments.terminal.judging import NoVerdict, judged, packed, size_of_tests, verdict
 from slimx.environments.terminal.tasks import Task
 from slimx.environments.toolbox import ToolResult, ToolsLost
 from slimx.errors import SlimxError
@@ -37,17 +37,25 @@ KEY = "rollout.options.toolbox_options"
 MAX_READ = 2**20
 """Bytes of a file that is read or edited."""
 
+COPY_S = 10.0
+"""Seconds that a deadline must leave for copying files, besides waiting for a box and running programs."""
+MOST = {"command": 100_000, "path": 2048}
+"""Bytes of arguments that are given to a program, for which Linux allows 128 KiB, and in a URL."""
+
 
 class Terminal:
     """One box with the tools shell, read_file, write_file and edit_file, judged by the task's tests."""
 
-    def __init__(self, *, box: Mapping[str, Any] | None = None, tasks: str = ".", work_mib: float = 64.0) -> None:
+    def __init__(self, *, box: Mapping[str, Any] | None = None, tasks: str = ".", work_mib: float = 48.0) -> None:
         """`box`: options of the boxes (`slimx.environments.boxes.choice`). `tasks`: directory that the paths of tasks
-        begin at. `work_mib`: MiB of the model's files that the tests get at most; with more it has failed."""
+        begin at. `work_mib`: MiB of the model's files and kept ones that the tests get at most; with more it has
+        failed."""
         self._options = BoxOptions.read(box or {}, f"{KEY}.box")
         self._base, self._most = Path(tasks), int(work_mib * MIB)
         self._box: Box | None = None
         self._task: Task | None = None
+        self.unjudged: str | None = None
+        """Why what the model left got no verdict of the tests, and failed."""
 
     @classmethod
     def check(cls, **options: Any) -> None:
@@ -67,6 +75,14 @@ class Terminal:
         made._options.sweep()
 
     @classmethod
+    def needs_seconds(cls, prompts: Iterable[Prompt], **options: Any) -> tuple[float, float]:
+        """Seconds that opening, and the longest judgement of these prompts, may take when nothing is wrong."""
+        made = cls(**options)
+        waits = made._options.patience if made._options.backend == "remote" else 0.0
+        tests = max((Task.of(prompt, made._base).seconds for prompt in prompts), default=0.0)
+        return waits + COPY_S, waits + made._options.limits.seconds + tests + COPY_S
+
+    @classmethod
     def check_prompts(cls, prompts: Iterable[Prompt], **options: Any) -> None:
         """Refuse a prompt whose task cannot begin, naming it; the first one's box is begun, tried and ended."""
         made, known = cls(**options), set[str | Path | None]()
@@ -76,6 +92,7 @@ class Terminal:
             try:
                 if source is not None and source not in known:
                     made._options.check_source(source)
+                made._check_size(task)
                 if number == 0:
                     made._try(task)
             except SlimxError as error:
@@ -101,6 +118,8 @@ class Terminal:
         if {*arguments} != {*wanted} or not all(isinstance(value, str) for value in arguments.values()):
             text = f"{name} takes the texts {', '.join(wanted)}, and nothing else."
             return ToolResult(text=text, error="bad_arguments")
+        if wrong := [what for each, value in arguments.items() if (what := _unfit(each, value))]:
+            return ToolResult(text=wrong[0], error="bad_arguments")
         try:
             return await self._in_thread(lambda stop: self._call(name, arguments, stop))
         except BoxRefusal as error:
@@ -123,12 +142,34 @@ class Terminal:
             left = packed(self._box, task.directory, self._most)
             fresh = self._begin(task, seconds=task.seconds)
             try:
-                archive = judged(left, packed(fresh, task.directory, self._most) if task.kept else _NOTHING, task)
+                archive = judged(left, self._as_it_began(fresh, task), task, self._most)
                 return verdict(fresh, archive, task, stop)[0]
+            except BoxRefusal as error:  # the model's hands are not on this box
+                raise ToolsLost(f"a fresh box does not take the tests: {error}", about=error.about) from error
             finally:
                 fresh.end()
-        except NoVerdict:
+        except NoVerdict as error:
+            self.unjudged = str(error)
             return False
+
+    def _as_it_began(self, fresh: Box, task: Task) -> bytes:
+        if not task.kept:
+            return _NOTHING
+        try:
+            return packed(fresh, task.directory, self._most)
+        except NoVerdict as error:
+            raise ToolsLost(f"kept files of a fresh box cannot be read: {error}", about=task.directory) from error
+
+    def _check_size(self, task: Task) -> None:
+        """Refuse tests that a server of boxes would not take together with the model's files."""
+        most, tests = MAX_FILE - self._most, size_of_tests(task)
+        if self._options.backend == "remote" and tests > most:
+            raise SlimxError(
+                f"{KEY}.work_mib: the tests have {tests} bytes, and a server of boxes takes {MAX_FILE // MIB} MiB with "
+                "the model's files; lower it, or make the tests smaller",
+                code="task.tests",
+                about="tests.files",
+            )
 
     def _try(self, task: Task) -> None:
         """Refuse a task in whose box no shell runs."""
@@ -169,13 +210,15 @@ class Terminal:
         if name == "write_file":
             self._box.put(path, arguments["content"].encode())
             return ToolResult(text=f"Written: {path}")
-        text = self._box.get(path, MAX_READ).decode(errors="replace")
+        content = self._box.get(path, MAX_READ)
         if name == "read_file":
-            return ToolResult(text=text)
-        found = text.count(arguments["old"]) if arguments["old"] else 0
+            return ToolResult(text=content.decode(errors="replace"))
+        # As bytes: a file need not be UTF-8, and what is not replaced stays as it was.
+        old, new = arguments["old"].encode(), arguments["new"].encode()
+        found = content.count(old) if old else 0
         if found != 1:
             return ToolResult(text=f"{path} has the old text {found} times; give one that it has once.", error="edit")
-        self._box.put(path, text.replace(arguments["old"], arguments["new"]).encode())
+        self._box.put(path, content.replace(old, new))
         return ToolResult(text=f"Edited: {path}")
 
     async def _in_thread[T](self, call: Callable[[threading.Event], T]) -> T:
@@ -183,6 +226,19 @@ class Terminal:
             return await in_thread(call, waits=self._options.backend != "bubblewrap")
         except (BoxLost, BoxBusy) as error:
             raise ToolsLost(str(error), about=error.about) from error
+
+
+def _unfit(name: str, value: str) -> str | None:
+    """Say what keeps an argument from being given to a program; None for a good one."""
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        return f"{name} has half a surrogate pair, which is no text."
+    if name in MOST and "\0" in value:
+        return f"{name} has a NUL character."
+    if size > MOST.get(name, size):
+        return f"{name} has {size} bytes, and {MOST[name]} are allowed."
+    return None
 
 
 def _told(ran: Ran) -> str:

@@ -172,8 +172,8 @@ def test_a_box_whose_client_died_is_ended_and_one_whose_client_thinks_is_not(ser
         "os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=300)
-    eventually(lambda: state(server)["expired"] == before + 1)
-    assert state(server)["held"] == 1 and len(list(place.glob(f"{roots.PREFIX}*"))) == 1
+    eventually(lambda: state(server)["expired"] == before + 1 and state(server)["held"] == 1)
+    assert state(server)["left"] == 0 and len(list(place.glob(f"{roots.PREFIX}*"))) == 1
     assert box.run(["true"]).ok, "its client has renewed the lease"
 
 

@@ -167,6 +167,8 @@ RIGHT = edit("sums.py", "a - b", "a + b")
 async def test_what_a_model_leaves_beside_its_work_does_not_decide(task, tmp_path, base, says, passes):
     trajectory, _, reward = await play(task(), base, *says, tasks=str(tmp_path))
     assert reward == {"tests": float(passes)}, trajectory.metadata
+    assert ("unjudged" in trajectory.metadata) is ("unjudged" in trajectory.metadata["tool_errors"])
+    assert "unjudged" in trajectory.metadata or "7000000" not in says[0]
 
 
 @pytest.mark.slow
@@ -191,12 +193,16 @@ async def test_the_tools_say_what_went_wrong_and_it_is_counted(task, tmp_path, b
         edit("sums.py", "q", "r"),
         calling("shell", command=3),
         shell("sleep 600"),
+        shell("printf 'a: \\374\\n' > latin"),
+        edit("latin", "a: ", "b: "),
+        shell("od -An -c latin"),
     ]
     trajectory, script, _ = await play(task(), base, *says, tasks=str(tmp_path), box={"seconds": 2})
     heard = [asked for asked, *_ in script.asked]
     assert [found in heard[1] for found in ("return a - b\n", "oops\n", " 3)")] == [True] * 3
     assert heard[2].count("return a - b") == 2
     assert "over the limit of time" in heard[7]
+    assert "b   :     374  \\n" in heard[10], "an edit leaves bytes that are no UTF-8"
     errors = {"box_file": 1, "box_path": 1, "edit": 1, "bad_arguments": 1, "limit_time": 1}
     assert trajectory.metadata["tool_errors"] == errors
 
@@ -234,8 +240,9 @@ def test_a_row_that_is_no_task_is_refused_and_its_line_named(tmp_path, row, abou
 
 def asked(base: Path, **options: Any) -> Config:
     box = {"host_usr": True, **options.pop("box", {})}
+    deadlines = {"call_deadline": options.pop("call_deadline", 300.0)}
     options = {"toolbox": TERMINAL, "toolbox_options": {"tasks": str(base), "box": box, **options}}
-    return config_of(generate="slimx.rollout.tools.generate", options=options)
+    return config_of(generate="slimx.rollout.tools.generate", options=options | deadlines)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +259,13 @@ def test_a_prompt_whose_box_cannot_begin_is_refused_before_the_run_by_its_name(t
     check_generated(hooks.generate, [task()])
     with refused(code, about="p"):
         check_generated(hooks.generate, [task(**more)])
+
+
+def test_a_deadline_that_ends_before_the_tests_do_is_refused_before_the_run(task, tmp_path):
+    hooks = load_hooks(asked(tmp_path, call_deadline=79.0))  # 60 s of tests, 10 s of one program, 10 s to copy files
+    with refused("tools.limit", about="rollout.options.call_deadline"):
+        check_generated(hooks.generate, [task()])
+    check_generated(hooks.generate, [task(tests=TESTS | {"seconds": 59})])
 
 
 def test_a_root_without_a_shell_is_refused_before_the_run(task, tmp_path):

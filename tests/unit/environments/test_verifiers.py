@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from aiohttp import web
@@ -36,11 +40,11 @@ TASK = Prompt(
 )
 
 
-async def play(url: str, *says: str, prompt: Prompt = TASK, tokens: int = 4000) -> list[Trajectory]:
+async def play(url: str, *says: str, prompt: Prompt = TASK, tokens: int = 4000, **options: str) -> list[Trajectory]:
     proxy = ChatProxy(context=tokens)
     try:
         ctx = context(Script(*says), proxy, max_new_tokens=400)
-        return await agent.generate(ctx, prompt, agent=PLAY, agent_options={"url": url})
+        return await agent.generate(ctx, prompt, agent=PLAY, agent_options={"url": url, **options})
     finally:
         await proxy.stop()
 
@@ -94,6 +98,7 @@ def answering(status: int, body: Any, *, asks: int = 0) -> Any:
     async def answer(request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         answer.heard.append((request.path, asked["task"]))
+        answer.token = request.headers.get("Authorization")
         async with client_of(asked["base_url"]) as client:
             messages = [{"role": "user", "content": asked["task"]["prompt"]}]
             for _ in range(asks):
@@ -164,6 +169,56 @@ async def test_a_prompt_without_a_task_is_named():
         await play("http://127.0.0.1:9", prompt=Prompt(id="p7", messages=[{"role": "user", "content": "?"}]))
     cause = caught.value.__cause__
     assert (cause.code, cause.about) == ("verifiers.task", "p7")  # type: ignore[union-attr]
+
+
+async def test_the_token_goes_along(monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "secret")
+    server = answering(200, GOOD, asks=1)
+    async with stand_in(server) as url:
+        await play(url, "It is 2.", token_env="HUB_TOKEN")
+        assert server.token == "Bearer secret"
+    async with stand_in(server) as url:
+        await play(url, "It is 2.")
+        assert server.token is None
+
+
+def test_a_token_that_is_not_there_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "")
+    with refused("verifiers.token", about="rollout.options.agent_options.token_env"):
+        options = {"agent": PLAY, "agent_options": {"url": "http://127.0.0.1:8000", "token_env": "HUB_TOKEN"}}
+        load_hooks(config_of(generate="slimx.rollout.agent.generate", options=options))
+
+
+@pytest.fixture
+def hub_server(monkeypatch):
+    """The server's module; the package, which the tests' environment lacks, is a stand-in that nothing calls."""
+    names = ("verifiers", "verifiers.v1", "verifiers.v1.types", "verifiers.v1.utils", "verifiers.v1.utils.loaders")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    spec = importlib.util.spec_from_file_location("hub_server", SERVER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--host", "0.0.0.0"], "give --token-env"), (["--host", "0.0.0.0", "--token-env", "HUB_TOKEN"], "is not set")],
+)
+def test_a_server_that_others_reach_does_not_start_without_a_token(hub_server, monkeypatch, capsys, words, told):
+    monkeypatch.setenv("HUB_TOKEN", "")
+    monkeypatch.setattr(sys, "argv", ["verifiers_server.py", "{}", *words])
+    with pytest.raises(SystemExit):
+        hub_server.main()
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "status"), [("", 401), ("Bearer wrong", 401), ("Bearer secret", 400)])
+async def test_a_request_without_the_token_is_refused(hub_server, given, status):
+    tasks = type("Tasks", (), {"task_type": MagicMock()})
+    server = hub_server.Server(SimpleNamespace(taskset=tasks()), 1, "secret")
+    request = MagicMock(headers={"Authorization": given}, json=AsyncMock(return_value={}))
+    assert (await server.episode(request)).status == status
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", 8000])
