@@ -41,12 +41,28 @@ def settings(trainer: dict[str, Any], **sections: Any) -> Config:
         ({"freeze": ["*router*"]}, "activations.proven", "trainer.freeze"),
         ({"qat": "int4"}, "activations.proven", "trainer.qat"),
         ({"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, "activations.proven", "trainer.virtual_pipeline"),
+        ({"fp8": "mxfp8"}, "activations.proven", "trainer.fp8"),
+        (
+            {"optimizer": {"kind": "muon"}, "distributed_optimizer": False},
+            "activations.proven",
+            "trainer.optimizer.kind",
+        ),
+        ({"moe": {"dispatcher": "flex"}}, "activations.proven", "trainer.moe.dispatcher"),
+        ({"megatron": {"mtp_num_layers": 1}}, "activations.proven", "trainer.megatron.mtp_num_layers"),
     ],
 )
 def test_what_was_never_proven_beside_offloaded_activations_is_refused(trainer, code, about):
     settings({"offload_activations": ALL})
     with invalid(code, about=about):
         settings({"offload_activations": ALL} | trainer)
+
+
+@pytest.mark.parametrize(
+    ("sections", "about"), [({"numerics": {"mode": "exact"}}, "numerics.mode"), ({"critic": {}}, "critic")]
+)
+def test_neither_exact_mode_nor_a_critic_is_proven_beside_offloaded_activations(sections, about):
+    with invalid("activations.proven", about=about):
+        settings({"offload_activations": ALL}, **sections)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +114,24 @@ def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, dev
     assert {(problem.code, problem.about) for problem in broken(rules_in(activations), facts)} == expected
 
 
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ("Qwen3-30B-A3B", False),
+        ("DeepSeek-V3", False),
+        ("DeepSeek-V3.2", True),
+        ("Qwen3-Next-80B-A3B-Instruct", True),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", True),
+        ("gpt-oss-120b-bf16", True),
+    ],
+)
+def test_attention_whose_activations_never_moved_is_refused(model, refused):
+    facts = settings({"offload_activations": ALL}).sections
+    facts |= {"spec": read_model(ROOT / "configs/moe/models" / model), "device": "cuda"}
+    found = {(problem.code, problem.about) for problem in broken(rules_in(activations), facts)}
+    assert found == ({("activations.attention", "trainer.offload_activations")} if refused else set())
+
+
 def test_a_machine_without_transformer_engine_cannot_offload():
     trainer = settings({"offload_activations": ALL}).trainer
     with refused("trainer.not_installed", about="trainer.offload_activations"):
@@ -112,7 +146,7 @@ def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
         [
             "schedule.colocate=false",
             "cluster.nodes=4",
-            "publish.transport=gloo",
+            "publish.transport=nixl",
             "trainer.max_tokens_per_microbatch=40960",
             "trainer.memory_margin_mib=0",
         ],
