@@ -194,3 +194,8 @@ def test_ways_to_train_that_never_ran_on_them_are_refused(tmp_path: Path, traine
     assert [*trained_plainly.ask(plain.trainer, spec)] == []
     config = Config.model_validate(plain.model_dump() | {"trainer": trainer, "numerics": {"dtype": "bfloat16"}})
     assert [about for about, _ in trained_plainly.ask(config.trainer, spec)] == [key]
+
+
+def test_decays_and_skips_stay_in_fp32_as_megatron_core_makes_them(tmp_path: Path):
+    own = {row.name.rpartition(".")[2]: row.dtype for row in read(tmp_path, TINY).table.rows if ".mixer." in row.name}
+    assert {name for name, dtype in own.items() if dtype == "float32"} == {"A_log", "D"}
