@@ -15,8 +15,10 @@ from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.checks import activations
+from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.plan.report import plan_report
 from slimx.preflight.plan.suggest import Search, suggest_layouts
+from slimx.preflight.plan.text import describe
 from slimx.trainer.device.backends import choose_backends
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE
 from tests.refusals import invalid, refused
@@ -130,6 +132,36 @@ def test_attention_whose_activations_never_moved_is_refused(model, refused):
     facts |= {"spec": read_model(ROOT / "configs/moe/models" / model), "device": "cuda"}
     found = {(problem.code, problem.about) for problem in broken(rules_in(activations), facts)}
     assert found == ({("activations.attention", "trainer.offload_activations")} if refused else set())
+
+
+def test_tensors_that_megatron_core_leaves_on_the_device_are_planned_there():
+    """Attention's tensors of fewer than 2**20 elements stay, the experts' of more go; another threshold moves both."""
+    spec = read_model(ROOT / "configs/moe/models/Qwen3-30B-A3B")
+
+    def freed(tokens, **megatron):
+        layout = {"world_size": 8, "tensor": 4, "expert": 4, "expert_tensor": 1}
+        config = settings(
+            layout | {"max_tokens_per_microbatch": tokens, "megatron": megatron}, numerics={"dtype": "bfloat16"}
+        )
+        parts = trainer_memory(config, spec, sizes_of(config.trainer), "cuda")[0].parts
+        return {name.split()[1] for name in parts if name.startswith("offload ")}
+
+    dispatched = 8 * spec.transformer["hidden_size"] // 4  # elements of a token on a rank
+    tokens = 2**20 // dispatched
+    assert freed(tokens) == {"expert_fc1"}
+    assert freed(tokens - 4) == set()
+    assert freed(tokens - 4, min_offloaded_tensor_size=1) == {*ALL}
+
+
+def test_a_plan_names_parts_for_the_host_only_where_no_rule_refuses_them():
+    def lines(file, *overrides):
+        config = load_config(ROOT / "configs/moe" / file, list(overrides))
+        return " ".join(line for line in describe(plan_report(config).report) if line.startswith("  parts "))
+
+    assert "on the host core_attn" in lines("qwen3-30b-a3b.yaml")
+    refusing = lines("qwen3-30b-a3b.yaml", "trainer.freeze=['*router*']")
+    assert "computed again" in refusing and "on the host" not in refusing
+    assert "on the host" not in lines("nemotron-3-nano-sft.yaml")
 
 
 def test_a_machine_without_transformer_engine_cannot_offload():

@@ -43,10 +43,24 @@ def trainer(**gib: float) -> TrainerMemory:
     """A rank of 2 GiB of weights, 4 of gradients, 6 of optimizer state (4 of it moments) and 3 of overhead."""
     sizes = {"weights": 2, "gradients": 4, "optimizer": 6, "moments": 4, "overhead": 3, "away": 3} | gib
     others = ("activations", "head", "work", "step", "communication", "publication", "peak")
-    hosts = ("host_optimizer", "host_copies", "host_away", "host_chosen", "host_checkpoint")
+    hosts = (
+        "host_optimizer",
+        "host_copies",
+        "host_away",
+        "host_chosen",
+        "host_checkpoint",
+        "host_activations",
+        "moved",
+    )
     sizes = dict.fromkeys((*others, *hosts), 0) | sizes
     return TrainerMemory(
-        model="trainer", stage=0, rank=0, parameters=1, in_flight=1, **{k: int(v * GIB) for k, v in sizes.items()}
+        model="trainer",
+        stage=0,
+        rank=0,
+        parameters=1,
+        in_flight=1,
+        parts={},
+        **{k: int(v * GIB) for k, v in sizes.items()},
     )
 
 
