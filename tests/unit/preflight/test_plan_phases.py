@@ -198,7 +198,13 @@ def problems(*records: TrainerMemory, engines: tuple[EngineMemory, ...] = (), ma
     ("code", "about", "phase", "largest", "case"),
     [
         ("memory.phase", "trainer", "publish", "buckets", {"rank": {"publication": 70}, "engines": (engine(),)}),
-        ("memory.phase", "trainer", "load", "weights", {"rank": {"weights": 38, "optimizer": 1, "moments": 1}}),
+        (
+            "memory.phase",
+            "trainer",
+            "load",
+            "weights",
+            {"rank": {"weights": 31, "gradients": 30, "optimizer": 1, "moments": 1}},
+        ),
         ("memory.engine_phase", "rollout.engines", "publish", "staged weights", {"engines": (engine(staged=50),)}),
         (
             "memory.colocated",
