@@ -23,7 +23,7 @@ TRAINER = {"world_size": 4, "lora": {"rank": 4, "alpha": 8}}
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE | {"max_position_embeddings": 2**15}))
     return tmp_path
 
 
