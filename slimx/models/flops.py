@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.models.state_space import PATTERN, StateSpace, layers_of
-
-_CHUNK = 64
-"""Tokens of a delta net's chunk."""
-_STATE_CHUNK = 128
-"""Tokens of a Mamba-2 layer's chunk, as megatron-core's mixer asks mamba_ssm for them."""
+from slimx.numerics.chunk_sizes import CHUNK, STATE_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ def _state_space(transformer: dict[str, Any]) -> int:
     state-space rule."""
     sizes = StateSpace.of(transformer)
     weights = sizes.hidden * (sizes.projected + sizes.inner) + sizes.width * sizes.mixed
-    return weights + sizes.rule(_STATE_CHUNK)
+    return weights + sizes.rule(STATE_CHUNK)
 
 
 def layer_products(transformer: dict[str, Any], vocab_size: int, length: int) -> dict[str, float]:
@@ -124,7 +120,7 @@ def _delta_net(transformer: dict[str, Any]) -> int:
     head = transformer["linear_key_head_dim"]
     mixed = 2 * keys * head + values * wide
     weights = hidden * (mixed + 2 * values * wide + 2 * values) + transformer["linear_conv_kernel_dim"] * mixed
-    return weights + values * (_CHUNK * (2 * head + wide) + 3 * head * wide)
+    return weights + values * (CHUNK * (2 * head + wide) + 3 * head * wide)
 
 
 def _windowed_layers(transformer: dict[str, Any]) -> int:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-CHUNK = 64
-"""Tokens of a chunk."""
+from slimx.numerics.chunk_sizes import CHUNK
 
 
 class Chunks:

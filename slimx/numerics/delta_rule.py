@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from slimx.numerics.chunks import CHUNK, Chunks
+from slimx.numerics.chunk_sizes import CHUNK
+from slimx.numerics.chunks import Chunks
 
 
 def gated_delta_rule(

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from slimx.numerics.chunks import CHUNK, Chunks
+from slimx.numerics.chunk_sizes import CHUNK
+from slimx.numerics.chunks import Chunks
 
 
 def state_space_rule(

@@ -41,7 +41,8 @@ class TrainerMemory(Record):
     communication: int
     """Tokens on their way to and from experts."""
     publication: int
-    """Buckets on this rank's GPU while weights are published."""
+    """On this rank's GPU while weights are published: buckets, or its part of one on its way to host memory, and what
+    merging a weight with its adapter takes for a moment."""
     overhead: int
     """CUDA context, NCCL, workspaces of libraries: assumed, not measured."""
     in_flight: int
@@ -67,7 +68,8 @@ class TrainerMemory(Record):
     """Activations of an update that are copied to the host, and back."""
     parts: dict[str, int]
     """Bytes that recomputation of a module, by its name in trainer.recompute.modules, or offloading it (`offload NAME`)
-    takes off the activations, if nothing else is recomputed or offloaded."""
+    takes off the activations, if nothing else is recomputed or offloaded. What a rule refuses to offload is left
+    out."""
 
     @property
     def host(self) -> int:

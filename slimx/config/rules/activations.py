@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slimx.config.rule import Told, rule
+from slimx.config.sections.critic import Critic
 from slimx.config.sections.run import Numerics
 from slimx.config.sections.trainer import Trainer
 
@@ -29,7 +30,7 @@ def moves_the_output_with_the_attention(trainer: Trainer) -> Iterator[str]:
 
 
 @rule("activations.proven", about="trainer.offload_activations")
-def proven(trainer: Trainer, numerics: Numerics) -> Iterator[Told]:
+def proven(trainer: Trainer, numerics: Numerics, critic: Critic | None) -> Iterator[Told]:
     if not trainer.offload_activations:
         return
     for key, given in (
@@ -38,7 +39,11 @@ def proven(trainer: Trainer, numerics: Numerics) -> Iterator[Told]:
         ("trainer.qat", trainer.qat is not None),
         ("trainer.fp8", trainer.fp8 is not None),
         ("trainer.virtual_pipeline", trainer.virtual_pipeline > 1),
+        ("trainer.optimizer.kind", trainer.optimizer.kind != "adam"),
+        ("trainer.moe.dispatcher", trainer.moe.dispatcher != "alltoall"),
+        ("trainer.megatron.mtp_num_layers", bool(trainer.megatron.get("mtp_num_layers"))),
         ("numerics.mode", numerics.exact),
+        ("critic", critic is not None),
     ):
         if given:
             yield key, f"{key} was never proven with trainer.offload_activations; leave out one of the two"

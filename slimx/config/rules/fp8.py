@@ -53,6 +53,12 @@ def proven(trainer: Trainer, numerics: Numerics, algorithm: Algorithm, critic: C
         ("trainer.lora", trainer.lora is not None),
         ("trainer.qat", trainer.qat is not None),
         ("trainer.optimizer.kind", trainer.optimizer.kind != "adam"),
+        ("trainer.optimizer.offload_fraction", trainer.optimizer.offload_fraction > 0),
+        ("trainer.freeze", bool(trainer.freeze)),
+        ("trainer.virtual_pipeline", trainer.virtual_pipeline > 1),
+        ("trainer.context", trainer.context > 1),
+        ("trainer.moe.dispatcher", trainer.moe.dispatcher != "alltoall"),
+        ("algorithm.teacher", algorithm.teacher is not None),
         ("algorithm.name", algorithm.scores),
         ("critic", critic is not None),
     ):

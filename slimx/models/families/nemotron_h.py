@@ -170,8 +170,14 @@ def _mamba(at: Layer, sizes: StateSpace) -> tuple[Row, ...]:
     kinds = {"z": share, "x": share, "B": state, "C": state, "dt": sizes.heads // groups}
     convolution = {kind: kinds[kind] for kind in ("x", "B", "C")}
     vectors = [
-        Row(f"{at.here}mixer.{name}", ((f"{at.there}mixer.{name}", (sizes.heads,)),), axis=0, layers=at.layers)
-        for name in ("A_log", "D", "dt_bias")
+        Row(
+            f"{at.here}mixer.{name}",
+            ((f"{at.there}mixer.{name}", (sizes.heads,)),),
+            axis=0,
+            layers=at.layers,
+            dtype=dtype,
+        )
+        for name, dtype in (("A_log", "float32"), ("D", "float32"), ("dt_bias", None))
     ]
     return (
         at.norm("mixer.in_proj.layer_norm_weight", "norm", sizes.hidden),

@@ -41,7 +41,8 @@ def has_such_modules(trainer: Trainer, spec: ModelSpec) -> Iterator[Told]:
 @rule("activations.attention", about="trainer.offload_activations")
 def proven_attention(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
     mixers = "mamba" if spec.transformer.get(PATTERN) else None
-    kind = spec.transformer.get("experimental_attention_variant") or mixers
+    sinks = "attention sinks" if spec.transformer.get("softmax_type") == "learnable" else None
+    kind = spec.transformer.get("experimental_attention_variant") or mixers or sinks
     if kind is not None and trainer.offload_activations:
         yield (
             f"trainer.offload_activations was never proven with the attention of {spec.path} ({kind}); leave it out, "

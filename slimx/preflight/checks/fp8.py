@@ -12,7 +12,7 @@ from slimx.layout.table import Row
 from slimx.models.families import ModelSpec
 from slimx.reshard.plan.precision import RECIPES
 
-FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+FAMILIES = ("Qwen3MoeForCausalLM",)
 """Architectures whose fp8 layers were held against publications (docs/support.md): all of their linear layers but
 embedding, router and output layer are quantised, and none has a bias."""
 

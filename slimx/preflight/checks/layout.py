@@ -95,6 +95,20 @@ def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) 
         )
 
 
+@rule("layout.hybrid_training", about="model.path")
+def trained_plainly(trainer: Trainer, spec: ModelSpec) -> Iterator[Told]:
+    """Fp8, adapters and offloaded activations are refused by rules of their own."""
+    if not spec.transformer.get(PATTERN):
+        return
+    for key, given in (
+        ("trainer.qat", trainer.qat is not None),
+        ("trainer.optimizer.kind", trainer.optimizer.kind != "adam"),
+        ("trainer.freeze", bool(trainer.freeze)),
+    ):
+        if given:
+            yield key, f"{key} was never proven with the Mamba-2 layers of {spec.path}; leave it at its default"
+
+
 @rule("layout.parts", about="trainer")
 def covers(sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
     split = not any(sizes_divide.ask(sizes, spec)) and not any(shares_key_heads.ask(sizes, spec))

@@ -18,13 +18,10 @@ from typing import Any, Literal
 
 from slimx.layout.ranks import Sizes
 from slimx.models.state_space import Kind, StateSpace
+from slimx.numerics.chunk_sizes import CHUNK, STATE_CHUNK
 
 Kernels = Literal["engine", "torch"]
 FP32 = 4
-_CHUNK = 64
-"""Tokens of a delta net's chunk, and with plain torch of a Mamba-2 layer's."""
-_STATE_CHUNK = 128
-"""Tokens of a Mamba-2 layer's chunk, as megatron-core's mixer asks mamba_ssm for them."""
 _INDEXER_ROWS = 8192
 """Queries whose scores megatron-core's fused indexer holds at once (`fused_indexer_block_size`)."""
 
@@ -95,6 +92,8 @@ class LayerBytes:
     """While gradients of MLP or experts are computed."""
     gathered: float
     """In either: a projection's input and its gradient, gathered from the shards of the sequence."""
+    itemsize: int
+    """Bytes of an element of the model's dtype."""
 
     @property
     def mlp(self) -> float:
@@ -128,6 +127,7 @@ def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool, linear: b
         mlp_norm=setting.norm(hidden),
         mlp_input=hidden * setting.itemsize,
         gathered=_gathered(model, setting),
+        itemsize=setting.itemsize,
         **attention,
         **mlp,
     )
@@ -148,6 +148,7 @@ def hybrid_layer_bytes(model: dict[str, Any], setting: Setting, kind: Kind) -> L
         mlp_norm=0.0 if mixes else norm,
         mlp_input=0.0 if mixes else hidden,
         gathered=_gathered(model, setting),
+        itemsize=setting.itemsize,
         **{**parts, **compute(model, setting)},
     )
 
@@ -166,14 +167,14 @@ def _state_space(model: dict[str, Any], s: Setting) -> dict[str, float]:
         # The projection; of the convolution fp32 inputs of each tap, its result and silu's; in fp32 what
         # `slimx.numerics.state_space` keeps: inputs, keys and queries, scores and weights of chunks, states.
         projected = (tokens * sizes.projected + 2 * mixed) * s.itemsize + (sizes.width + 1) * mixed * FP32
-        states = heads / _CHUNK * sizes.head * sizes.state * FP32
-        scores = (2 * heads + tokens * sizes.groups) * _CHUNK * FP32
+        states = heads / CHUNK * sizes.head * sizes.state * FP32
+        scores = (2 * heads + tokens * sizes.groups) * CHUNK * FP32
         core = (6 * inner + 2 * heads * sizes.state + 4 * tokens * sizes.keys + 4 * heads) * FP32 + scores + 2 * states
         work = scores + (2 * inner + 2 * heads * sizes.state) * FP32
     else:
         # mamba_ssm's fused function keeps its input and the scan's output, and computes the rest again.
         projected, core = tokens * sizes.projected * s.itemsize, inner * s.itemsize
-        states = heads / _STATE_CHUNK * sizes.head * sizes.state * FP32
+        states = heads / STATE_CHUNK * sizes.head * sizes.state * FP32
         work = (2 * tokens * sizes.projected + 2 * inner) * s.itemsize + 2 * states
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize,
@@ -219,13 +220,13 @@ def _delta_net(model: dict[str, Any], s: Setting) -> dict[str, float]:
     value, repeated = heads * wide, 2 * heads * head
     # The projection, its convolution's result, both with norms; the gate and the values apart; decays and rates.
     projected = (3 * mixed + repeated + 3 * value + 2 * heads) * s.itemsize + 4 * heads * FP32
-    states = heads / _CHUNK * head * wide * FP32
+    states = heads / CHUNK * head * wide * FP32
     if s.kernels == "torch":
         # What `slimx.numerics.delta_rule` keeps in fp32: inputs and their weighted copies, scores of chunks, states.
-        core = heads * (8 * head + 6 * wide + 5 * _CHUNK) * FP32 + 2 * states + 4 * mixed * FP32
-        work = heads * (4 * head + 4 * wide + 2 * _CHUNK) * FP32
+        core = heads * (8 * head + 6 * wide + 5 * CHUNK) * FP32 + 2 * states + 4 * mixed * FP32
+        work = heads * (4 * head + 4 * wide + 2 * CHUNK) * FP32
     else:
-        core = (value + heads * _CHUNK) * s.itemsize  # the output, and a chunk's solved system
+        core = (value + heads * CHUNK) * s.itemsize  # the output, and a chunk's solved system
         work = (repeated + 2 * value) * s.itemsize + 2 * states
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize,

@@ -44,6 +44,12 @@ def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool 
     return DirectMemory(ring, landing, int(kept.max()), int(received.sum(axis=0).max()))
 
 
+def packed_on_gpu(plan: Plan, *, ranks: int) -> int:
+    """Bytes that a rank packs of one bucket on its GPU, before they go to host memory, at most."""
+    moved = plan.moved
+    return int(np.max(summed((plan.count, ranks), (moved["bucket"], moved["source"]), move_bytes(plan))))
+
+
 def changes_memory(plan: Plan) -> tuple[int, int]:
     """(beside trainer rank 0, beside one engine) bytes that `publish.delta` takes with `disk`: what was published last,
     and there one bucket's changes."""

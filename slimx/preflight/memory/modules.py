@@ -9,6 +9,9 @@ from slimx.config.sections.trainer import Trainer
 from slimx.models.flops import layer_products
 from slimx.preflight.memory.activations import LayerBytes
 
+LEAST = 2**20
+"""Elements of the smallest tensor that megatron-core moves, unless `min_offloaded_tensor_size` says otherwise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
@@ -35,8 +38,8 @@ def recomputed(layer: LayerBytes) -> dict[str, float]:
     }
 
 
-def offloaded(layer: LayerBytes) -> dict[str, Moved]:
-    """Bytes of a layer that offloading of each module moves.
+def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, Moved]:
+    """Bytes of a layer that offloading of each module moves: none of a part whose largest tensor is too small.
 
     A part's saved tensors go, not its inputs alone: the attention's output and row statistics with queries, keys and
     values, of which the values stay on the device as well, as a view of the projections' output; with the experts'
@@ -44,18 +47,22 @@ def offloaded(layer: LayerBytes) -> dict[str, Moved]:
     moe = layer.dispatched > 0
     attention = layer.operands + layer.core
     act = layer.inner + layer.activated - layer.inner / 2 if moe else 0.0
-    return {
+    parts = {
         "core_attn": Moved(freed=attention, copied=attention + layer.values + layer.context if attention else 0.0),
         "attn_proj": Moved(freed=layer.context, copied=layer.context),
         "expert_fc1": Moved(freed=layer.dispatched, copied=layer.dispatched),
         "moe_act": Moved(freed=act, copied=act),
     }
+    largest = {"core_attn": layer.context, "attn_proj": layer.context}
+    largest |= {"expert_fc1": layer.dispatched, "moe_act": layer.inner}
+    least = trainer.megatron.get("min_offloaded_tensor_size", LEAST) * layer.itemsize
+    return {name: moved if largest[name] >= least else Moved(freed=0.0, copied=0.0) for name, moved in parts.items()}
 
 
 def left_out(layer: LayerBytes, trainer: Trainer) -> float:
     """Bytes of a layer that are not kept on the device: they are computed again, or wait on the host."""
     if trainer.offload_activations:
-        moved = offloaded(layer)
+        moved = offloaded(layer, trainer)
         return sum(moved[module].freed for module in {*trainer.offload_activations})
     again = {*trainer.recompute.modules} if trainer.recompute.granularity == "selective" else set()
     dropped = recomputed(layer)
@@ -64,7 +71,7 @@ def left_out(layer: LayerBytes, trainer: Trainer) -> float:
 
 def copied(layer: LayerBytes, trainer: Trainer) -> float:
     """Bytes of a layer and micro-batch that are copied to the host."""
-    moved = offloaded(layer)
+    moved = offloaded(layer, trainer)
     return sum(moved[module].copied for module in {*trainer.offload_activations})
 
 

@@ -69,7 +69,9 @@ def activation_bytes(
             number *= count
             hosted += number * copied(layer, trainer)
             parts.update({module: number * nbytes for module, nbytes in recomputed(layer).items()})
-            parts.update({f"offload {module}": number * each.freed for module, each in offloaded(layer).items()})
+            parts.update(
+                {f"offload {module}": number * each.freed for module, each in offloaded(layer, trainer).items()}
+            )
     moved = 0.0
     for stage in range(place, sizes.stages, sizes.pipeline):
         first = sum(counts[:stage])

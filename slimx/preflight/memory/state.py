@@ -49,7 +49,7 @@ class StateBytes:
     quantised: int
     """Elements of what a publication in fp8 makes blocks of."""
     adapted: int
-    """Elements of weights beside which adapters stand."""
+    """Elements of the rank's weights that have an adapter, the adapters' own not counted."""
 
 
 class Buffers:

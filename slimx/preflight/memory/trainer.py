@@ -50,9 +50,9 @@ def trainer_memory(
     states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
     """Memory of one rank per pipeline stage, the fullest. `config`: with the `trainer` section that its ranks follow (a
-    critic's own); `publication`: bytes of buckets on the GPU of each rank; `merging`: bytes in which every rank merges
-    weights with adapters. `states`: as
-    `stage_states` gives them for the same sizes, where they are known already; only their stages are looked at."""
+    critic's own); `publication`: bytes on the GPU of each rank while weights leave it; `merging`: bytes in which
+    every rank merges weights with adapters. `states`: as `stage_states` gives them for the same sizes, where they are
+    known already; only their stages are looked at."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from slimx.config.rule import broken
@@ -22,7 +20,6 @@ from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.errors import SlimxError
-from slimx.layout.adapters import adapts
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
@@ -39,19 +36,20 @@ from slimx.preflight.links.model import (
 )
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
-from slimx.preflight.memory.direct import CONTEXT, changes_memory, direct_memory
+from slimx.preflight.memory.direct import CONTEXT, changes_memory, direct_memory, packed_on_gpu
 from slimx.preflight.memory.engine import engine_memory
+from slimx.preflight.memory.merging import MergingBytes, merging_memory
 from slimx.preflight.memory.node import disk_bytes, host_memory, kept_batches
 from slimx.preflight.memory.phases import phase_memory
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.memory_record import TrainerMemory
+from slimx.preflight.plan.keepings import told_parts
 from slimx.preflight.plan.link_bytes import DealtPlan, direct_link_bytes, link_bytes
 from slimx.preflight.plan.rank_map import rank_map
 from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.dealing import copies_of, deal
-from slimx.reshard.plan.merged_room import merged_room
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.reshard.plan.wire import wire_bytes
 
@@ -113,14 +111,16 @@ def plan_report(config: Config) -> Planned:
     direct, on_gpus = None, config.publish.on_gpus(device, colocate=config.schedule.colocate)
     if published is not None and config.publish.transport == "nixl":
         direct = _dealt(published.plan, sizes.world, report.engines, on_gpus=on_gpus)
-    figures = None
+    figures, packed = None, 0
+    packs = published and (direct.plan if direct is not None else published.plan)
+    merging = merging_memory(config, spec, sizes, packs)
     if published is not None:
-        lora = config.trainer.lora
-        merges = None if lora is None else partial(adapts, lora.targets)
-        of = (config.publish, transport, published, sizes, report.engines, seconds, direct, on_gpus, merges)
-        figures = _figures(*of)
+        of = (config.publish, transport, published, sizes, report.engines, seconds, direct, on_gpus)
+        figures = _figures(*of, merging.published)
+        if device == "cuda":
+            packed = figures.publisher_bytes if on_gpus else packed_on_gpu(packs, ranks=sizes.world)
     own = None if critic is None else (facts["critic_spec"], critic)
-    known = _of_layout(config, spec, sizes, own, device, machine, figures)
+    known = _of_layout(config, spec, sizes, own, device, machine, figures, packed, merging)
     places: RankMap = known["rank_map"]
     weighed = ("trainer_memory", "engine_memory", "phases", "host")
     placed = facts | {"places": places} | {key: known[key] for key in weighed}
@@ -133,6 +133,7 @@ def plan_report(config: Config) -> Planned:
     runs = device == "cuda" and not problems and not told
     update = {
         **known,
+        "trainer_memory": told_parts(known["trainer_memory"], facts),
         "publication": figures,
         "links": links,
         "violations": tuple(map(str, problems + told)),
@@ -160,13 +161,13 @@ def _of_layout(
     device: str,
     machine: Machine,
     figures: PublicationFigures | None,
+    packed: int,
+    merging: MergingBytes,
 ) -> dict[str, Any]:
-    """Fields of the report that follow from where everything stands."""
+    """Fields of the report that follow from where everything stands. `packed`: bytes of buckets on a trainer's GPU."""
     own = critic[1] if critic and config.critic.placement == "own" else None
-    on_gpus = figures is not None and figures.on_gpus
-    merging = figures.merging_bytes * (1 + config.checkpoint.export_hf) if figures else 0
-    buckets = figures.publisher_bytes if on_gpus else 0
-    trainers = trainer_memory(config, spec, sizes, device, publication=buckets, merging=merging)
+    room, leaving = merging.published + merging.exported, packed + merging.work
+    trainers = trainer_memory(config, spec, sizes, device, publication=leaving, merging=room)
     critics: tuple[TrainerMemory, ...] = ()
     if critic is not None:
         critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
@@ -253,9 +254,9 @@ def _figures(
     seconds: float,
     direct: DealtPlan | None,
     on_gpus: bool,
-    merges: Callable[[str], bool] | None,
+    merging: int,
 ) -> PublicationFigures:
-    """`merges`: of a trainer parameter's name, whether an adapter stands beside it."""
+    """`merging`: bytes in which a trainer rank merges the weights of a bucket."""
     plan = published.plan
     tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
     wire = wire_bytes(plan)
@@ -295,7 +296,7 @@ def _figures(
         on_gpus=on_gpus,
         publisher_bytes=publisher_bytes,
         landing_bytes=landing,
-        merging_bytes=max(merged_room(plan, merges).values(), default=0) if merges else 0,
+        merging_bytes=merging,
         kept_bytes=kept,
         held_bytes=held,
         staged_bytes=staged_bytes,

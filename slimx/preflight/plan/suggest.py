@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from slimx.config.rule import broken, rules_in
-from slimx.config.rules import activations
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
@@ -28,26 +27,25 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
-from slimx.preflight import checks
 from slimx.preflight.checks import batch, memory
 from slimx.preflight.checks.layout import sizes_divide
 from slimx.preflight.checks.memory import together
 from slimx.preflight.hardware import OVERHEAD, Machine
 from slimx.preflight.memory.engine import beside_trainer, engine_memory
+from slimx.preflight.memory.merging import most_merging
 from slimx.preflight.memory.node import host_memory
 from slimx.preflight.memory.parameter_runs import Holdings
 from slimx.preflight.memory.phases import phase_memory
 from slimx.preflight.memory.trainer import StageState, holdings, stage_states, trainer_memory
 from slimx.preflight.memory_record import EngineMemory, TrainerMemory
 from slimx.preflight.plan.cost_model import Cost, again, update_cost
+from slimx.preflight.plan.keepings import KEEPINGS, KEPT_RULES, Keeping
 from slimx.preflight.plan.splits import Fields, divides, sizes_of_split, splits
 from slimx.preflight.record import Searched, Suggestion
 from slimx.reshard.plan.precision import ITEMSIZE
 
 TRAINED = (sizes_divide, *rules_in(batch))
 """Rules of layouts that are searched, with words for a user."""
-KEPT_RULES = rules_in(activations, checks.activations)
-"""Rules of how activations are kept; a way that breaks one is passed over."""
 MEMORY_RULES = rules_in(memory)
 KEPT = 5
 """Suggestions told."""
@@ -56,43 +54,6 @@ LARGEST = 64
 TRIALS = 300
 """Layouts whose memory is computed in one search, at most. A count, so that the answer does not depend on how busy the
 machine is."""
-
-
-class Keeping(NamedTuple):
-    """A way to get activations from the forward to the backward pass."""
-
-    recompute: dict[str, Any]
-    offload: tuple[str, ...] = ()
-    moments: float | None = None
-    """Share of the moments on the host; None: as configured."""
-
-    @property
-    def fields(self) -> Fields:
-        """Keys of the trainer section, but for the moments'."""
-        return {"recompute": self.recompute, "offload_activations": self.offload}
-
-
-_NONE, _FULL = {"granularity": "none"}, {"granularity": "full", "method": "uniform", "layers": 1}
-_CHEAP: dict[str, Any] = {"granularity": "selective", "modules": ["layernorm", "moe_act"]}
-"""Modules without matrix products."""
-_MODULES = (["core_attn"], ["mla_up_proj"], ["mlp"], ["shared_experts"], ["core_attn", "moe"], ["moe"])
-_OFFLOADED: tuple[tuple[str, ...], ...] = (
-    ("expert_fc1",),
-    ("expert_fc1", "moe_act"),
-    ("core_attn", "attn_proj", "expert_fc1", "moe_act"),
-)
-KEEPINGS = (
-    Keeping(_NONE),
-    Keeping(_CHEAP),
-    *(
-        Keeping({**_CHEAP, "modules": ["layernorm", *(() if "moe" in more else ("moe_act",)), *more]})
-        for more in _MODULES
-    ),
-    *(Keeping(_NONE, parts) for parts in _OFFLOADED),
-    Keeping(_FULL),
-    Keeping(_FULL, (), 1),
-)
-"""Ways that are tried: the first costs least, the last leaves least on the device."""
 
 
 class Split(NamedTuple):
@@ -301,7 +262,8 @@ class Search:
         return None if tried is None or broken(KEPT_RULES, tried.sections | facts) else tried
 
     def _weigh(self, split: Split, tried: Config, states: tuple[tuple[StageState, ...], ...]) -> Way:
-        records = trainer_memory(tried, self.spec, split.sizes, self.device, states=states[0])
+        merging = most_merging(tried, max(found.state.adapted for found in states[0]))
+        records = trainer_memory(tried, self.spec, split.sizes, self.device, merging=merging, states=states[0])
         fullest = max(records, key=lambda record: record.peak)
         cost = self._cost(
             split.sizes,

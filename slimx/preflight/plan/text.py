@@ -138,11 +138,9 @@ def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
     """Lines on what recomputing or offloading parts of layers takes off the fullest rank, and what it costs."""
     again = [f"{name} {_gib(n)}" for name, n in record.parts.items() if not name.startswith("offload ")]
     away = [f"{name.split()[1]} {_gib(n)}" for name, n in record.parts.items() if name.startswith("offload ")]
-    if again or away:
-        yield (
-            f"  parts     of the activations of {record.model} rank {record.rank}: computed again {', '.join(again)}; "
-            f"on the host {', '.join(away)}"
-        )
+    ways = [f"{way} {', '.join(parts)}" for way, parts in (("computed again", again), ("on the host", away)) if parts]
+    if ways:
+        yield f"  parts     of the activations of {record.model} rank {record.rank}: {'; '.join(ways)}"
     if record.moved:
         took = f", {record.moved / bandwidth:.2f} s each way" if bandwidth else ""
         yield (

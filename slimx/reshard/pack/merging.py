@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -25,14 +26,13 @@ class Merging:
         """`merging`: see `slimx.reshard.pack.packer.Packer`; `rank` reads `parameters` by `plan`."""
         self._parameters, self._merging, self._plan, self._rank = parameters, merging, plan, rank
         self._places: dict[int, dict[str, torch.Tensor]] = {}
-        room = merged_room(plan, merging.__contains__).get(rank, 0) if merging else 0
-        device = next((p.device for p in parameters.values()), None)
-        self._memory = torch.empty(room, dtype=torch.uint8, device=device)
+        self.nbytes = merged_room(plan, merging.__contains__).get(rank, 0) if merging else 0
+        """Bytes of the memory, which there is from the first bucket on: many runs never export."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory."""
-        return self._memory.nbytes
+    @cached_property
+    def _memory(self) -> torch.Tensor:
+        device = next((p.device for p in self._parameters.values()), None)
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def places(self, bucket: int) -> dict[str, torch.Tensor]:
         """By name where `make` writes each that `bucket` reads; always the same memory."""

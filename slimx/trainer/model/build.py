@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
 from megatron.core.transformer.module import Float16Module
@@ -154,6 +155,9 @@ def _build_chunk(
             module.float()
         elif isinstance(module, DSAIndexer):
             module.k_norm.float()  # as checkpoints and engines have it
+        elif isinstance(module, MambaMixer):
+            for parameter in (module.A_log, module.D):  # as megatron-core makes them
+                parameter.data = parameter.data.float()
     return halved
 
 

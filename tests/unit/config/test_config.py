@@ -266,9 +266,15 @@ def test_a_rollout_that_a_microbatch_does_not_hold_is_told_how_many_tokens_it_ne
         ),
         (
             ["trainer.recompute.granularity=selective", "trainer.recompute.modules=[mla_up_proj]"],
+            "activations.model",
+            "trainer.recompute.modules",
+            "mla_up_proj",
+        ),
+        (
+            ["trainer.megatron.moe_pad_expert_input_to_capacity=true"],
             "trainer.megatron_core",
             "{model}",
-            "mla_up_proj",
+            "moe_expert_capacity_factor",
         ),
         (
             ["cluster.device=cpu", "trainer.attention=flash"],

@@ -25,7 +25,7 @@ from transformers import (
 from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, nemotron_h, qwen2, qwen3_moe, qwen3_next
 from slimx.models.flops import sequence_flops
 from slimx.models.state_space import StateSpace
-from slimx.numerics.chunks import CHUNK
+from slimx.numerics.chunk_sizes import CHUNK
 from slimx.numerics.state_space import state_space_rule
 
 COMMON = {

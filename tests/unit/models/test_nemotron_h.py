@@ -17,7 +17,7 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, nemotron_h, read_model
 from slimx.models.files.megatron_directory import numbers_layers, places
 from slimx.models.state_space import layers_of
-from slimx.preflight.checks.layout import check_layout, has_no_values
+from slimx.preflight.checks.layout import check_layout, has_no_values, trained_plainly
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
@@ -178,3 +178,24 @@ def test_no_value_model_is_built_on_them(tmp_path: Path):
     reward = policy.model_copy(update={"loss": "bradley_terry"})
     for algorithm, critic, refusals in ((policy, None, 0), (policy, Critic(), 1), (reward, None, 1)):
         assert len([*has_no_values.ask(algorithm, critic, spec)]) == refusals
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key"),
+    [
+        ({"qat": "int4"}, "trainer.qat"),
+        ({"optimizer": {"kind": "muon"}, "distributed_optimizer": False}, "trainer.optimizer.kind"),
+        ({"freeze": ["*router*"]}, "trainer.freeze"),
+    ],
+)
+def test_ways_to_train_that_never_ran_on_them_are_refused(tmp_path: Path, trainer: dict[str, Any], key: str):
+    spec = read(tmp_path, TINY)
+    plain = run(tmp_path, "sft")
+    assert [*trained_plainly.ask(plain.trainer, spec)] == []
+    config = Config.model_validate(plain.model_dump() | {"trainer": trainer, "numerics": {"dtype": "bfloat16"}})
+    assert [about for about, _ in trained_plainly.ask(config.trainer, spec)] == [key]
+
+
+def test_decays_and_skips_stay_in_fp32_as_megatron_core_makes_them(tmp_path: Path):
+    own = {row.name.rpartition(".")[2]: row.dtype for row in read(tmp_path, TINY).table.rows if ".mixer." in row.name}
+    assert {name for name, dtype in own.items() if dtype == "float32"} == {"A_log", "D"}

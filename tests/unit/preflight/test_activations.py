@@ -15,8 +15,10 @@ from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.checks import activations
+from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.plan.report import plan_report
 from slimx.preflight.plan.suggest import Search, suggest_layouts
+from slimx.preflight.plan.text import describe
 from slimx.trainer.device.backends import choose_backends
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE
 from tests.refusals import invalid, refused
@@ -41,12 +43,28 @@ def settings(trainer: dict[str, Any], **sections: Any) -> Config:
         ({"freeze": ["*router*"]}, "activations.proven", "trainer.freeze"),
         ({"qat": "int4"}, "activations.proven", "trainer.qat"),
         ({"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, "activations.proven", "trainer.virtual_pipeline"),
+        ({"fp8": "mxfp8"}, "activations.proven", "trainer.fp8"),
+        (
+            {"optimizer": {"kind": "muon"}, "distributed_optimizer": False},
+            "activations.proven",
+            "trainer.optimizer.kind",
+        ),
+        ({"moe": {"dispatcher": "flex"}}, "activations.proven", "trainer.moe.dispatcher"),
+        ({"megatron": {"mtp_num_layers": 1}}, "activations.proven", "trainer.megatron.mtp_num_layers"),
     ],
 )
 def test_what_was_never_proven_beside_offloaded_activations_is_refused(trainer, code, about):
     settings({"offload_activations": ALL})
     with invalid(code, about=about):
         settings({"offload_activations": ALL} | trainer)
+
+
+@pytest.mark.parametrize(
+    ("sections", "about"), [({"numerics": {"mode": "exact"}}, "numerics.mode"), ({"critic": {}}, "critic")]
+)
+def test_neither_exact_mode_nor_a_critic_is_proven_beside_offloaded_activations(sections, about):
+    with invalid("activations.proven", about=about):
+        settings({"offload_activations": ALL}, **sections)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +116,54 @@ def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, dev
     assert {(problem.code, problem.about) for problem in broken(rules_in(activations), facts)} == expected
 
 
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ("Qwen3-30B-A3B", False),
+        ("DeepSeek-V3", False),
+        ("DeepSeek-V3.2", True),
+        ("Qwen3-Next-80B-A3B-Instruct", True),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", True),
+        ("gpt-oss-120b-bf16", True),
+    ],
+)
+def test_attention_whose_activations_never_moved_is_refused(model, refused):
+    facts = settings({"offload_activations": ALL}).sections
+    facts |= {"spec": read_model(ROOT / "configs/moe/models" / model), "device": "cuda"}
+    found = {(problem.code, problem.about) for problem in broken(rules_in(activations), facts)}
+    assert found == ({("activations.attention", "trainer.offload_activations")} if refused else set())
+
+
+def test_tensors_that_megatron_core_leaves_on_the_device_are_planned_there():
+    """Attention's tensors of fewer than 2**20 elements stay, the experts' of more go; another threshold moves both."""
+    spec = read_model(ROOT / "configs/moe/models/Qwen3-30B-A3B")
+
+    def freed(tokens, **megatron):
+        layout = {"world_size": 8, "tensor": 4, "expert": 4, "expert_tensor": 1}
+        config = settings(
+            layout | {"max_tokens_per_microbatch": tokens, "megatron": megatron}, numerics={"dtype": "bfloat16"}
+        )
+        parts = trainer_memory(config, spec, sizes_of(config.trainer), "cuda")[0].parts
+        return {name.split()[1] for name in parts if name.startswith("offload ")}
+
+    dispatched = 8 * spec.transformer["hidden_size"] // 4  # elements of a token on a rank
+    tokens = 2**20 // dispatched
+    assert freed(tokens) == {"expert_fc1"}
+    assert freed(tokens - 4) == set()
+    assert freed(tokens - 4, min_offloaded_tensor_size=1) == {*ALL}
+
+
+def test_a_plan_names_parts_for_the_host_only_where_no_rule_refuses_them():
+    def lines(file, *overrides):
+        config = load_config(ROOT / "configs/moe" / file, list(overrides))
+        return " ".join(line for line in describe(plan_report(config).report) if line.startswith("  parts "))
+
+    assert "on the host core_attn" in lines("qwen3-30b-a3b.yaml")
+    refusing = lines("qwen3-30b-a3b.yaml", "trainer.freeze=['*router*']")
+    assert "computed again" in refusing and "on the host" not in refusing
+    assert "on the host" not in lines("nemotron-3-nano-sft.yaml")
+
+
 def test_a_machine_without_transformer_engine_cannot_offload():
     trainer = settings({"offload_activations": ALL}).trainer
     with refused("trainer.not_installed", about="trainer.offload_activations"):
@@ -112,7 +178,7 @@ def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
         [
             "schedule.colocate=false",
             "cluster.nodes=4",
-            "publish.transport=gloo",
+            "publish.transport=nixl",
             "trainer.max_tokens_per_microbatch=40960",
             "trainer.memory_margin_mib=0",
         ],

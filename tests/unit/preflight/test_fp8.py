@@ -56,9 +56,9 @@ def test_blocks_that_ranks_would_cut_are_refused(
     assert found == ({expected} if expected else set())
 
 
-def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path) -> None:
-    biased = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    _, facts = planned(tmp_path / "model", biased, {"fp8": "mxfp8"})
+@pytest.mark.parametrize("other", [{}, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}])
+def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    _, facts = planned(tmp_path / "model", QWEN3 | other, {"fp8": "mxfp8"})
     assert ("fp8.architecture", "model.path") in {(b.code, b.about) for b in broken(RULES, facts)}
 
 
@@ -74,6 +74,27 @@ def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path) -> No
         ({"cluster": {"gpu": "h100"}, "trainer": {"fp8": "mxfp8"}}, "fp8.gpu", "trainer.fp8"),
         ({"trainer": {"fp8": "mxfp8", "lora": {"rank": 4, "alpha": 8}}}, "fp8.proven", "trainer.lora"),
         ({"trainer": {"fp8": "mxfp8", "qat": "int4"}}, "fp8.proven", "trainer.qat"),
+        (
+            {"trainer": {"fp8": "mxfp8", "optimizer": {"kind": "muon"}, "distributed_optimizer": False}},
+            "fp8.proven",
+            "trainer.optimizer.kind",
+        ),
+        (
+            {"trainer": {"fp8": "mxfp8", "optimizer": {"offload_fraction": 0.5}}},
+            "fp8.proven",
+            "trainer.optimizer.offload_fraction",
+        ),
+        ({"trainer": {"fp8": "mxfp8", "freeze": ["*router*"]}}, "fp8.proven", "trainer.freeze"),
+        (
+            {"trainer": {"fp8": "mxfp8", "world_size": 2, "pipeline": 2, "virtual_pipeline": 2}},
+            "fp8.proven",
+            "trainer.virtual_pipeline",
+        ),
+        ({"trainer": {"fp8": "mxfp8", "world_size": 2, "context": 2}}, "fp8.proven", "trainer.context"),
+        ({"trainer": {"fp8": "mxfp8", "moe": {"dispatcher": "flex"}}}, "fp8.proven", "trainer.moe.dispatcher"),
+        ({"algorithm": {"teacher": "t"}}, "fp8.proven", "algorithm.teacher"),
+        ({"algorithm": {"name": "bradley_terry"}}, "fp8.proven", "algorithm.name"),
+        ({"critic": {}}, "fp8.proven", "critic"),
         ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron", "trainer.megatron.fp8"),
         ({"trainer": {"megatron": {"fp8_recipe": "mxfp8"}}}, "trainer.megatron", "trainer.megatron.fp8_recipe"),
         ({"trainer": {"fp8": "mxfp8", "megatron": {"fp8_param": 1}}}, "trainer.megatron", "trainer.megatron.fp8_param"),

@@ -111,7 +111,7 @@ def test_over_a_hundred_versions_changes_bring_what_whole_files_bring(stand: Sta
             for bucket, packed in enumerate(stand.newest()):
                 assert torch.equal(taken(ChainReader(ITEM), packed), stand.data[bucket]), "an engine that has nothing"
             assert 1 <= len(stand.versions()) <= EVERY_FULL
-    assert sent[0] == 1.0 and sent[61] == sent[71] == 1.0, "after what was not completed, and by another courier"
+    assert sent[0] == 1.0 and sent[61] == sent[71] == 1.0, "after what was not completed, and by another process"
     assert min(sent) < 0.01 and np.mean(sent) < 0.5
 
 

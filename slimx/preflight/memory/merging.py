@@ -1,0 +1,55 @@
+"""Memory in which trainer ranks merge weights with adapters (`trainer.lora`), for publications and for exports."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from slimx.config.schema import Config
+from slimx.layout.adapters import adapts
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.merged_room import merged_room, merging_work
+from slimx.reshard.plan.precision import ITEMSIZE
+from slimx.reshard.plan.publication import export_plan
+
+
+class MergingBytes(NamedTuple):
+    """Bytes of the trainer rank that needs most."""
+
+    published: int = 0
+    """Kept from the first publication on, for the weights of one bucket."""
+    exported: int = 0
+    """Kept from the first export on."""
+    work: int = 0
+    """While the largest weight is merged."""
+
+
+def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Plan | None) -> MergingBytes:
+    """`published`: the plan by which ranks pack publications, dealt out where it is (`publish.transport: nixl`)."""
+    if config.trainer.lora is None:
+        return MergingBytes()
+    merges = partial(adapts, config.trainer.lora.targets)
+    exported = export_plan(config, spec, sizes) if exports(config) else None
+    room, other = (
+        max(merged_room(plan, merges).values(), default=0) if plan is not None else 0 for plan in (published, exported)
+    )
+    plans = [plan for plan in (published, exported) if plan is not None]
+    return MergingBytes(room, other, max((merging_work(plan, merges) for plan in plans), default=0))
+
+
+def exports(config: Config) -> bool:
+    """Returns True if trainer ranks write the model in Hugging Face's format during the run or at its end."""
+    return config.checkpoint.export_hf or config.checkpoint.export_every > 0
+
+
+def most_merging(config: Config, adapted: int) -> int:
+    """Bytes for `merging_memory`'s rooms at most, where no plan is compiled; `adapted`: a rank's elements that have
+    adapters. A bucket of every engine rank may bring weights that it holds a part of."""
+    if config.trainer.lora is None:
+        return 0
+    groups = config.rollout.policy_engines
+    ranks = [max((group.ranks for group in groups), default=0), int(exports(config))]
+    bucket = round(2 * config.publish.bucket_mib * 2**20)
+    return sum(min(adapted * ITEMSIZE[config.numerics.dtype], bucket * count) for count in ranks)
