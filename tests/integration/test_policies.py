@@ -28,7 +28,8 @@ def train(tiny_model: Path, task_of_sums: Path) -> Train:
 
     def run(directory: Path, *overrides: str, **sections: dict[str, Any]) -> Path:
         directory.mkdir(exist_ok=True)
-        rollout = {"generate": f"{HOOKS}.answered_and_judged", **sections.pop("rollout", {})}
+        # One request at a time: what else is in an engine's batch changes the last bits of log-probs.
+        rollout = {"generate": f"{HOOKS}.answered_and_judged", "concurrency": 1, **sections.pop("rollout", {})}
         config = write_config(
             directory,
             tiny_model,

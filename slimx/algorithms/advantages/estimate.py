@@ -27,9 +27,9 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
     advantage."""
     if algorithm.loss == "sft":
         return [1.0] * len(group.trajectories)
-    if algorithm.advantages in ("gae", "dpo", "none"):
+    if algorithm.advantages in ("dpo", "none"):
         return [0.0] * len(group.trajectories)
-    if algorithm.advantages == "reinforce":
+    if algorithm.advantages in ("gae", "reinforce"):
         return [trajectory.reward for trajectory in group.trajectories]
     if not group.trajectories:
         return []
@@ -103,12 +103,11 @@ def finish_advantages(
     metrics: dict[str, float] = {}
     if algorithm.advantages == "dpo":
         metrics = assign_preferences(algorithm, groups, rows, policy, reference)
-    elif algorithm.advantages == "gae":
-        scores = [trajectory.reward for group in groups for trajectory in group.trajectories]
-        metrics = assign_advantages(algorithm, rows, scores, values, reference)
     elif algorithm.advantages in TOKEN_REWARDS:
-        # The reward, or what it is above the group's mean, falls on a trajectory's last token.
-        metrics = assign_advantages(algorithm, rows, [float(row.advantages[0]) for row in rows], None, reference)
+        # The credited reward, or what it is above the group's mean, falls on a trajectory's last token.
+        scores = [float(row.advantages[0]) for row in rows]
+        critic = values if algorithm.advantages == "gae" else None
+        metrics = assign_advantages(algorithm, rows, scores, critic, reference)
     if algorithm.loss in ("clip_cov", "kl_cov"):
         chosen = [select_tokens(algorithm, update, (*seed, number)) for number, update in enumerate(updates)]
         metrics |= {name: float(np.mean([each[name] for each in chosen])) for name in chosen[0]}

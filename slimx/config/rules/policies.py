@@ -1,4 +1,4 @@
-"""The rule about several trained policies: what they were never proven with is refused."""
+"""Rules about several trained policies: what was never proven with them is refused, and credit that changes nothing."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ def proven(
                 f"{key} as it is set was never proven with several trained policies; leave it at its default, or take "
                 "the further ones out of policies",
             )
+
+
+@rule("policies.shared_credit", about="algorithm.credit")
+def divides(policies: Mapping[str, Policy], algorithm: Algorithm) -> Iterator[str]:
+    """The mean of a rollout's rewards does not change where each trajectory has it."""
+    alone = all(policy.shares is not None for policy in policies.values())
+    if algorithm.credit == "shared" and alone and algorithm.advantages in ("grpo", "gpg", "rloo", "opo"):
+        yield (
+            f"algorithm.credit=shared changes nothing: advantages by {algorithm.advantages} compare rollouts by the "
+            "mean reward of their trajectories, and one policy is trained; leave it out, or set algorithm.advantages "
+            "to one that takes each trajectory's reward (reinforce, reinforce_baseline, gae)"
+        )
 
 
 def proven_for(name: str, sections: Mapping[str, Any], policies: Mapping[str, Policy]) -> list[SlimxError]:

@@ -331,8 +331,9 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     ),
     "reward_weights": _advantages("gdpo"),
     "credit": (
-        lambda a: _rolled_out(a) and a.advantages not in ("gdpo", "dpo", "none"),
-        "shares out rewards of trajectories, and advantages come of something else",
+        lambda a: _rolled_out(a) and a.advantages not in ("gdpo", "dpo", "none", "remax"),
+        "shares out rewards of trajectories, and advantages come of something else, or are compared with a reward that "
+        "has no credit",
     ),
     "step_coef": _advantages("gigpo"),
     "gamma": _advantages("gae", "reinforce", "reinforce_baseline", "gigpo"),

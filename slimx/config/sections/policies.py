@@ -109,6 +109,7 @@ def derived(run: Mapping[str, Any], name: str, policy: Policy) -> dict[str, Any]
     # Another algorithm begins with defaults of its own.
     base = {} if "name" in policy.algorithm else run.get("algorithm", {})
     own["algorithm"] = merged(base, policy.algorithm)
+    own["algorithm"].pop("credit", None)  # given once, for the trajectories of all policies
     own["rollout"] = {**run["rollout"], "engines": _engines(run["rollout"], name, policy)}
     return own
 

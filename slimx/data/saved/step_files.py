@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group
 from slimx.data.saved.codec import encode, load_groups, read_about, save_groups
 from slimx.data.saved.trained_tokens import SUFFIX, TrainedTokens, write_trained
@@ -47,6 +48,8 @@ class Origin:
     max_staleness: int
     routes: bool
     """True if the files keep the experts of each token."""
+    policies: list[str] = field(default_factory=lambda: [ACTOR])
+    """Names of the trained policies."""
 
     def differences(self, other: Origin) -> dict[str, str]:
         """Differences of `self`, of a file, from `other`, of a run that would train on it: a clause by what differs."""
@@ -65,6 +68,9 @@ class Origin:
             there, here = (getattr(each, key.partition(".")[2]) for each in (self, other))
             if there != here:
                 out[key] = f"it was made with {key}={there}, this run has {here}"
+        if set(self.policies) != set(other.policies):
+            there, here = (" and ".join(each.policies) for each in (self, other))
+            out["policies"] = f"it has trajectories of the policies {there}, and this run trains {here}"
         return out
 
 
@@ -99,6 +105,7 @@ def origin_of(config: Config, tokenizer: Any) -> Origin:
         group_size=config.rollout.group_size,
         max_staleness=config.schedule.max_staleness,
         routes=config.track.rollouts.routes,
+        policies=config.trained,
     )
 
 

@@ -55,7 +55,7 @@ class DirectEnd:
         from slimx.reshard.direct.receiver import Receiver
 
         while self._receivers:
-            self._receivers.pop().close()
+            await asyncio.to_thread(self._receivers.pop().close)
         for invitation in invitations:
             self._receivers.append(await asyncio.to_thread(Receiver.invited, invitation, host))
         return [receiver.offer() for receiver in self._receivers]
@@ -66,21 +66,23 @@ class DirectEnd:
 
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """A bucket once it has come, in memory that the server opens, for the time of the block."""
+        """A bucket once it has come, in memory that the server opens, for the time of the block. Whoever is cancelled
+        while it comes closes the receivers, and leaves when their threads have ended."""
         from slimx.reshard.direct.copies import shares_of, together
 
         shares = zip(self._receivers, shares_of(packed, len(self._receivers)), strict=True)
         arriving = [receiver.landed(share) for receiver, share in shares]
-        entering = [asyncio.to_thread(one.__enter__) for one in arriving]
-        landed = await asyncio.gather(*entering, return_exceptions=True)
+        entering = [asyncio.ensure_future(asyncio.to_thread(one.__enter__)) for one in arriving]
         try:
-            for found in landed:
-                if isinstance(found, BaseException):
-                    raise found
-            yield together(packed, landed)
+            await asyncio.wait(entering)
+            yield together(packed, [entered.result() for entered in entering])
         finally:
-            for one, found in zip(arriving, landed, strict=True):
-                if not isinstance(found, BaseException):
+            if not all(entered.done() for entered in entering):
+                for receiver in self._receivers:
+                    await asyncio.to_thread(receiver.close)
+                await asyncio.wait(entering)
+            for one, entered in zip(arriving, entering, strict=True):
+                if entered.exception() is None:
                     one.__exit__(None, None, None)
 
 

@@ -1,4 +1,4 @@
-"""The rule that keeps several trained policies from real runs until one has been seen."""
+"""The rule that keeps several trained policies from real runs until a resumed one has been seen."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from slimx.config.sections.policies import Policy
 
 @rule("policies.never_ran", about="policies")
 def has_run(policies: Mapping[str, Policy], local_device: str) -> Iterator[str]:
-    """Loop, checkpoints and rollouts ran in one process only (docs/support.md): `slimx plan` may plan such a run."""
+    """Steps ran on real parts; what a resumed run does was not compared (docs/support.md). `slimx plan` may plan it."""
     for name, policy in policies.items():
         if policy.shares is None:
             yield (
-                f"policies.{name} has weights of its own, and a run of several trained policies was never seen on real "
-                f"trainers and engines; set policies.{name}.shares=actor, or leave it out"
+                f"policies.{name} has weights of its own, and no run of several trained policies was seen to go on "
+                f"after a resume as a whole one does; set policies.{name}.shares=actor, or leave it out"
             )

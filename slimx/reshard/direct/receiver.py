@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ class Receiver:
         """By rank and bucket the records that put what came where the tensors are."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Guards the agent: `close` may come from another thread than the one that waits."""
+        """Guards the agent and its memory: `close` may come from another thread than the one in `landed`."""
 
     @classmethod
     def invited(cls, invitation: Invitation, host: str) -> Receiver:
@@ -99,21 +100,24 @@ class Receiver:
         """A bucket, with the tensors of the ranks here, once it has come, for the time of the block: each rank's part
         in memory of its own. Whoever has opened the host's keeps it beyond the block; a GPU's is the next bucket's.
 
-        Raises LinkError naming the trainer ranks whose bytes have not come in time.
+        Raises LinkError naming the trainer ranks whose bytes have not come in time, and once this is closed.
         """
         transfer, bucket = in_flight(packed)
-        with current(self._slots[0]):
+        with self._opened() as slots:
+            first = slots[0]
+        with current(first):
             self._wait(transfer, bucket)
-        if self._held is not None:
-            runs = [run for run in self._runs if run.bucket == bucket]
-            self._held.take(self.name, bucket, transfer, runs, self._slots[bucket % len(self._slots)])
         forms = [part.form(bucket) for part in self._parts]
         # A server is told one size, that of its largest rank; host memory that nobody writes to takes none.
-        size = packed.size
-        files = [self._place(size) for _ in forms]
+        size, files = packed.size, []
         try:
-            for rank, file in enumerate(files):
-                self._put(rank, bucket, file)
+            with self._opened() as slots:
+                if self._held is not None:
+                    runs = [run for run in self._runs if run.bucket == bucket]
+                    self._held.take(self.name, bucket, transfer, runs, slots[bucket % len(slots)])
+                for rank in range(len(forms)):
+                    files.append(self._place(size))
+                    self._put(rank, bucket, files[rank])
             targets = tuple(
                 tuple(replace(t, offset=int(offset)) for t, offset in zip(target, form.offset, strict=True))
                 for target, form in zip(packed.targets, forms, strict=True)
@@ -125,13 +129,25 @@ class Receiver:
                     file.close()
 
     def close(self) -> None:
-        """Give the memory back; a wait under way ends."""
+        """Give the memory back; a wait under way ends, and what is copied out of it is waited for."""
         self._closed.set()
         with self._lock:
             self._slots.clear()
             self.agent.close()
             if self._landing is not None:
                 self._landing.close()
+                self._landing = None
+
+    @contextmanager
+    def _opened(self) -> Iterator[list[Any]]:
+        """The memory, which nobody gives back inside the block. Raises LinkError once it has been given back."""
+        with self._lock:
+            if self._closed.is_set():
+                raise self._has_closed()
+            yield self._slots
+
+    def _has_closed(self) -> LinkError:
+        return LinkError(f"{self.name} has been closed", code="direct.closed", about=self.name)
 
     def _wait(self, transfer: int, bucket: int) -> None:
         runs = [run for run in self._runs if run.bucket == bucket]
@@ -156,7 +172,7 @@ class Receiver:
                     about=f"trainer rank {min(missing)}",
                 )
             if self._closed.wait(LOOK_S):
-                raise LinkError(f"{self.name} has been closed", code="direct.closed", about=self.name)
+                raise self._has_closed()
 
     def _notices(self) -> list[bytes]:
         with self._lock:

@@ -9,7 +9,7 @@ second time gets new tokens for it, as it must.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -31,6 +31,8 @@ class Recorded:
     """int32: what was to be continued."""
     completion: Completion
     """With finish_reason "abort" if there is more to come."""
+    routes_of: str | None = None
+    """Key of the later answer whose routed experts begin with those of this one, which then lacks them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +54,8 @@ class _Kept:
     new: np.ndarray
     """int32: what was to be continued, without all that `before` had and brought."""
     completion: Completion
+    routes_of: str | None = None
+    """As in `Recorded`."""
 
     @property
     def asked(self) -> np.ndarray:
@@ -75,8 +79,9 @@ class Journal:
     def __init__(self, recorded: Sequence[Recorded] = ()) -> None:
         self._kept: dict[str, _Kept] = {}
         for entry in recorded:
-            self._keep(entry.key, entry.token_ids, entry.completion)
-        self._replayed = {entry.key: entry.completion for entry in recorded}
+            self._keep(entry.key, entry.token_ids, entry.completion, entry.routes_of)
+        by_key = {entry.key: entry for entry in recorded}
+        self._replayed = {entry.key: _with_routes(entry, by_key) for entry in recorded}
 
     def replay(self, request: GenerationRequest) -> Completion | None:
         """The answer of an earlier run to `request`. Within one run nothing is replayed: a request is made once."""
@@ -86,17 +91,21 @@ class Journal:
         """Keep what was sampled for `request`."""
         self._keep(key_of(request), np.array(request.token_ids, np.int32), completion)
 
-    def _keep(self, key: str, token_ids: np.ndarray, completion: Completion) -> None:
+    def _keep(self, key: str, token_ids: np.ndarray, completion: Completion, routes_of: str | None = None) -> None:
         # The newest first: a request goes on from the one before it, mostly.
         others = [kept for other, kept in reversed(self._kept.items()) if other != key]
         before = next((kept for kept in others if _begins(token_ids, kept)), None)
         new = token_ids
         if before is not None:
             new = token_ids[len(before.whole) :].copy()  # the slice alone would hold all of it
-            _forget_routes(before)  # the later completion brings those of these positions too, and they are large
+            # Routes are large, and a turn brings those of all positions before it, too; not always the same, for it may
+            # be of another policy or version. What is not complete yet gives way to another of the same key.
+            if completion.finish_reason != "abort" and _routes_begin(completion, before.completion):
+                _forget_routes(before)
+                before.routes_of = key
         if (older := self._kept.get(key)) is not None:  # which others may go on from as it is
             _forget_routes(older)
-        self._kept[key] = _Kept(before, new, completion)
+        self._kept[key] = _Kept(before, new, completion, routes_of)
 
     @property
     def begun(self) -> bool:
@@ -104,7 +113,10 @@ class Journal:
         return bool(self._kept)
 
     def entries(self) -> list[Recorded]:
-        return [Recorded(key=key, token_ids=each.asked, completion=each.completion) for key, each in self._kept.items()]
+        return [
+            Recorded(key=key, token_ids=each.asked, completion=each.completion, routes_of=each.routes_of)
+            for key, each in self._kept.items()
+        ]
 
 
 @dataclass(slots=True)
@@ -157,6 +169,23 @@ def _begins(token_ids: np.ndarray, kept: _Kept) -> bool:
     """Returns True if `token_ids` begins with all that `kept` had and brought."""
     whole = kept.whole
     return len(token_ids) >= len(whole) and np.array_equal(token_ids[: len(whole)], whole)
+
+
+def _routes_begin(later: Completion, earlier: Completion) -> bool:
+    """Returns True if the routes of `later` begin with those of `earlier`."""
+    routes, begin = later.routed_experts, earlier.routed_experts
+    return routes is not None and begin is not None and np.array_equal(routes[: len(begin)], begin)
+
+
+def _with_routes(entry: Recorded, by_key: Mapping[str, Recorded]) -> Completion:
+    """The completion of `entry` with its routes, wherever among `by_key` they are."""
+    holder = entry
+    while holder.routes_of is not None:
+        holder = by_key[holder.routes_of]
+    if holder is entry:
+        return entry.completion
+    count = len(entry.token_ids) + len(entry.completion.token_ids) - 1
+    return replace(entry.completion, routed_experts=holder.completion.routed_experts[:count])
 
 
 def _forget_routes(kept: _Kept) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -202,6 +202,7 @@ class GroupMaker:
             return Interruptible(client, self._slots, clock, self.gate, progress.journal(index))
 
         views: dict[str, RolloutContext] = {}
+        by_role: dict[str, RolloutContext] = {}  # the same for all of them, the actor's included
         metrics: dict[str, float] = {}
         for name, speaker in self.speakers.items():
             # One journal has the answers of all policies: they are told apart by their seeds.
@@ -222,8 +223,10 @@ class GroupMaker:
                 prompt_ids=prompt_ids[name],
                 metrics=metrics,
                 policy=name,
+                policies=by_role,
             )
-        ctx = replace(views[ACTOR], policies={role: views[name] for role, name in self.config.roles.items()})
+        by_role |= {role: views[name] for role, name in self.config.roles.items()}
+        ctx = views[ACTOR]
         hook = self.config.rollout.generate
         try:
             async with self._places["eval" if evaluation else "train"].one(), clock:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from examples import influence
-from slimx.algorithms.advantages.estimate import all_advantages
+from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages
 from slimx.algorithms.credit import credited, load_credit
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.orchestration.batches import make_update_rows
 from slimx.orchestration.policies import in_order, of_policy
 from tests.refusals import invalid, refused
+from tests.unit.rollout.rollout_stand import config_of
 
 REWARDS = ((1.0, 0.0, 0.5), (0.0, 1.0, 1.0))
 """Of each rollout those of its trajectories: of the actor, and twice of the judge."""
@@ -62,6 +64,20 @@ def test_each_policy_is_compared_with_itself_alone() -> None:
     assert shared == pytest.approx([-1 / 12, 1 / 12])
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
+def test_rewards_of_tokens_are_the_credited_ones(name: str) -> None:
+    algorithm = Algorithm(name=name, whiten=False, credit="shared")
+    given = of_policy([group()], "actor")
+    (rows,) = make_update_rows(
+        config_of(), of_policy(credited([group()], "shared"), "actor"), lambda groups: all_advantages(algorithm, groups)
+    )
+    values = [np.zeros(len(row), np.float32) for row in rows]
+    finish_advantages(algorithm, given, [rows], values=values, seed=(0,))  # which is told what was earned
+    assert [row.advantages[row.loss_weight > 0].tolist() for row in rows] == [
+        pytest.approx([reward] * 2) for reward in (0.5, 2 / 3)
+    ]
+
+
 def test_values_of_several_policies_come_back_in_the_order_of_the_trajectories() -> None:
     given = [group()]
     values = {name: [t.id for each in of_policy(given, name) for t in each.trajectories] for name in ("judge", "actor")}
@@ -100,5 +116,17 @@ def test_a_hook_that_gives_no_reward_for_a_trajectory_is_refused(hook: str) -> N
 def test_a_credit_that_is_none_or_has_nothing_to_share_is_refused() -> None:
     with invalid("algorithm.unknown", about="algorithm.credit"):
         Algorithm(credit="fair")
-    with invalid("algorithm.unused", about="algorithm.credit"):
-        Algorithm(name="sft", credit="shared")
+    for name in ("sft", "remax"):
+        with invalid("algorithm.unused", about="algorithm.credit"):
+            Algorithm(name=name, credit="shared")
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
+def test_shared_credit_is_refused_where_rollouts_of_one_policy_are_compared_by_their_mean(name: str) -> None:
+    shared = {"algorithm__name": name, "algorithm__credit": "shared"}
+    alone = {"policies__solver": {"shares": "actor"}}
+    for policies in ({}, alone):
+        with invalid("policies.shared_credit", about="algorithm.credit"):
+            config_of(**shared, **policies)
+    assert config_of(**shared, policies__judge={}).algorithm.credit == "shared"
+    assert config_of(algorithm__credit="examples.influence.quality", **alone).algorithm.credit != "own"

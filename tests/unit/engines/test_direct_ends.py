@@ -5,6 +5,9 @@ The agents copy at once (direct_stand); NIXL's own are in `tests/unit/reshard/te
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -152,3 +155,50 @@ async def test_an_end_of_several_receivers_leaves_all_when_one_lacks_its_bytes(m
         async with end.landed(packed):
             pytest.fail("one of them lacks its bytes")
     assert left == [1]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+async def test_whoever_is_cancelled_while_a_bucket_comes_leaves_with_its_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One receiver copies what has come, and its memory stays until it has; the other waits, and is told to stop."""
+    plans = plan(10**6)
+    engines = await published(plans)
+    ends = [end for engine in engines for end in engine.ends]
+    copying, waiting = (end._receivers[0] for end in ends[:2])
+    arrived, go_on = threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def put(*_: Any) -> None:
+        arrived.set()
+        assert go_on.wait(60)
+        seen.append(len(copying._slots))
+
+    monkeypatch.setattr(copying, "_wait", lambda *_: None)
+    monkeypatch.setattr(copying, "_put", put)
+    monkeypatch.setattr(ends[0], "_receivers", [copying, waiting])
+    waiting.deadline_s = 600
+
+    async def land() -> None:
+        async with ends[0].landed(PackedBucket("nixl:9/0", 64, ((), (), (), ()))):
+            pytest.fail("nothing has come")
+
+    landing = asyncio.create_task(land())
+    await until(arrived.is_set)
+    landing.cancel()
+    await until(copying._closed.is_set)
+    assert not landing.done()
+    go_on.set()
+    async with asyncio.timeout(60):
+        with pytest.raises(asyncio.CancelledError):
+            await landing
+    assert seen and all(seen), "its memory was there while it was copied"
+    assert not copying._slots and waiting._closed.is_set()
+    with refused("direct.closed"):
+        async with ends[0].landed(PackedBucket("nixl:9/0", 64, ((), (), (), ()))):
+            pytest.fail("it was given back")

@@ -60,6 +60,7 @@ def test_steps_that_fit_are_accepted_and_others_named(tmp_path):
         (replace(ORIGIN, group_size=4), False, "replay.origin", "rollout.group_size"),
         (replace(ORIGIN, prompts_per_step=2), False, "replay.origin", "rollout.prompts_per_step"),
         (replace(ORIGIN, max_staleness=1), False, "replay.origin", "schedule.max_staleness"),
+        (replace(ORIGIN, policies=["actor", "judge"]), False, "replay.origin", "policies"),
         (ORIGIN, True, "replay.routes", "trainer.moe.routing_replay"),
     ):
         with refused(code, about=about) as caught:

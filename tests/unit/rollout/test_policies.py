@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from slimx.data.records import Prompt, Trajectory
-from slimx.data.saved.codec import encode
-from slimx.rollout.flow.progress import GroupProgress
+from slimx.data.saved.codec import decode, encode
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.flow.progress import GroupProgress, Journal, Recorded
 from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
@@ -54,6 +57,50 @@ async def test_each_trajectory_is_of_the_policy_whose_engines_sampled_it() -> No
     # The same prompt and turn: were the seeds the same, an answer of one would stand for the other's in a resumed run.
     assert not {request.seed for request in actor.requests} & {request.seed for request in judge.requests}
     maker.close()
+
+
+async def test_every_view_of_a_rollout_knows_all_others() -> None:
+    async def around(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
+        for view in ctx.policies.values():
+            assert view.policies.keys() == {"actor", "judge", "solver"}
+            assert view.policies["actor"] is view.policies["solver"] is ctx
+        return await both(ctx.policies["judge"].policies["actor"], prompt)
+
+    maker, *_ = maker_of(around)
+    outcome = await maker.make(PROMPT, group_id="g0", number=0)
+    assert outcome.reason is None, outcome.detail
+    maker.close()
+
+
+def completion(tokens: list[int], routes: np.ndarray | None, reason: str = "stop", policy: str = "actor") -> Completion:
+    return Completion(
+        np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), [(0, len(tokens), 0)], reason, routes, 0, 0.0,
+        policy=policy,
+    )  # fmt: skip
+
+
+def test_a_journal_gives_every_answer_with_the_routes_that_it_came_with() -> None:
+    """Those of a turn are held once, by the last one; another policy's or version's begin with none of them."""
+    routes = np.arange(24, dtype=np.uint8).reshape(12, 2, 1)
+
+    def asked(tokens: list[int], seed: int = 0, policy: str = "actor") -> GenerationRequest:
+        return GenerationRequest(tokens, {}, seed, routed_experts=True, policy=policy)
+
+    given = [
+        (asked([1, 2]), completion([3, 4], routes[:3])),
+        (asked([1, 2, 3, 4], 7, "judge"), completion([9], 90 + routes[:4], policy="judge")),
+        (asked([1, 2, 3, 4, 5]), completion([6], routes[:5])),
+        (asked([1, 2, 3, 4, 5, 6, 7]), completion([8], 50 + routes[:7], "abort")),
+        (asked([1, 2, 3, 4, 5, 6, 7]), completion([8, 8], routes[:8])),
+    ]
+    journal = Journal()
+    for request, answer in given:
+        journal.record(request, answer)
+    entries = decode(list[Recorded], encode(journal.entries()))
+    assert [len(entry.completion.routed_experts) for entry in entries if entry.routes_of is None] == [4, 8]
+    for resumed in (Journal(entries), Journal(Journal(entries).entries())):
+        for request, answer in [*given[:3], given[4]]:
+            assert np.array_equal(resumed.replay(request).routed_experts, answer.routed_experts)
 
 
 async def test_a_resumed_group_gives_each_policy_its_own_answers_again() -> None:
