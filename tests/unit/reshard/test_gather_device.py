@@ -144,7 +144,7 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
     held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
     worker = object.__new__(TrainerWorker)  # without the process that its constructor makes its own
     parallel, offloaded = SimpleNamespace(device=DEVICE, host_group=None), []
-    weights = SimpleNamespace(parameters=held, published=held)
+    weights = SimpleNamespace(parameters=held, published=held, merging=None)
     worker._trainer = SimpleNamespace(
         parallel=parallel,
         weights=weights,
