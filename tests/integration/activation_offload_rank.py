@@ -52,7 +52,7 @@ def _join(job: dict[str, Any], rank: int) -> Any:
 
 
 def _pretend_transformer_engine() -> None:
-    """What megatron-core asks of it beside the layers, and the storage of tensors on the pretended GPU."""
+    """Stand in for what megatron-core asks of it beside the layers, and for tensors on the pretended GPU."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.moe import experts
 

@@ -18,7 +18,7 @@ async def answered_and_judged(ctx: RolloutContext, prompt: Prompt) -> list[Traje
 
 
 async def answered_twice(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
-    """What `answered_and_judged` returns where both roles are the policy `actor`, by that policy alone."""
+    """Return what `answered_and_judged` does where both roles are the policy `actor`, by that policy alone."""
     answer = ctx.draft(prompt)
     answer.add_sampled(await ctx.engine.generate(answer.token_ids))
     verdict = ctx.draft(answer.token_ids, suffix="-judge")

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 UNIFIED = ("computed_in_fp8", "same_codes", "same_scales", "moved", "same_later")
-"""Of each rank with its publication, before and after steps (`fp8_rank`)."""
+"""Arrays of each rank with its publication, before and after steps (`fp8_rank`)."""
 
 
 def run(

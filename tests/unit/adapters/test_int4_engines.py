@@ -20,7 +20,7 @@ MARLIN, TRITON = "CompressedTensorsWNA16MoE", "CompressedTensorsWNA16TritonMoE"
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory, sglang: SGLang) -> list[dict[str, Any]]:
-    """What engines of two ranks hold on the second: with SGLang's own choice of kernels, and with Triton's."""
+    """Collect what engines of two ranks hold on the second: with SGLang's own choice of kernels, and with Triton's."""
     place = tmp_path_factory.mktemp("int4")
     packed = go(run.hf_to_int4(write_checkpoint(place / "bf16", HF)), place / "int4")
     asked = [

@@ -18,7 +18,7 @@ from tests.refusals import invalid, refused
 from tests.unit.rollout.rollout_stand import config_of
 
 REWARDS = ((1.0, 0.0, 0.5), (0.0, 1.0, 1.0))
-"""Of each rollout those of its trajectories: of the actor, and twice of the judge."""
+"""Rewards of the trajectories of each rollout: of the actor, and twice of the judge."""
 
 
 def group() -> Group:

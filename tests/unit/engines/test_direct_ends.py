@@ -1,4 +1,4 @@
-"""What trainer ranks send reaches each machine of an engine, whole or in ranks' shares, by slimx's own two ends.
+"""Bytes that trainer ranks send reach each machine of an engine, whole or in ranks' shares, by slimx's own two ends.
 
 The agents copy at once (direct_stand); NIXL's own are in `tests/unit/reshard/test_direct.py`.
 """

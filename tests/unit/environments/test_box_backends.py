@@ -1,4 +1,4 @@
-"""What every back end of boxes holds to: files, limits, attacks, and ends. Podman's are slow tests."""
+"""Promises that every back end of boxes keeps: files, limits, attacks, and ends. Podman's are slow tests."""
 
 from __future__ import annotations
 
