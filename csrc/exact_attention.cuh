@@ -51,6 +51,21 @@ static __device__ __forceinline__ void stage_unit(const T* from, int64_t n, bool
   widen_unit(words, static_cast<const T*>(nullptr), to);
 }
 
+// kKeys rows of `table` [*][groups][width] that the list names from key `first` on: their `columns` elements from
+// `column` on as floats, and zeros past the list's end.
+template <class T, int kColumns, int kPitch>
+static __device__ __forceinline__ void stage_keys(const T* table, int64_t groups, int64_t group, int64_t width,
+                                                  int64_t column, int64_t first, const Shared& own,
+                                                  float (*to)[kPitch]) {
+  constexpr int kUnits = kColumns / kUnit<T>;
+  for (int u = int(threadIdx.x); u < kKeys * kUnits; u += kAttendThreads) {
+    const int at = u / kUnits, i = u % kUnits * kUnit<T>;
+    const bool there = first + at < own.longest;
+    const int64_t slot = there ? own.index[first + at] : 0;
+    stage_unit(table + (slot * groups + group) * width + column + i, width - column - i, there, &to[at][i]);
+  }
+}
+
 // Scores of all queries with keys [first, first + kKeys): lanes of a thread's queries and keys in registers.
 template <class T>
 static __device__ __forceinline__ void score_keys(const SlimxExactAttention& a, const Shared& own, const T* query,
@@ -67,12 +82,7 @@ static __device__ __forceinline__ void score_keys(const SlimxExactAttention& a, 
       const int64_t offset = at / row_queries * a.heads * a.d + at % row_queries * a.d;
       stage_unit(query + offset + depth + i, a.d - depth - i, at < own.count, &room.query[at][i]);
     }
-    for (int u = int(threadIdx.x); u < kKeys * kUnits; u += kAttendThreads) {
-      const int at = u / kUnits, i = u % kUnits * kUnit<T>;
-      const bool there = first + at < own.longest;
-      const int64_t slot = there ? own.index[first + at] : 0;
-      stage_unit(key + (slot * a.groups + group) * a.d + depth + i, a.d - depth - i, there, &room.key[at][i]);
-    }
+    stage_keys<T, kDepth>(key, a.groups, group, a.d, depth, first, own, room.key);
     __syncthreads();
     const int64_t left = a.d - depth;
 #pragma unroll 1
@@ -151,16 +161,10 @@ template <class T>
 static __device__ __forceinline__ void mix_values(const SlimxExactAttention& a, const Shared& own, int64_t group,
                                                   int64_t start, int64_t column, int q, int c, AttendRoom& room,
                                                   float (&part)[kMixQueries][kMixColumns]) {
-  constexpr int kUnits = kValueColumns / kUnit<T>;
   const T* value = static_cast<const T*>(a.value);
   for (int64_t first = start; first < start + SLIMX_KEY_BLOCK && first < own.longest; first += kKeys) {
     __syncthreads();
-    for (int u = int(threadIdx.x); u < kKeys * kUnits; u += kAttendThreads) {
-      const int at = u / kUnits, i = u % kUnits * kUnit<T>;
-      const bool there = first + at < own.longest;
-      const int64_t slot = there ? own.index[first + at] : 0;
-      stage_unit(value + (slot * a.groups + group) * a.dv + column + i, a.dv - column - i, there, &room.value[at][i]);
-    }
+    stage_keys<T, kValueColumns>(value, a.groups, group, a.dv, column, first, own, room.value);
     __syncthreads();
     int64_t left[kMixQueries];  // keys of this part that are a query's own
 #pragma unroll
