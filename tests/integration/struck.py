@@ -35,7 +35,10 @@ class Moment:
 
 
 BEFORE = {"generate": "publish", "train": "prepare", "publish": "train", "save": "publish"}
-"""By phase the one whose line in the timeline says that it begins; `save` comes every third step only."""
+"""By phase the one whose line in the timeline says that it begins; `save` comes every third step only.
+
+A phase "write" begins with the first file of a version that rank 0 publishes by `disk`: the timeline has no line for it.
+"""
 
 
 class Struck:
@@ -75,6 +78,10 @@ class Struck:
         """Do what `moment` says, as soon as its phase begins."""
         victim = self.rank(moment.rank)
         assert victim is not None, self.process.text()
+        if moment.phase == "write":
+            self._stop_as_it_writes(victim)
+            victim.send_signal(moment.signum)
+            return
         at = len(self.phases())
 
         def begins() -> bool:
@@ -85,6 +92,23 @@ class Struck:
 
         self.process.until(begins)
         victim.send_signal(moment.signum)
+
+    def _stop_as_it_writes(self, victim: psutil.Process) -> None:
+        """Stop `victim` between the first file of a published version and its last."""
+
+        def stopped() -> bool:
+            if not self._unfinished():
+                return False
+            victim.suspend()
+            if self._unfinished():
+                return True
+            victim.resume()  # that version was complete in the meantime: the next one
+            return False
+
+        self.process.until(stopped)
+
+    def _unfinished(self) -> list[Path]:
+        return list((self.directory / "publish").glob("version-*.partial"))
 
     def goes_on(self, before: int, seen: int) -> None:
         """Wait for one recovery more than `before`, and a step more than `seen`."""

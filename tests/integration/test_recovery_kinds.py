@@ -22,6 +22,7 @@ STRIKES = [
     Moment("publish", 1, signal.SIGKILL),
     Moment("generate", 0, signal.SIGKILL),
 ]
+WRITES = Moment("write", 0, signal.SIGKILL)
 STEPS = 16
 FEW = 9
 """Steps for half of the strikes."""
@@ -70,7 +71,8 @@ def test_a_struck_run_of_another_kind_has_the_metrics_of_one_that_was_left_alone
     if "nixl" in kind:
         pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
     given = sections(KINDS[kind])
-    run = struck(config_of(tmp_path / "struck", tiny_model, task_of_sums, count=STEPS, replaced=20, **given))
+    moments = [*STRIKES, WRITES] if "disk" in kind else STRIKES
+    run = struck(config_of(tmp_path / "struck", tiny_model, task_of_sums, count=STEPS, replaced=20, **given), moments)
     alone = config_of(tmp_path / "alone", tiny_model, task_of_sums, count=STEPS, replaced=20, **given)
     ended_as(run, undisturbed(alone))
 

@@ -134,6 +134,20 @@ class Plan:
         edges = [0, *(np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1).tolist(), len(keys)]
         return {tuple(keys[start].tolist()): (start, stop) for start, stop in pairwise(edges)}
 
+    @cached_property
+    def dtypes(self) -> tuple[list[str], np.ndarray]:
+        """(Names of dtypes, for each move [moves] the index of the one of the tensor that it fills)."""
+        names: dict[str, int] = {}
+        of_target: dict[int, list[list[int]]] = {}  # engines that are copies of one another share their lists
+        for target in self.buckets:
+            if id(target) not in of_target:
+                of_target[id(target)] = [[names.setdefault(t.dtype, len(names)) for t in b.tensors] for b in target]
+        held = [of_target[id(target)] for target in self.buckets]
+        first = np.cumsum([0, *(len(bucket) for target in held for bucket in target)])
+        flat = np.array([dtype for target in held for bucket in target for dtype in bucket], dtype=np.int8)
+        bucket = self.moved["target"].astype(np.int64) * self.count + self.moved["bucket"]
+        return list(names), flat[first[bucket] + self.moved["tensor"]]
+
     @property
     def launches(self) -> int:
         """Kernel launches of one publication by the rank that has most of them: one per bucket."""

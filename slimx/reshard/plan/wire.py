@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from slimx.reshard.plan.copy_plan import BucketTensor, Plan
+from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.precision import ITEMSIZE
 
 
@@ -37,7 +36,8 @@ def wire_bytes(plan: Plan) -> WireBytes:
 def move_bytes(plan: Plan) -> np.ndarray:
     """Bytes [moves] of each move of `plan`."""
     moved = plan.moved
-    nbytes = moved["rows"].astype(np.int64) * moved["cols"] * _by_move(plan, lambda t: ITEMSIZE[t.dtype])
+    names, dtype = plan.dtypes
+    nbytes = moved["rows"].astype(np.int64) * moved["cols"] * np.array([ITEMSIZE[name] for name in names])[dtype]
     if (quantisation := plan.precision.quantisation) is not None:
         high, wide = quantisation.block
         blocks = -(-moved["rows"].astype(np.int64) // high) * -(-moved["cols"] // wide)
@@ -49,16 +49,8 @@ def quantised_moves(plan: Plan) -> np.ndarray:
     """Booleans [moves]: True for a move whose values are quantised on their way."""
     if plan.precision.quantisation is None:
         return np.zeros(len(plan.moved), dtype=bool)
-    return _by_move(plan, lambda t: t.dtype == "float8_e4m3fn").astype(bool)
-
-
-def _by_move(plan: Plan, value: Callable[[BucketTensor], int]) -> np.ndarray:
-    """[moves] `value` of the tensor that each move fills."""
-    held = [[[value(t) for t in bucket.tensors] for bucket in target] for target in plan.buckets]
-    first = np.cumsum([0] + [len(bucket) for target in held for bucket in target])
-    flat = np.array([one for target in held for bucket in target for one in bucket], dtype=np.int64)
-    moved = plan.moved
-    return flat[first[moved["target"].astype(np.int64) * plan.count + moved["bucket"]] + moved["tensor"]]
+    names, dtype = plan.dtypes
+    return np.array([name == "float8_e4m3fn" for name in names])[dtype]
 
 
 def summed(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:
