@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -288,6 +289,7 @@ def main() -> None:
     if (why := unavailable()) is not None:
         print(f"skipped: {why}")
         return
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # hosts and their processes end with it
     print(
         "hosts  busiest MiB  limit s  buckets s  all s  of limit  busiest send/receive"
         "  per tensor s   ratio  predicted    off"
