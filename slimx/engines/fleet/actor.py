@@ -229,7 +229,7 @@ class EngineActor:
             async with asyncio.timeout(ANSWER_S):
                 await self.engine.control.status()
         except (SlimxError, TimeoutError):
-            return ReceiverLost(str(error), code=error.code, about=error.about)
+            return ReceiverLost(str(error), code=error.code, about=self.engine.spec.name)
         return SlimxError(str(error), code=error.code, about=error.about)
 
 

@@ -125,7 +125,7 @@ async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(actor):
     ("status", "silent", "kind", "code", "about"),
     [
         (None, False, SlimxError, "bucket.checksum", "w"),
-        (None, True, ReceiverLost, "bucket.checksum", "w"),
+        (None, True, ReceiverLost, "bucket.checksum", "e0"),
         (137, True, ReceiverLost, "engine.ended", "e0"),
     ],
 )
