@@ -7,13 +7,14 @@ from typing import Literal
 
 import torch
 
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.manifest import Encoding
-from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
 
 Split = Literal["tensor", "expert"]

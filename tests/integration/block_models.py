@@ -13,11 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimx.convert import run
 from slimx.convert.work import convert
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
 from slimx.reshard.pack.packer import Packer
-from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation, Rule
 from tests.integration.conftest import ROOT, Weights, perturbed
 from tests.integration.deepseek_checkpoint import make_deepseek

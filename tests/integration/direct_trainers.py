@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.cluster.waiting import gather
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
@@ -22,7 +23,7 @@ from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer
 from slimx.reshard.direct.sender import Sender
 from slimx.reshard.pack.packer import Packer
-from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.runtime.ports import own_address
 from tests.integration.conftest import Weights, perturbed

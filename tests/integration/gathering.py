@@ -13,11 +13,12 @@ def write_tensors(
     `merging`: as `Packer` takes it."""
     import torch.distributed as dist
 
+    from slimx.layout.checkpoint import checkpoint_parts
     from slimx.layout.megatron import MegatronLayout
     from slimx.models.files.writer import write_bucket
     from slimx.reshard.pack.gather import PUBLISHER, Gatherer
     from slimx.reshard.pack.packer import Packer, describe
-    from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+    from slimx.reshard.plan.copy_plan import compile_plan
     from slimx.reshard.plan.precision import Precision
 
     plan = compile_plan(

@@ -37,7 +37,7 @@ class Moment:
 BEFORE = {"generate": "publish", "train": "prepare", "publish": "train", "save": "publish"}
 """By phase the one whose line in the timeline says that it begins; `save` comes every third step only.
 
-A phase "write" begins with the first file of a version that rank 0 publishes by `disk`: the timeline has no line for it.
+A phase "write" begins with the first file of a version that rank 0 publishes by `disk`, for which there is no line.
 """
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
@@ -13,7 +14,7 @@ from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
-from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
 
 MIB = 2**20

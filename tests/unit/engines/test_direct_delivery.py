@@ -12,6 +12,7 @@ import ray
 from slimx.cluster import waiting
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.errors import PartLost, SlimxError
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.reshard.direct.agent import LinkError
@@ -21,7 +22,7 @@ from slimx.reshard.direct.receiver import Invitation
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Share
 from slimx.reshard.parties import LocalRecipient, TransportLost
-from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
 from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, plan

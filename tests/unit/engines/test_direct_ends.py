@@ -16,6 +16,7 @@ import torch
 
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.engines.fleet.nodes import DirectEnd
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.reshard.direct import receiver, sender
 from slimx.reshard.direct.copies import SentBucket, shares_of, together
@@ -25,7 +26,7 @@ from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import LocalRecipient
-from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.reshard.transports.memory import open_memory
 from tests.refusals import refused

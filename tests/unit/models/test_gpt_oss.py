@@ -12,6 +12,7 @@ import torch
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Deinterleave, Once
 from slimx.layout.megatron import MegatronLayout
@@ -22,7 +23,7 @@ from slimx.layout.table import Row, Table
 from slimx.models.families import gpt_oss, read_model
 from slimx.models.flops import sequence_flops
 from slimx.preflight.checks.layout import sizes_divide
-from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.trainer.device.backends import choose_backends

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
@@ -23,7 +24,7 @@ from slimx.preflight.links.model import (
     traffic_of,
 )
 from slimx.preflight.links.rehearsal import Rehearsal, rehearse
-from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.dealing import deal, link_load
 from slimx.reshard.plan.precision import Precision, Quantisation
 from slimx.reshard.transports.memory import open_memory

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, RotateHalf
 from slimx.layout.megatron import MegatronLayout
@@ -19,7 +20,7 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.pack.packer import Packer, Share
-from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank

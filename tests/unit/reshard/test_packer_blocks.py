@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
@@ -15,7 +16,7 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
 from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank

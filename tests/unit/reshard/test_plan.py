@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from slimx.errors import SlimxError
+from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, Rect, RotateHalf
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.reshard.plan.copy_plan import ALIGNMENT, Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.copy_plan import ALIGNMENT, Plan, compile_plan
 from slimx.reshard.plan.precision import ITEMSIZE, Precision, Quantisation
 from tests.refusals import numbers
 from tests.unit.layout.engine_stand import SERVED, engine_rank, engine_sizes
