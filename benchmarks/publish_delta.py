@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 from slimx.reshard.kernels import delta  # noqa: E402
 from slimx.reshard.manifest import Manifest  # noqa: E402
 from slimx.reshard.packed import PackedBucket, PackedTensor  # noqa: E402
-from slimx.reshard.transports.disk import Shelf  # noqa: E402
+from slimx.reshard.transports.disk import Shelf, newest  # noqa: E402
 from slimx.reshard.transports.disk_changes import ChainReader, ChangesShelf  # noqa: E402
 from slimx.reshard.transports.memory import open_memory  # noqa: E402
 
@@ -164,10 +164,11 @@ class Files:
         for kind, shelf in self.shelves.items():
             began = time.perf_counter()
             shelf.begin(Manifest(policy="actor", version=version, trainer_step=version, membership_epoch=version))
-            packed = [shelf.add(number, described(part), part) for number, part in enumerate(fresh.split(BUCKET))]
+            for number, part in enumerate(fresh.split(BUCKET)):
+                shelf.add(number, described(part), part)
             shelf.commit()
             written = time.perf_counter()
-            read = [self._read(shelf._buckets[number]) for number in range(len(packed))]
+            read = [self._read(bucket) for bucket in newest(shelf.directory).buckets]
             ended = time.perf_counter()
             assert torch.equal(torch.cat(read), fresh), f"{kind} made other bytes than were published"
             if count:

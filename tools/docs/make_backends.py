@@ -36,7 +36,7 @@ PAGE = ROOT / "docs" / "engines.md"
 SHIPPED = [
     file
     for file in sorted(ROOT.glob("configs/moe/*.yaml"))
-    if not file.stem.startswith("quickstart") and file.stem != "ling-flash-2.0"
+    if not file.stem.startswith(("quickstart", "ling-flash-2.0"))
 ]
 """Configurations of the table."""
 TITLE = "## What SGLang resolves"

@@ -30,6 +30,7 @@ PARAMETERS = {  # billions, as published, without layers of multi-token predicti
     "GLM-5": 744,
     "gpt-oss-120b-bf16": 116.8,
     "Ling-flash-2.0": 103,
+    "MiMo-7B-Base": 7.62,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
     "Qwen2.5-0.5B-Instruct": 0.494,
     "Qwen2.5-32B-Instruct": 32.8,
