@@ -48,8 +48,8 @@ from slimx.orchestration.recovery.ledger import Base
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.checkpoints import check_resume, layout_of
 from slimx.orchestration.state.recording import Records, summary
+from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.reference import restore_reference
 from slimx.reshard.plan.copy_plan import Plan

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from slimx.commands.convert import app
 from slimx.config.load import load_config
 from slimx.layout.ranks import sizes_of
-from slimx.orchestration.state.checkpoints import check_resume
+from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import read_state
 from tests.integration.runs import TrainProcess, steps, write_config
 from tests.refusals import refused

@@ -8,7 +8,8 @@ from typing import Any
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.timeline import Timeline
-from slimx.orchestration.state.checkpoints import Checkpointer, layout_of
+from slimx.orchestration.state.checkpoints import Checkpointer
+from slimx.orchestration.state.resume import layout_of
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord, Report

@@ -11,7 +11,7 @@ from slimx.errors import DeadlineError
 from slimx.layout.ranks import Sizes
 from slimx.models.files.megatron_directory import find_checkpoint
 from slimx.orchestration.state import checkpoints as module
-from slimx.orchestration.state.checkpoints import check_resume, layout_of
+from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import RunState, read_state
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import read_manifest

@@ -12,7 +12,8 @@ from slimx.errors import DeadlineError
 from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.timeline import Timeline
 from slimx.orchestration.state import checkpoints as module
-from slimx.orchestration.state.checkpoints import Checkpointer, check_resume, layout_of
+from slimx.orchestration.state.checkpoints import Checkpointer
+from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.trainer.checkpoint.files import read_manifest
 from tests.refusals import refused

@@ -28,8 +28,8 @@ from slimx.orchestration.loop import train
 from slimx.orchestration.prepare import Sources
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.checkpoints import check_resume
 from slimx.orchestration.state.recording import Records
+from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.reshard.parties import NoReceiverLeft
 from slimx.rollout import single_turn

@@ -15,7 +15,7 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.live.run_lock import is_held
 from slimx.orchestration import session
-from slimx.orchestration.state.checkpoints import layout_of
+from slimx.orchestration.state.resume import layout_of
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.trainer.checkpoint.files import Damaged
 from tests.full_disk import fill, small_disk
