@@ -47,7 +47,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """Layouts of `TAKES_OVER` also restore the checkpoint of another."""
 TAKES_OVER = {"latent-DP2-EP2": "latent-TP2-EP2", "dense": "dense-TP2", "shared-DP2-EP2": "shared-TP2-EP2-ETP2"}
-SLOW = ("shared-TP2-ETP2", "shared-TP2-EP2-ETP2", "shared-DP2-EP2", "EP2-ETP2", "exact-TP2-ETP2", "engine-TP2-EP2")
+SLOW = (
+    *("latent-DP2-EP2", "shared-TP2-ETP2", "shared-TP2-EP2-ETP2", "shared-DP2-EP2", "EP2-ETP2"),
+    *("exact-TP2-ETP2", "engine-TP2-EP2"),
+)
 MODELS = {"latent": "deepseek", "dense": "qwen2", "shared": "glm4_moe", "engine": "glm4_moe", "exact": "deepseek"}
 """By the beginning of a layout's name; the quickstart's Qwen3-MoE for others. The layers of `engine` are Transformer
 Engine's (transformer_engine_stand.py), those of `exact` are in exact mode."""

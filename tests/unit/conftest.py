@@ -19,6 +19,7 @@ WITH_SGLANG = {
     "test_delta_net.py",
     "test_exact_coverage.py",
     "test_fp8_engines.py",
+    "test_lora_engine.py",
     "test_meetings.py",
     "test_resolved_backends.py",
     "test_seeds.py",

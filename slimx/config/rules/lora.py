@@ -8,7 +8,11 @@ from slimx.config.rule import Told, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
+
+SERVING = ("enable_lora", "lora_paths")
+"""SGLang's arguments with which a server computes with adapters."""
 
 
 @rule("lora.frozen", about="trainer.freeze")
@@ -52,3 +56,16 @@ def proven_run(
     ):
         if given:
             yield key, f"{key} was never proven with trainer.lora; leave it, or trainer.lora, at its default"
+
+
+@rule("lora.served", about="rollout.engines.sglang")
+def serves_merged_weights(rollout: Rollout) -> Iterator[Told]:
+    for group in rollout.policy_engines:
+        for name in SERVING:
+            if group.sglang.get(name):
+                key = f"rollout.engines.sglang.{name}"
+                yield (
+                    key,
+                    f"{key} of engine {group.name} has SGLang wrap the layers that are published to, and adapters are "
+                    "published merged (trainer.lora); leave it out",
+                )

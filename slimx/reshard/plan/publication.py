@@ -217,7 +217,6 @@ def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
 _UNKNOWN_LAYOUTS = {
     "enable_eplb": "experts move between ranks while the engine runs",
     "init_expert_location": "experts do not stand in their own order",
-    "enable_lora": "LoRA wraps the parameters",
     "quantization": "the engine repacks quantised weights after loading",
     "moe_a2a_backend": "its kernels may keep weights in a layout of their own",
     "moe_runner_backend": "its kernels may keep weights in a layout of their own",

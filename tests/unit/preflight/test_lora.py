@@ -80,3 +80,18 @@ def test_what_the_model_does_not_have_is_refused(qwen):
         assert codes(one_kind) == {("lora.one_kind", "trainer.lora.targets")}
     assert not codes({"world_size": 2, "expert": 2, "lora": {**LORA, "targets": ["attention", "experts"]}})
     assert not codes({}, "cuda")
+
+
+@pytest.mark.parametrize("argument", [{"enable_lora": True}, {"lora_paths": ["a=b"]}])
+def test_engines_that_are_published_to_serve_no_adapters_and_none_does_on_the_cpu(qwen, argument):
+    """Whether or not adapters are trained: a layer that SGLang has wrapped cannot be published to."""
+    served = {"name": "actor", "sglang": argument}
+    key = f"rollout.engines.sglang.{next(iter(argument))}"
+    for lora in (LORA, None):
+        with invalid("lora.served", about=key):
+            config("m", {"lora": lora}, rollout={"prompts": "p", "engines": [served]})
+    judge = {"name": "judge", "frozen": True, "model": "j", "sglang": argument}
+    given = config(str(qwen), {"lora": None}, rollout={"prompts": "p", "engines": [{"name": "actor"}, judge]})
+    for device, wanted in (("cpu", {("lora.served_on_cpu", key)}), ("cuda", set())):
+        facts = model_facts(given, read_model(str(qwen))) | {"device": device}
+        assert {(p.code, p.about) for p in broken(RULES, facts) if p.code.startswith("lora.")} == wanted
