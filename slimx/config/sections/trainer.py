@@ -217,6 +217,13 @@ class Trainer(RankLayout):
     overlap_grad_reduce: bool | None = None
     """Sum gradients over DP and CP ranks bucket by bucket while the last micro-batch's backward pass goes on; null:
     where Transformer Engine computes the layers and there are several such ranks."""
+    overlap_param_gather: bool = False
+    """Between the updates of one step gather updated weights over DP and CP ranks bucket by bucket, beside the forward
+    pass that reads them. Megatron-LM's guides turn it on, for there a forward pass follows every update; here the
+    last update of a step is followed by a publication, so it hides (updates_per_step - 1) gathers of a step."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and sum gradients in fp32, as slime's scripts do; false: in the model's dtype, in half the memory and
+    half the bytes between ranks, rounded to 8 bits at every micro-batch and every sum."""
     grad_bucket_elements: Amount | None = None
     """Gradients of a bucket, at least; null: megatron-core's choice, the larger of 40 million and 1 million for each of
     these ranks."""

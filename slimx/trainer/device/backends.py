@@ -39,6 +39,8 @@ class Backends:
     """Tokens are ordered by expert in Transformer Engine's kernels."""
     overlap_grad_reduce: bool
     """Gradients are summed over ranks while the backward pass goes on."""
+    overlap_param_gather: bool
+    """Updated weights are gathered over ranks beside the next forward pass."""
     reasons: tuple[str, ...]
     """One sentence per choice, for the log."""
 
@@ -94,7 +96,7 @@ def choose_backends(
     delta_rule = [_delta_rule(device, packages)] if delta_nets else []
     state_rule = [_state_rule(device, packages)] if state_spaces else []
     why_kernels = (why_attention, *delta_rule, *state_rule, why_dispatcher, why_fusion)
-    reasons = (*why_kernels, why_permute, why_overlap, *why_fp8)
+    reasons = (*why_kernels, why_permute, why_overlap, *_gather(trainer, overlap), *why_fp8)
     return Backends(
         attention=attention,
         dispatcher=dispatcher,
@@ -103,6 +105,7 @@ def choose_backends(
         gradient_accumulation_fusion=fusion,
         permute_fusion=permute,
         overlap_grad_reduce=overlap,
+        overlap_param_gather=trainer.overlap_param_gather,
         reasons=reasons,
     )
 
@@ -211,6 +214,20 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
     if engine:
         return True, f"{name} beside the backward pass, by buckets"
     return False, f"{name} after the backward pass: Transformer Engine does not compute the layers"
+
+
+def _gather(trainer: Trainer, overlap: bool) -> tuple[str, ...]:
+    if not trainer.overlap_param_gather:
+        return ()
+    if not overlap:
+        # megatron-core then has one bucket for all weights, and the first layer would wait for all of it.
+        raise SlimxError(
+            "trainer.overlap_param_gather needs the buckets of trainer.overlap_grad_reduce, which is off here; set it "
+            "to true, or leave trainer.overlap_param_gather out",
+            code="trainer.overlap_param_gather",
+            about="trainer.overlap_param_gather",
+        )
+    return ("gather of weights beside the forward pass that follows, between the updates of a step: as configured",)
 
 
 def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> None:
