@@ -28,6 +28,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 UNIFIED = ("computed_in_fp8", "same_codes", "same_scales", "moved", "same_later")
 """Arrays of each rank with its publication, before and after steps (`fp8_rank`)."""
 
+COPIES = ("no_copies", "a_copy_of_each", "copies_leave")
+"""What each rank of Transformer Engine says of its copies of weights: none when it starts, one of each weight in fp8
+after passes, none in a trainer that was offloaded."""
+
 
 def run(
     model: Path, out: Path, layout: dict[str, Any], recipe: str, machine: str | None = None
@@ -84,12 +88,21 @@ def test_a_step_in_fp8_is_the_same_in_every_layout_as_far_as_blocks_are(recipe: 
 
 
 @pytest.mark.slow
-def test_transformer_engines_layers_take_steps_in_fp8(tmp_path: Path) -> None:
+def test_transformer_engines_layers_compute_in_fp8_what_torchs_do(tmp_path: Path) -> None:
     """By megatron-core's contexts, with the padding of experts and copies of weights, and passes with other weights."""
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
     # The stand ends a rank whose scales are powers of two, whose tokens are too few for a product, or which computes
     # with a copy that is out of date; `run` then raises what it said.
     model, layout = make_block_model(tmp_path / "model"), LAYOUTS["TP2xETP2"]
-    found, _ = run(model, tmp_path / "engine", layout, "blockwise", transformer_engine_stand.__name__)
-    assert all(np.isfinite(value).all() for value in found.values())
+    found, said = run(model, tmp_path / "engine", layout, "blockwise", transformer_engine_stand.__name__)
+    plain, _ = run(model, tmp_path / "plain", layout, "blockwise")
+    for rank in said:
+        wrong = [what for what in COPIES if rank[what] is not True]
+        assert wrong == []
+    of = {name: load_file(tmp_path / f"{name}.safetensors") for name in ("engine/fp8", "engine/bf16", "plain/fp8")}
+    rounding = distance(of["engine/fp8"], of["engine/bf16"])
+    assert 0.05 < rounding < 0.5
+    assert largest(found, found, "bf16") > 0.01
+    assert distance(of["engine/fp8"], of["plain/fp8"]) < rounding / 2
+    assert largest(found, plain) < largest(found, found, "bf16") / 2

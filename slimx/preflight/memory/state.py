@@ -3,7 +3,8 @@
     weights     one buffer per model chunk, kind of parallelism (dense, experts) and dtype; without the distributed
                 optimizer one tensor per parameter
     gradients   a buffer of the same length, of fp32 or (trainer.grad_reduce_in_fp32) of the weights' dtype
-    optimizer   Adam's two moments in fp32 (Muon: one of a matrix), and fp32 main weights of what is not fp32 itself: of
+    optimizer   Adam's two moments, fp32 or trainer.optimizer.moments_dtype (Muon: one of a matrix, fp32), and fp32 main
+                weights of what is not fp32 itself: of
                 all, or (distributed optimizer) of this rank's even share of each buffer
     experts     count as dense where the expert parallel size is 1: their gradients are summed over the same ranks
 
@@ -60,6 +61,8 @@ class Buffers:
     def __init__(self, runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes):
         self.runs, self.sizes, self.distributed = runs, sizes, trainer.distributed_optimizer
         self._in_fp32 = trainer.grad_reduce_in_fp32
+        self._moments = 2 * ITEMSIZE[trainer.optimizer.moments_dtype]
+        """Bytes of the two moments of an element."""
         dense, experts = sizes.data * sizes.context, sizes.stage // (sizes.expert * sizes.expert_tensor)
         trained = sorted((run for run in runs if run.trained), key=_buffer)
         muon = trainer.optimizer.kind == "muon"
@@ -95,7 +98,7 @@ class Buffers:
             gradients += length * each
             copied += owned * FP32 if each < FP32 else 0
             optimizer += owned * self._each(at)
-            moments += owned * 2 * FP32
+            moments += owned * self._moments
         return StateBytes(
             weights=weights,
             gradients=gradients,
@@ -110,7 +113,7 @@ class Buffers:
 
     def _each(self, at: int) -> int:
         """Bytes of Adam's state per element: two moments, and main weights of what is not fp32 itself."""
-        return (2 if self._buffers[at][1] == "float32" else 3) * FP32
+        return self._moments + (0 if self._buffers[at][1] == "float32" else FP32)
 
     def _owned(self, ranks: np.ndarray, at: int) -> np.ndarray:
         expert, _, _, owned = self._buffers[at]

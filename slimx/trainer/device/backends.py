@@ -80,6 +80,7 @@ def choose_backends(
     if exact:
         packages = set(packages) - {"transformer_engine"}
     _check_offload(trainer, device, packages)
+    _check_moments(trainer, device, packages)
     attention, why_attention = _attention(trainer.attention, device, packages)
     if exact:
         why_attention = "attention and layers: those of numerics.mode exact"
@@ -237,6 +238,17 @@ def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> 
             f"trainer.offload_activations needs {missing}, which is not here; leave it out, and set trainer.recompute",
             code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
             about="trainer.offload_activations",
+        )
+
+
+def _check_moments(trainer: Trainer, device: str, packages: Collection[str]) -> None:
+    if trainer.optimizer.moments_dtype != "float32" and not has_engine(device, packages):
+        missing = "the package transformer_engine" if device == "cuda" else "CUDA"
+        raise SlimxError(
+            f"trainer.optimizer.moments_dtype={trainer.optimizer.moments_dtype} needs {missing}, which is not here; "
+            "leave it out",
+            code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
+            about="trainer.optimizer.moments_dtype",
         )
 
 
