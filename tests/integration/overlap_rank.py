@@ -22,7 +22,8 @@ STEPS = 3
 
 
 class OverlapRank(Rank):
-    def built(self, *, overlap: bool, dtype: str = "float32", **options: Any) -> Any:
+    def built(self, *, overlap: bool, halved: bool | None = None, **options: Any) -> Any:
+        """`halved`: a bf16 model, whose gradients are summed in bf16 if it is true."""
         config = self.config(
             algorithm="sft",
             overlap_grad_reduce=overlap,
@@ -31,9 +32,11 @@ class OverlapRank(Rank):
             optimizer={"lr": 2e-3, "clip_grad": 0.0},
             **options,
         )
-        return self.trainer(
-            config.model_copy(update={"numerics": config.numerics.model_copy(update={"dtype": dtype})})
-        )
+        if halved is not None:
+            numerics = config.numerics.model_copy(update={"dtype": "bfloat16"})
+            trainer = config.trainer.model_copy(update={"grad_reduce_in_fp32": not halved})
+            config = config.model_copy(update={"numerics": numerics, "trainer": trainer})
+        return self.trainer(config)
 
     def steps(self, trainer: Any, first: int, end: int) -> list[dict[str, float]]:
         return [trainer.train_step(self.demonstrated(step), step=step, version=0) for step in range(first, end)]
@@ -116,8 +119,7 @@ class OverlapRank(Rank):
     def reduced(self) -> None:
         """One micro-batch on each of two ranks: what each has is in bf16 anyway, and one sum is rounded."""
         whole, halved = (
-            self.built(overlap=False, dtype="bfloat16", distributed_optimizer=False, grad_reduce_in_fp32=exact)
-            for exact in (True, False)
+            self.built(overlap=False, halved=halved, distributed_optimizer=False) for halved in (False, True)
         )
         for trainer in (whole, halved):
             trainer.train_step(self.demonstrated(0)[:1], step=0, version=0)
@@ -126,7 +128,7 @@ class OverlapRank(Rank):
         self.said["halved"] = sorted({str(value.dtype) for value in sums[1].values()})
         self.said["rounded_once"] = _equal(rounded, sums[1])
         self.said["rounding"] = _equal(sums[0], {name: value.float() for name, value in sums[1].items()})
-        sharded = self.built(overlap=True, dtype="bfloat16", grad_reduce_in_fp32=False)
+        sharded = self.built(overlap=True, halved=True)
         sharded.train_step(self.demonstrated(0)[:1], step=0, version=0)
         for trainer in (halved, sharded):
             self.steps(trainer, 1, STEPS)
