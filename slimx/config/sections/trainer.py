@@ -202,8 +202,8 @@ NOT_PASSED = {
     "moe_paged_stash": _DROPPED,
 }
 """Fields of megatron-core's TransformerConfig that `trainer.megatron` must not set, with the reason or what to do
-instead: those that follow keys of slimx, those that routing has to itself, and those that would change what is computed,
-published or saved unnoticed, such as precision, names and shapes of weights."""
+instead: those that follow keys of slimx, those that routing has to itself, and those that would change what is
+computed, published or saved unnoticed, such as precision, names and shapes of weights."""
 
 
 class RankLayout(Section):

@@ -3,9 +3,9 @@
     weights     one buffer per model chunk, kind of parallelism (dense, experts) and dtype; without the distributed
                 optimizer one tensor per parameter
     gradients   a buffer of the same length, of fp32 or (trainer.grad_reduce_in_fp32) of the weights' dtype
-    optimizer   Adam's two moments, fp32 or trainer.optimizer.moments_dtype (Muon: one of a matrix, fp32), and fp32 main
-                weights of what is not fp32 itself: of
-                all, or (distributed optimizer) of this rank's even share of each buffer
+    optimizer   Adam's two moments of trainer.optimizer.moments_dtype (Muon: one of a matrix, fp32), and fp32 main
+                weights of what is not fp32 itself: of all, or (distributed optimizer) of this rank's even share of
+                each buffer
     experts     count as dense where the expert parallel size is 1: their gradients are summed over the same ranks
 
 With the distributed optimizer every parameter starts at a multiple of 64 elements and every bucket ends at one of 128
