@@ -83,13 +83,14 @@ class OverlapRank(Rank):
         """Steps of two updates, after which the weights are read on each rank."""
         at_once, beside = self.built(overlap=True), self.built(overlap=True, overlap_param_gather=True)
         self.said["gathered"], self.said["order"], self.said["stage"] = [], [], self.parallel.place.pipeline
+        events = self.reading(beside)
         for step in range(2):
+            events.clear()
             for trainer in (at_once, beside):
-                events = self.reading(trainer)
                 updates = [self.demonstrated(2 * step + number) for number in range(2)]
                 metrics = trainer.train_updates(updates, step=step, version=0)
                 self.said["gathered"].append(metrics)
-            self.said["order"].append(events)
+            self.said["order"].append([*events])
             self.said[f"gathered_equal_{step}"] = _equal(self.weights(at_once), self.weights(beside))
         path = self.out / "gathered"
         begin_save(beside, path, step=2)
