@@ -29,9 +29,7 @@ from tests.integration.rank_processes import run_ranks
 from tests.needed import missing
 
 ENGINE = "engine-TP2xEP2"
-STAGES = "engine-TP2xPP2"
-ENGINES = (ENGINE, STAGES)
-"""Layouts whose layers are Transformer Engine's (transformer_engine_stand.py); dense models fit the second alone."""
+"""The layers are Transformer Engine's (transformer_engine_stand.py)."""
 LAYOUTS = {
     "single": {"world_size": 1},
     "TP2xEP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
@@ -41,7 +39,6 @@ LAYOUTS = {
     "CP2": {"world_size": 2, "context": 2},
     "CP2xTP2xPP2": {"world_size": 8, "context": 2, "tensor": 2, "pipeline": 2},
     ENGINE: {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
-    STAGES: {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
 SIZES = {
     "single": Sizes(),
@@ -52,7 +49,6 @@ SIZES = {
     "CP2": Sizes(context=2),
     "CP2xTP2xPP2": Sizes(context=2, tensor=2, pipeline=2, expert_tensor=2),
     ENGINE: Sizes(tensor=2, expert=2),
-    STAGES: Sizes(tensor=2, pipeline=2, expert_tensor=2),
 }
 
 
@@ -106,7 +102,7 @@ class Laboratory:
         return Ran(self.directory / layout, model, SIZES[layout], self.oracle(model))
 
     def _run(self, layout: str) -> None:
-        if layout in ENGINES and not transformer_engine_stand.PACKAGE.is_dir():
+        if layout == ENGINE and not transformer_engine_stand.PACKAGE.is_dir():
             missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
         out = self.directory / layout
         out.mkdir()
@@ -128,7 +124,7 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        machine = transformer_engine_stand.__name__ if layout in ENGINES else None
+        machine = transformer_engine_stand.__name__ if layout == ENGINE else None
         run_ranks("tests.integration.family_rank", out, SIZES[layout].world, machine=machine)
 
 

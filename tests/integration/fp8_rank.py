@@ -41,7 +41,7 @@ class Fp8Rank(OptimizerRank):
         """Log-probs and gradients of one step."""
         trainer = self.built(distributed_optimizer=False, optimizer={"clip_grad": 0.0}, **options)
         batches = self.demonstrated(0)
-        for batch, logprobs in zip(batches, trainer.logprobs(batches), strict=False):  # only on the last stage
+        for batch, logprobs in zip(batches, trainer.logprobs(batches), strict=True):
             at = np.cumsum([0, *batch.lengths])
             for first, last in pairwise(at.tolist()):
                 self.arrays[f"{name} {batch.tokens[first:last].tolist()}"] = logprobs[first:last]

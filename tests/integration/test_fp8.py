@@ -24,13 +24,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xETP2": {"world_size": 2, "tensor": 2, "expert_tensor": 2},
     "DP2xEP2": {"world_size": 2, "expert": 2},
 }
-DEEP: dict[str, dict[str, Any]] = {
-    "single": {"world_size": 1},
-    "PP2": {"world_size": 2, "pipeline": 2},
-    "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
-    "CP2": {"world_size": 2, "context": 2},
-}
-"""Of a model of four layers."""
 
 UNIFIED = ("computed_in_fp8", "same_codes", "same_scales", "moved", "same_later")
 """Arrays of each rank with its publication, before and after steps (`fp8_rank`)."""
@@ -97,25 +90,6 @@ def test_a_step_in_fp8_is_the_same_in_every_layout_as_far_as_blocks_are(recipe: 
             for rank in said:
                 wrong = [what for what in UNIFIED if rank[what] is not True]
                 assert wrong == []
-
-
-@pytest.mark.slow
-def test_pipeline_stages_and_parts_of_sequences_compute_in_fp8_as_one_rank_does(tmp_path: Path) -> None:
-    model = make_block_model(tmp_path / "model", layers=4)
-    found = {name: run(model, tmp_path / name, layout, "blockwise") for name, layout in DEEP.items()}
-    single, _ = found["single"]
-    gradients = {name: load_file(tmp_path / name / "fp8.safetensors") for name in DEEP}
-    rounding = distance(gradients["single"], load_file(tmp_path / "single" / "bf16.safetensors"))
-    assert largest(found["PP2"][0], single) == largest(found["PP2xVPP2"][0], single) == 0.0
-    assert distance(gradients["PP2"], gradients["single"]) == 0.0
-    # Another number of micro-batches, and ranks with other tokens: blocks of weights' gradients run over these.
-    assert 0.0 < distance(gradients["PP2xVPP2"], gradients["single"]) < rounding / 2
-    assert 0.0 < distance(gradients["CP2"], gradients["single"]) < rounding / 2
-    assert largest(found["CP2"][0], single) < largest(single, single, "bf16") / 2
-    for _, said in found.values():
-        for rank in said:
-            wrong = [what for what in UNIFIED if rank[what] is not True]
-            assert wrong == []
 
 
 @pytest.mark.slow
