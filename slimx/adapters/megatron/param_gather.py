@@ -1,4 +1,4 @@
-"""Weights that are gathered from data-parallel ranks beside the forward pass that is the first to read them.
+"""This adapter gathers updated weights from data-parallel ranks beside the forward pass that is the first to read them.
 
     update   every rank has new values of its share of each bucket
     pass     layer 1 waits for its buckets | layer 1, bucket of layer 2 under way | layer 2, ...
