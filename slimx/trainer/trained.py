@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slimx.adapters.megatron.param_gather import gather
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.trainer.checkpoint.load import restore, restore_mirrored
@@ -44,6 +45,7 @@ class TrainedModel:
         if chunks[0].ddp_config.overlap_grad_reduce:
             several = [chunk.no_sync for chunk in chunks]
             settings.no_sync_func = several if len(several) > 1 else several[0]
+        self._gather()  # the first pass may be under other weights than these
 
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after step `step` and start writing this rank's part of it into `path`."""
@@ -92,6 +94,11 @@ class TrainedModel:
         """Bytes on the device by kind, and the largest parameters by name."""
         named = {name: parameter.nbytes for name, parameter in self.weights.parameters.items()}
         return self.offloading.sizes() | largest(named)
+
+    def _gather(self) -> None:
+        """End a step: the weights become whole on every rank, for publications, checkpoints and all else that reads
+        them. Collective."""
+        gather(self.chunks)
 
     def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """This context-parallel rank's tokens of each micro-batch."""

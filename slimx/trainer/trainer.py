@@ -102,6 +102,7 @@ class PolicyTrainer(TrainedModel):
                     version=None if number else version,
                 )
             )
+        self._gather()
         return combine(metrics)
 
     def trained_tokens(self) -> list[list[dict[str, np.ndarray]]]:

@@ -115,7 +115,9 @@ class ValueTrainer(TrainedModel):
 
         Returns the metrics of them all."""
         done = step * len(updates)
-        return combine([self.train_step(batches, step=done + number) for number, batches in enumerate(updates)])
+        metrics = [self.train_step(batches, step=done + number) for number, batches in enumerate(updates)]
+        self._gather()
+        return combine(metrics)
 
     def train_step(self, batches: list[MicroBatch], *, step: int) -> dict[str, float]:
         """Run forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry what the

@@ -107,6 +107,7 @@ class Fp8Rank(OptimizerRank):
         modules = trainer.chunks[0].modules()
         copies = [module._fp8_workspaces for module in modules if hasattr(module, "_fp8_workspaces")]
         self.said["no_copies"] = not any(copies)
+        self.said["no_copies"] &= bool(copies)
         first = trainer.weights.snapshot()
         self.steps(trainer, 1)
         trainer.logprobs(self.demonstrated(1))
@@ -138,6 +139,7 @@ def main() -> None:
     rank.start()
     rank.gradients_of("fp8")
     if rank.job["engine"]:
+        rank.gradients_of("bf16", fp8=None)
         rank.copies()
         rank.finish()
         return

@@ -17,6 +17,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
 from slimx.trainer.checkpoint import files
+from slimx.trainer.device.host_moments import MOMENTS
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank, demonstrations
 from tests.refusals import told
@@ -34,13 +35,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16_undistributed": {"dtype": "bfloat16", "distributed_optimizer": False},
 }
 """Optimizers whose state leaves and comes back."""
+SHORT: dict[str, Any] = {"dtype": "bfloat16", "optimizer": {"moments_dtype": "bfloat16"}}
+"""The one of Transformer Engine that keeps its moments in bf16."""
 
 
 class OptimizerRank(Rank):
     @property
     def kinds(self) -> dict[str, dict[str, Any]]:
         """Those of `KINDS` that the job asks for."""
-        return {kind: KINDS[kind] for kind in self.job["kinds"]}
+        return {kind: (KINDS | {"short": SHORT})[kind] for kind in self.job["kinds"]}
 
     def config(self, *, dtype: str = "float32", optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
         trainer.pop("algorithm", None)
@@ -294,6 +297,31 @@ class OptimizerRank(Rank):
                 and equal(self.moments(straight), self.moments(cycled)),
             }
 
+    # Moments in bf16 ----------------------------------------------------------------------------------------------
+
+    def short_moments(self) -> None:
+        """What is planned and held, and checkpoints of moments in the other precision."""
+        from slimx.preflight.memory.state import state_bytes
+        from slimx.preflight.memory.trainer import holdings
+
+        short, long = self.built(**SHORT), self.built(dtype="bfloat16")
+        for trainer, name, other in ((long, "long", SHORT), (short, "short", {"dtype": "bfloat16"})):
+            self.said[f"{name}_steps"] = self.steps(trainer)
+            states = [state for part in trainer.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+            self.said[f"{name}_moments"] = sorted({str(state[key].dtype) for state in states for key in MOMENTS})
+            runs = holdings(trainer.config.trainer, trainer.config.numerics, self.spec).runs(self.sizes, self.rank)
+            planned = state_bytes(runs, trainer.config.trainer, self.sizes, self.rank)
+            self.said[f"{name}_planned"] = [planned.weights, planned.gradients, planned.optimizer]
+            self.said[f"{name}_held"] = list(trainer.offloading.sizes().values())
+            self.save(trainer, self.out / name)
+            restored = self.built(**other)
+            restored.restore(str(self.out / name), same_layout=True)
+            pairs = zip(self.moments(trainer), self.moments(restored), strict=True)
+            self.said[f"{name}_elsewhere"] = all(
+                saved.to(taken.dtype).equal(taken) if hasattr(saved, "dtype") else saved == taken
+                for saved, taken in pairs
+            )
+
 
 def equal(a: Any, b: Any) -> bool:
     """Returns True if two collections of tensors and numbers are equal bit for bit."""
@@ -309,6 +337,12 @@ def equal(a: Any, b: Any) -> bool:
 def main() -> None:
     rank = OptimizerRank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
     rank.start()
+    if rank.job.get("engine"):
+        rank.short_moments()
+        rank.saved_before_a_step()
+        rank.offloaded()
+        rank.finish()
+        return
     rank.gradients_without_freezing()
     rank.frozen()
     rank.skipped()

@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.integration import transformer_engine_stand
 from tests.integration.conftest import Weights, free_port
 from tests.integration.optimizer_rank import KINDS, OPTIMIZER
 from tests.integration.rank_processes import run_ranks
+from tests.needed import missing
 
 pytestmark = pytest.mark.integration
 
@@ -52,11 +54,29 @@ class Laboratory:
         self.directory, self.model, self.kinds = directory, model, kinds
         self._done: dict[str, list[dict[str, Any]] | AssertionError] = {}
 
+    def run_in(self, name: str, kinds: list[str], machine: str | None = None) -> list[dict[str, Any]]:
+        """What the ranks of layout `name` say; `machine`: as `run_ranks` takes it."""
+        out = self.directory / (f"{name}-engine" if machine else name)
+        out.mkdir()
+        job = {
+            "model": str(self.model),
+            "layout": LAYOUTS[name],
+            "freezing": FREEZING.get(name, {}),
+            "kinds": kinds,
+            "engine": machine is not None,
+            "out": str(out),
+            "init_method": f"tcp://127.0.0.1:{free_port()}",
+        }
+        (out / "job.json").write_text(json.dumps(job))
+        world = LAYOUTS[name]["world_size"]
+        run_ranks("tests.integration.optimizer_rank", out, world, machine=machine)
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
+
     def __getitem__(self, name: str) -> list[dict[str, Any]]:
         """What the ranks said."""
         if name not in self._done:
             try:
-                self._done[name] = self._run(name)
+                self._done[name] = self.run_in(name, [kind for kind in KINDS if (name, kind) in self.kinds])
             except AssertionError as error:
                 self._done[name] = error
         if isinstance(done := self._done[name], AssertionError):
@@ -66,22 +86,6 @@ class Laboratory:
     def tensors(self, name: str, file: str) -> Weights:
         assert self[name]
         return load_file(self.directory / name / f"{file}.safetensors")
-
-    def _run(self, name: str) -> list[dict[str, Any]]:
-        out = self.directory / name
-        out.mkdir()
-        job = {
-            "model": str(self.model),
-            "layout": LAYOUTS[name],
-            "freezing": FREEZING.get(name, {}),
-            "kinds": [kind for kind in KINDS if (name, kind) in self.kinds],
-            "out": str(out),
-            "init_method": f"tcp://127.0.0.1:{free_port()}",
-        }
-        (out / "job.json").write_text(json.dumps(job))
-        world = LAYOUTS[name]["world_size"]
-        run_ranks("tests.integration.optimizer_rank", out, world)
-        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
@@ -214,17 +218,36 @@ def test_a_checkpoint_that_megatron_gathered_is_restored_bit_for_bit(laboratory,
     assert all(said["gathered"] == [True, True] for said in laboratory[name])
 
 
+def came_back_whole(found: dict[str, Any]) -> bool:
+    """Of what `OptimizerRank.offloaded` says about one kind of optimizer."""
+    nothing = set(found["away"].values()) == {0} and found["storages"] == [0]
+    half = {"weights": found["whole"]["weights"], "gradients": 0, "optimizer state": 0}
+    moved = min(found["whole"].values()) > 0 and found["half"] == found["only"] == half
+    same = found["back"] == found["whole"] and found["kept"] and found["published"] and found["same"]
+    return nothing and moved and same
+
+
 @each_kind()
 def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory, name, kind):
-    for said in laboratory[name]:
-        found = said[f"offloaded_{kind}"]
-        assert min(found["whole"].values()) > 0
-        assert set(found["away"].values()) == {0} and found["storages"] == [0]
-        assert found["half"] == {"weights": found["whole"]["weights"], "gradients": 0, "optimizer state": 0}
-        assert found["only"] == found["half"] and found["back"] == found["whole"]
-        assert found["kept"] and found["published"] and found["same"]
+    assert all(came_back_whole(said[f"offloaded_{kind}"]) for said in laboratory[name])
 
 
 @each_kind()
 def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, name, kind):
     assert all(said[f"offloaded_{kind}"]["trained"] for said in laboratory[name])
+
+
+@pytest.mark.slow
+def test_moments_in_bf16_are_planned_saved_and_offloaded_by_transformer_engines_adam(laboratory):
+    if not transformer_engine_stand.PACKAGE.is_dir():
+        missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
+    for said in laboratory.run_in("EP2", ["short"], transformer_engine_stand.__name__):
+        assert (said["short_moments"], said["long_moments"]) == (["torch.bfloat16"], ["torch.float32"])
+        assert said["short_steps"] != said["long_steps"]
+        for kind in ("short", "long"):
+            assert said[f"{kind}_planned"] == said[f"{kind}_held"]
+            assert said[f"{kind}_elsewhere"], "a checkpoint gives its moments to a run that keeps the other precision"
+        (weights, gradients, short), (*other, long) = said["short_held"], said["long_held"]
+        assert [weights, gradients] == other and 3 * short == 2 * long
+        assert said["unstepped_short"] == [True, True]
+        assert came_back_whole(said["offloaded_short"]) and said["offloaded_short"]["trained"]

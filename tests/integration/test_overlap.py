@@ -1,9 +1,8 @@
-"""Gradients that are summed over data-parallel ranks beside the backward pass are those that are summed after it."""
+"""What data-parallel ranks exchange beside the passes is what they exchange between them, and bf16 rounds it once."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +19,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["DP2", pytest.param("PP2xVPP2xDP2", marks=pytest.mark.slow)])
-def test_gradients_that_are_summed_beside_the_backward_pass_are_the_same_bits(tmp_path: Path, name: str) -> None:
-    """A dense model: all its parameters have gradients. Weights, metrics and a checkpoint that goes on without it."""
-    layout = LAYOUTS[name]
-    model = make_block_model(tmp_path / "model", dense=True, layers=4)
-    job = {"model": str(model), "layout": layout, "out": str(tmp_path), "init_method": f"tcp://127.0.0.1:{free_port()}"}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.overlap_rank", tmp_path, layout["world_size"])
-    for rank in range(layout["world_size"]):
-        said = json.loads((tmp_path / f"{rank}.json").read_text())
+@pytest.fixture(scope="module", params=["DP2", pytest.param("PP2xVPP2xDP2", marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank says of a dense model, all of whose parameters have gradients."""
+    layout, out = LAYOUTS[request.param], tmp_path_factory.mktemp(request.param)
+    model = make_block_model(out / "model", dense=True, layers=4)
+    job = {"model": str(model), "layout": layout, "out": str(out), "init_method": f"tcp://127.0.0.1:{free_port()}"}
+    (out / "job.json").write_text(json.dumps(job))
+    run_ranks("tests.integration.overlap_rank", out, layout["world_size"])
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(layout["world_size"])]
+
+
+def test_gradients_that_are_summed_beside_the_backward_pass_are_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+    """Weights, metrics and a checkpoint that goes on without it."""
+    for said in ranks:
         first, second, *_ = said["begun"]
         assert first[0] == "end", "the first step learns which gradients there are"
         assert len(first) > 2 and sorted(second) == sorted(first)
@@ -38,3 +41,26 @@ def test_gradients_that_are_summed_beside_the_backward_pass_are_the_same_bits(tm
         for each in ("metrics", "resumed"):
             after, beside = said[each]
             assert [*map(pytest.approx, after)] == beside
+
+
+def test_weights_that_are_gathered_beside_the_forward_pass_are_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+    """Between the updates of a step; when it ends they are whole: on every rank, in a checkpoint, for log-probs."""
+    for said in ranks:
+        for at_once, beside in (said["gathered"][:2], said["gathered"][2:]):
+            assert pytest.approx(at_once) == beside
+        assert said["gathered_equal_0"] and said["gathered_equal_1"] and said["scored_equal"]
+        for events in said["order"]:
+            before, between, after = " ".join(events).split("step")
+            assert "gather" not in before, "the step before left the weights whole"
+            assert between.index("gather") < between.index("layer")
+            assert "layer gather" in between or said["stage"], "the later layers' weights came beside the first layers"
+            assert "gather" in after
+
+
+def test_gradients_in_bf16_are_rounded_once_where_two_ranks_add_them(ranks: list[dict[str, Any]]) -> None:
+    for said in ranks:
+        if "halved" not in said:
+            pytest.skip("the sums of several micro-batches are rounded several times")
+        assert said["halved"] == ["torch.bfloat16"]
+        assert said["rounded_once"] and not said["rounding"]
+        assert said["sharded_equal"] and said["copies_left"] == 0

@@ -36,6 +36,7 @@ probabilities in `deepseek`."""
 MTP = {"megatron": {"mtp_num_layers": 1}}
 FULL, SELECTIVE = {"recompute": {"granularity": "full"}}, {"recompute": {"granularity": "selective"}}
 PLAIN = {"distributed_optimizer": False}
+HALVED = {"grad_reduce_in_fp32": False}
 
 
 def case(tokens: int, length: int, dtype: str = "bfloat16", **trainer: Any) -> dict[str, Any]:
@@ -88,7 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "rollouts": 4,
         "critics": ["qwen", "deepseek"],
         "cases": {
-            "qwen": [case(512, 128), case(512, 128, "float32", **PLAIN)],
+            "qwen": [case(512, 128, **HALVED), case(512, 128, "float32", **PLAIN)],
             "deepseek": [case(512, 128, **MTP), case(512, 128, "float32", **FULL)],
         },
     },

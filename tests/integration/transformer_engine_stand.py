@@ -339,11 +339,16 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """AdamW (Loshchilov and Hutter, 1711.05101) on lists of gradients, parameters and both moments."""
+    """AdamW (Loshchilov and Hutter, 1711.05101) on lists of gradients, parameters and both moments, which are read into
+    fp32 and rounded when they are written, as `adam.cu` does."""
     assert mode == bias_correction == 1
-    for gradient, parameter, mean, square in zip(*tensor_lists, strict=True):
+    for gradient, parameter, *moments in zip(*tensor_lists, strict=True):
+        assert parameter.dtype == gradient.dtype == torch.float32
+        mean, square = (moment.float() for moment in moments)
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        for moment, value in zip(moments, (mean, square), strict=True):
+            moment.copy_(value)
         root = (square / (1 - beta2**step)).sqrt() + epsilon
         parameter.sub_(lr * (mean / (1 - beta1**step) / root + weight_decay * parameter))
 

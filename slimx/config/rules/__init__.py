@@ -4,6 +4,7 @@ from slimx.config.rule import rules_in
 from slimx.config.rules import (
     activations,
     algorithm,
+    data_parallel,
     exact,
     flow,
     fp8,
@@ -18,5 +19,18 @@ from slimx.config.rules import (
 )
 
 RULES = rules_in(
-    algorithm, serving, exact, updates, flow, lora, optimizer, qat, fp8, activations, recovery, reward_model, policies
+    algorithm,
+    serving,
+    exact,
+    updates,
+    flow,
+    lora,
+    optimizer,
+    data_parallel,
+    qat,
+    fp8,
+    activations,
+    recovery,
+    reward_model,
+    policies,
 )

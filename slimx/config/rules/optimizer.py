@@ -41,3 +41,25 @@ def proven(trainer: Trainer, algorithm: Algorithm, critic: Critic | None) -> Ite
     ):
         if given:
             yield key, f"{key} was never proven with trainer.optimizer.kind=muon; change it, or set the kind to adam"
+
+
+@rule("moments.proven", about="trainer.optimizer.moments_dtype")
+def short_moments(trainer: Trainer, critic: Critic | None) -> Iterator[Told]:
+    halves = "bfloat16"
+    if critic is not None and critic.optimizer.moments_dtype == halves:
+        key = "critic.optimizer.moments_dtype"
+        yield key, f"{key}={halves} was never proven for a value head; set it to float32"
+    if trainer.optimizer.moments_dtype != halves:
+        return
+    for key, given in (
+        ("trainer.distributed_optimizer", not trainer.distributed_optimizer),
+        ("trainer.optimizer.kind", trainer.optimizer.kind != "adam"),
+        ("trainer.optimizer.offload_fraction", trainer.optimizer.offload_fraction > 0),
+        ("trainer.lora", trainer.lora is not None),
+    ):
+        if given:
+            yield (
+                key,
+                f"{key} excludes trainer.optimizer.moments_dtype={halves}, which megatron-core has for its distributed "
+                "Adam on the GPU and slimx proved for all weights; leave out one of the two",
+            )

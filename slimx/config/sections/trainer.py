@@ -53,6 +53,10 @@ class Optimizer(Section):
     max_skipped: Count = 3
     """Optimizer steps in a row that may be skipped because a gradient is infinite or not a number; the run stops at the
     last of them; 0: never."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of Adam's moments between steps, which compute in fp32. bfloat16: half their memory; DeepSeek-V3 was
+    trained so, with fp32 main weights (arXiv:2412.19437, 3.3.3). Needs Transformer Engine's Adam (CUDA) and
+    trainer.distributed_optimizer; never ran on a GPU here, hence not the default."""
     offload_fraction: Share = 0.0
     """Share of Adam's moments that lies in (pinned) host memory and visits the device in pieces of 512 MiB at each
     step."""
@@ -132,6 +136,24 @@ _DROPPED = "it drops tokens that engines compute, so that log-probs differ; boun
 _FIRST_PASS = "it holds from the second pass on, and each is a first one here; name fewer parts in "
 _FIRST_PASS += "trainer.offload_activations"
 NOT_PASSED = {
+    "tensor_model_parallel_size": "set trainer.tensor",
+    "sequence_parallel": "it follows trainer.tensor",
+    "pipeline_model_parallel_size": "set trainer.pipeline",
+    "virtual_pipeline_model_parallel_size": "set trainer.virtual_pipeline",
+    "pipeline_model_parallel_layout": "set trainer.layers_per_stage",
+    "context_parallel_size": "set trainer.context",
+    "expert_model_parallel_size": "set trainer.expert",
+    "expert_tensor_parallel_size": "set trainer.expert_tensor",
+    "params_dtype": "set numerics.dtype",
+    "bf16": "set numerics.dtype",
+    "fp16": "set numerics.dtype=bfloat16; gradients are not scaled",
+    "attention_backend": "set trainer.attention",
+    "recompute_granularity": "set trainer.recompute.granularity",
+    "recompute_method": "set trainer.recompute.method",
+    "recompute_num_layers": "set trainer.recompute.layers",
+    "recompute_modules": "set trainer.recompute.modules",
+    "moe_token_dispatcher_type": "set trainer.moe.dispatcher",
+    "moe_flex_dispatcher_backend": "set trainer.moe.flex_backend",
     "moe_aux_loss_coeff": "set trainer.moe.aux_loss_coef",
     "moe_router_load_balancing_type": "set trainer.moe.aux_loss_type",
     "moe_z_loss_coeff": "set trainer.moe.z_loss_coef",
@@ -180,8 +202,8 @@ NOT_PASSED = {
     "moe_paged_stash": _DROPPED,
 }
 """Fields of megatron-core's TransformerConfig that `trainer.megatron` must not set, with the reason or what to do
-instead: those that routing has to itself, and those that would change what is computed, published or saved unnoticed,
-such as precision, names and shapes of weights."""
+instead: those that follow keys of slimx, those that routing has to itself, and those that would change what is
+computed, published or saved unnoticed, such as precision, names and shapes of weights."""
 
 
 class RankLayout(Section):
@@ -217,6 +239,13 @@ class Trainer(RankLayout):
     overlap_grad_reduce: bool | None = None
     """Sum gradients over DP and CP ranks bucket by bucket while the last micro-batch's backward pass goes on; null:
     where Transformer Engine computes the layers and there are several such ranks."""
+    overlap_param_gather: bool = False
+    """Between the updates of one step gather updated weights over DP and CP ranks bucket by bucket, beside the forward
+    pass that reads them. Megatron-LM's guides turn it on, for there a forward pass follows every update; here the
+    last update of a step is followed by a publication, so it hides (updates_per_step - 1) gathers of a step."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and sum gradients in fp32, as slime's scripts do; false: in the model's dtype, in half the memory and
+    half the bytes between ranks, rounded to 8 bits at every micro-batch and every sum."""
     grad_bucket_elements: Amount | None = None
     """Gradients of a bucket, at least; null: megatron-core's choice, the larger of 40 million and 1 million for each of
     these ranks."""

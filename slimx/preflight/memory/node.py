@@ -9,6 +9,7 @@ from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import GIB, Machine
+from slimx.preflight.memory.state import FP32
 from slimx.preflight.memory.trainer import holdings
 from slimx.preflight.memory_record import DiskBytes, Held, HostMemory, TrainerMemory
 from slimx.preflight.record import BatchPlan, PublicationFigures
@@ -21,8 +22,6 @@ _TOKEN = 4 + 4 + 1
 _TRAINED_TOKEN = 3 * 8 + 4 * 4 + 1
 """Bytes of a token in a batch (slimx.data.batch): what is read, its label and version; weight, advantage, log-prob and
 temperature; whether it is padding."""
-_STATE = 12
-"""Bytes per trained parameter in a checkpoint: main weight and two moments, fp32."""
 
 
 def host_memory(
@@ -99,8 +98,9 @@ def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch:
     itemsize = ITEMSIZE[config.numerics.dtype]
     checkpoint = 0
     for model, trainer in ((spec, config.trainer), *([(critic, config.as_critic().trainer)] if critic else [])):
+        state = FP32 + 2 * ITEMSIZE[trainer.optimizer.moments_dtype]  # of a parameter: main weight and two moments
         for run in holdings(trainer, config.numerics, model).runs(Sizes(), 0):
-            each = ITEMSIZE[run.dtype] + (_STATE if run.trained else 0)
+            each = ITEMSIZE[run.dtype] + (state if run.trained else 0)
             checkpoint += run.elements * run.count * each
     for_good = schedule.steps // options.keep_every if options.keep_every else 0
     exports = (schedule.steps // options.export_every if options.export_every else 0) + options.export_hf

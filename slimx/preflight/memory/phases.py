@@ -130,7 +130,7 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
         # The models of a rank take turns with activations.
         record = max(rank, key=_busy)
         if record.step > _activations(record):
-            state["moments at work"] = record.step
+            state["moments, gradients at work"] = record.step
         else:
             state["activations"] = record.activations
             state["gradients of a layer, logits"] = max(record.head, record.work)

@@ -2,9 +2,10 @@
 
     weights     one buffer per model chunk, kind of parallelism (dense, experts) and dtype; without the distributed
                 optimizer one tensor per parameter
-    gradients   a buffer of fp32 of the same length
-    optimizer   Adam's two moments in fp32 (Muon: one of a matrix), and fp32 main weights of what is not fp32 itself: of
-                all, or (distributed optimizer) of this rank's even share of each buffer
+    gradients   a buffer of the same length, of fp32 or (trainer.grad_reduce_in_fp32) of the weights' dtype
+    optimizer   Adam's two moments of trainer.optimizer.moments_dtype (Muon: one of a matrix, fp32), and fp32 main
+                weights of what is not fp32 itself: of all, or (distributed optimizer) of this rank's even share of
+                each buffer
     experts     count as dense where the expert parallel size is 1: their gradients are summed over the same ranks
 
 With the distributed optimizer every parameter starts at a multiple of 64 elements and every bucket ends at one of 128
@@ -42,6 +43,8 @@ class StateBytes:
     moments: int
     """The part of `optimizer` that is moments, which `trainer.optimizer.offload_fraction` moves to the
     host."""
+    copied: int
+    """fp32 copies that an optimizer step makes of the rank's share of bf16 gradients."""
     elements: int
     """Parameters and buffers that the rank holds, gaps not counted."""
     largest: int
@@ -57,6 +60,9 @@ class Buffers:
 
     def __init__(self, runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes):
         self.runs, self.sizes, self.distributed = runs, sizes, trainer.distributed_optimizer
+        self._in_fp32 = trainer.grad_reduce_in_fp32
+        self._moments = 2 * ITEMSIZE[trainer.optimizer.moments_dtype]
+        """Bytes of the two moments of an element."""
         dense, experts = sizes.data * sizes.context, sizes.stage // (sizes.expert * sizes.expert_tensor)
         trained = sorted((run for run in runs if run.trained), key=_buffer)
         muon = trainer.optimizer.kind == "muon"
@@ -81,21 +87,24 @@ class Buffers:
 
     def of(self, rank: int) -> StateBytes:
         """Bytes of state of `rank`, after its first optimizer step."""
-        runs, weights, gradients, optimizer, moments = self.runs, 0, 0, 0, 0
+        runs, weights, gradients, optimizer, moments, copied = self.runs, 0, 0, 0, 0, 0
         for run in runs:
             if run.parameter and not (run.trained and self.distributed):
                 weights += run.elements * run.count * ITEMSIZE[run.dtype]
         for at, (_, dtype, length, _) in enumerate(self._buffers):
             owned = int(self._owned(np.array([rank]), at)[0])
             weights += length * ITEMSIZE[dtype] if self.distributed else 0
-            gradients += length * FP32
+            each = FP32 if self._in_fp32 else ITEMSIZE[dtype]
+            gradients += length * each
+            copied += owned * FP32 if each < FP32 else 0
             optimizer += owned * self._each(at)
-            moments += owned * 2 * FP32
+            moments += owned * self._moments
         return StateBytes(
             weights=weights,
             gradients=gradients,
             optimizer=optimizer - self._spared,
             moments=moments - self._spared,
+            copied=copied,
             elements=sum(run.elements * run.count for run in runs),
             largest=max(run.elements for run in runs),
             quantised=sum(run.elements * run.count for run in runs if run.quantised),
@@ -104,7 +113,7 @@ class Buffers:
 
     def _each(self, at: int) -> int:
         """Bytes of Adam's state per element: two moments, and main weights of what is not fp32 itself."""
-        return (2 if self._buffers[at][1] == "float32" else 3) * FP32
+        return self._moments + (0 if self._buffers[at][1] == "float32" else FP32)
 
     def _owned(self, ranks: np.ndarray, at: int) -> np.ndarray:
         expert, _, _, owned = self._buffers[at]

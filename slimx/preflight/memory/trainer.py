@@ -155,7 +155,7 @@ def _record(
 ) -> TrainerMemory:
     state = found.state
     hosted = round(state.moments * config.trainer.optimizer.offload_fraction)
-    step = min(MOMENT_PIECE, hosted)
+    step = min(MOMENT_PIECE, hosted) + state.copied
     dispatched = _dispatched(spec, setting)
     overhead = OVERHEAD if device == "cuda" else 0
     served = _served(config, state) if model == "trainer" else 0

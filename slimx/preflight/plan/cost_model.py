@@ -5,7 +5,7 @@
     bubble    what pipeline stages wait
     moved     bytes that a rank receives, over NVLink where the group fits its domain, else over the network: tensor
               (5 times the tokens of a projection and layer), experts (4 times the chosen tokens), context (3 times keys
-              and values; 2 times what goes into and out of a delta net), data (fp32 gradients and new weights),
+              and values; 2 times what goes into and out of a delta net), data (gradients and new weights),
               pipeline (2 times a stage's boundary)
     waits     copies of activations to the host that take longer than the forward pass, and back longer than the
               backward pass

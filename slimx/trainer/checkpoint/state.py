@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from slimx.models.files.megatron_common import preloaded
 from slimx.trainer.checkpoint.pieces import in_pieces, sharded_optimizer
-from slimx.trainer.device.host_moments import HostMoments
 from slimx.trainer.model.build import unwrap
+from slimx.trainer.step.optimizer import make_moments
 
 RANDOM = "random_state"
 
@@ -64,9 +64,7 @@ def optimizer_state(
         # into. Zeros are what it starts from; a state that is there stays.
         for part in optimizer.chained_optimizers:
             if part.optimizer is not None:
-                if isinstance(part.optimizer, HostMoments):
-                    part.optimizer.make()
-                part.init_state_fn(part.optimizer, part.config)
+                make_moments(part)
     if pieces:
         return sharded_optimizer(optimizer, model)
     return optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=metadata())

@@ -39,6 +39,8 @@ class Backends:
     """Tokens are ordered by expert in Transformer Engine's kernels."""
     overlap_grad_reduce: bool
     """Gradients are summed over ranks while the backward pass goes on."""
+    overlap_param_gather: bool
+    """Updated weights are gathered over ranks beside the next forward pass."""
     reasons: tuple[str, ...]
     """One sentence per choice, for the log."""
 
@@ -78,6 +80,7 @@ def choose_backends(
     if exact:
         packages = set(packages) - {"transformer_engine"}
     _check_offload(trainer, device, packages)
+    _check_moments(trainer, device, packages)
     attention, why_attention = _attention(trainer.attention, device, packages)
     if exact:
         why_attention = "attention and layers: those of numerics.mode exact"
@@ -94,7 +97,7 @@ def choose_backends(
     delta_rule = [_delta_rule(device, packages)] if delta_nets else []
     state_rule = [_state_rule(device, packages)] if state_spaces else []
     why_kernels = (why_attention, *delta_rule, *state_rule, why_dispatcher, why_fusion)
-    reasons = (*why_kernels, why_permute, why_overlap, *why_fp8)
+    reasons = (*why_kernels, why_permute, why_overlap, *_gather(trainer, overlap), *why_fp8)
     return Backends(
         attention=attention,
         dispatcher=dispatcher,
@@ -103,6 +106,7 @@ def choose_backends(
         gradient_accumulation_fusion=fusion,
         permute_fusion=permute,
         overlap_grad_reduce=overlap,
+        overlap_param_gather=trainer.overlap_param_gather,
         reasons=reasons,
     )
 
@@ -213,6 +217,20 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
     return False, f"{name} after the backward pass: Transformer Engine does not compute the layers"
 
 
+def _gather(trainer: Trainer, overlap: bool) -> tuple[str, ...]:
+    if not trainer.overlap_param_gather:
+        return ()
+    if not overlap:
+        # megatron-core then has one bucket for all weights, and the first layer would wait for all of it.
+        raise SlimxError(
+            "trainer.overlap_param_gather needs the buckets of trainer.overlap_grad_reduce, which is off here; set it "
+            "to true, or leave trainer.overlap_param_gather out",
+            code="trainer.overlap_param_gather",
+            about="trainer.overlap_param_gather",
+        )
+    return ("gather of weights beside the forward pass that follows, between the updates of a step: as configured",)
+
+
 def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> None:
     if trainer.offload_activations and not has_engine(device, packages):
         missing = "the package transformer_engine" if device == "cuda" else "CUDA"
@@ -220,6 +238,17 @@ def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> 
             f"trainer.offload_activations needs {missing}, which is not here; leave it out, and set trainer.recompute",
             code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
             about="trainer.offload_activations",
+        )
+
+
+def _check_moments(trainer: Trainer, device: str, packages: Collection[str]) -> None:
+    if trainer.optimizer.moments_dtype != "float32" and not has_engine(device, packages):
+        missing = "the package transformer_engine" if device == "cuda" else "CUDA"
+        raise SlimxError(
+            f"trainer.optimizer.moments_dtype={trainer.optimizer.moments_dtype} needs {missing}, which is not here; "
+            "leave it out",
+            code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
+            about="trainer.optimizer.moments_dtype",
         )
 
 

@@ -24,6 +24,7 @@ from slimx.adapters.megatron import fp8 as megatron_fp8
 from slimx.adapters.megatron import latent as megatron_latent
 from slimx.adapters.megatron import mamba as megatron_mamba
 from slimx.adapters.megatron import sparse as megatron_sparse
+from slimx.adapters.megatron.param_gather import wait_by_layer
 from slimx.config.schema import Config
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import sizes_of
@@ -77,19 +78,24 @@ def build_model(
         attach(unwrap(chunks[0]), held, spec.table, config.trainer.lora, seed=config.run.seed, exact=config.exact)
     # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
     # round the fp32 value head of a bf16 critic and mix up its elements.
-    return [
+    wrapped = [
         DistributedDataParallel(
             transformer,
             DistributedDataParallelConfig(
                 use_distributed_optimizer=config.trainer.distributed_optimizer,
-                grad_reduce_in_fp32=True,
+                grad_reduce_in_fp32=config.trainer.grad_reduce_in_fp32,
                 overlap_grad_reduce=backends.overlap_grad_reduce,
+                overlap_param_gather=backends.overlap_param_gather,
                 bucket_size=config.trainer.grad_bucket_elements,
             ),
             chunk,
         )
         for chunk in chunks
     ]
+    if backends.overlap_param_gather:
+        for chunk in wrapped:
+            wait_by_layer(chunk, unwrap(chunk))
+    return wrapped
 
 
 def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> None:

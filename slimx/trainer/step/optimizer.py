@@ -49,13 +49,38 @@ def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch
         # Every rank orthogonalises the whole matrix, so that the update does not depend on the layout.
         muon_tp_mode="duplicated",
         muon_fp32_matmul_prec="highest" if config.numerics.dtype == "float32" else "medium",
+        **_precision(options),
     )
+    # Main weights stay megatron-core's own, in fp32, where checkpoints and the way to the host know them.
+    settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     optimizer = get_megatron_optimizer(settings, chunks, _groups(settings, undecayed))
     if options.offload_fraction:
         for part in optimizer.chained_optimizers:
             if part.optimizer is not None:
                 part.optimizer = HostMoments(part.optimizer, options.offload_fraction)
     return optimizer
+
+
+def _precision(options: Optimizer) -> dict[str, Any]:
+    if options.moments_dtype == "float32":
+        return {}
+    moments = DTYPES[options.moments_dtype]
+    return {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+
+
+def make_moments(part: Any) -> None:
+    """Give parameters of the Megatron optimizer `part` that have no state yet the zeros that Adam begins with."""
+    inner = part.optimizer
+    if part.config.use_precision_aware_optimizer:
+        # megatron-core 0.19.2 calls this without the second argument, which Transformer Engine 2.20.2 wants.
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.initialize_state(parameter, store_param_remainders=False)
+        return
+    if isinstance(inner, HostMoments):
+        inner.make()
+    part.init_state_fn(inner, part.config)
 
 
 def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) -> dict[ParamKey, ParamGroupOverride]:

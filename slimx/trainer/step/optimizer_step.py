@@ -57,6 +57,7 @@ class OptimizerStep:
             self.skipped_in_a_row = 0
         else:
             self._skip(norm)
+        self.optimizer.zero_grad()  # fp32 copies of this rank's share where gradients are bf16; the buffers stay
         values = {"lr": rate, "grad_norm": norm, "skipped": float(not finite)}
         return {f"{self.prefix}/{name}": value for name, value in values.items()}
 

@@ -55,6 +55,11 @@ def sections(**changes: Any) -> dict[str, Any]:
         ({"trainer__moe__routing_replay": "R2"}, "reward_model.proven", "trainer.moe.routing_replay"),
         ({"trainer__moe__aux_loss_coef": 0.1}, "reward_model.proven", "trainer.moe.aux_loss_coef"),
         ({"critic": {}}, "algorithm.critic", "critic"),
+        (
+            {"trainer__overlap_param_gather": True, "schedule__updates_per_step": 2},
+            "param_gather.effect",
+            "trainer.overlap_param_gather",
+        ),
     ],
 )
 def test_what_a_reward_model_does_not_do_is_refused(changes, code, about):

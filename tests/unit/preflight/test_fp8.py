@@ -84,6 +84,25 @@ def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other
             "fp8.proven",
             "trainer.optimizer.offload_fraction",
         ),
+        (
+            {"trainer": {"fp8": "mxfp8", "optimizer": {"moments_dtype": "bfloat16"}}},
+            "fp8.proven",
+            "trainer.optimizer.moments_dtype",
+        ),
+        (
+            {"trainer": {"fp8": "mxfp8", "grad_reduce_in_fp32": False}},
+            "fp8.proven",
+            "trainer.grad_reduce_in_fp32",
+        ),
+        (
+            {
+                "trainer": {"fp8": "mxfp8", "overlap_param_gather": True},
+                "rollout": {**BASE["rollout"], "prompts_per_step": 8},
+                "schedule": {"updates_per_step": 2},
+            },
+            "fp8.proven",
+            "trainer.overlap_param_gather",
+        ),
         ({"trainer": {"fp8": "mxfp8", "freeze": ["*router*"]}}, "fp8.proven", "trainer.freeze"),
         (
             {"trainer": {"fp8": "mxfp8", "world_size": 2, "pipeline": 2, "virtual_pipeline": 2}},

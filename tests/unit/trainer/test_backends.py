@@ -150,3 +150,26 @@ def test_experts_of_plain_torch_may_have_no_gradients_to_wait_for(device, exact)
     assert choose_backends(asked, device=device, packages={TE}, exact=exact).overlap_grad_reduce
     with refused("trainer.overlap_grad_reduce", about="trainer.overlap_grad_reduce"):
         choose_backends(asked, device=device, packages={TE}, exact=exact, experts=8)
+
+
+@pytest.mark.parametrize(("fields", "packages"), [(DATA2, {TE}), (DATA2 | {"overlap_grad_reduce": True}, {APEX})])
+def test_weights_are_gathered_beside_a_pass_where_gradients_are_summed_in_buckets(fields, packages):
+    asked = trainer(**fields, overlap_param_gather=True)
+    assert choose_backends(asked, device="cuda", packages=packages).overlap_param_gather
+    with refused("trainer.overlap_param_gather", about="trainer.overlap_param_gather"):
+        choose_backends(trainer(**DATA2, overlap_param_gather=True), device="cpu", packages=packages)
+
+
+@pytest.mark.parametrize(
+    ("device", "packages", "exact", "code"),
+    [
+        ("cpu", {TE}, False, "trainer.no_cuda"),
+        ("cuda", {APEX}, False, "trainer.not_installed"),
+        ("cuda", {TE}, True, "trainer.not_installed"),
+    ],
+)
+def test_moments_in_bf16_need_transformer_engines_adam(device, packages, exact, code):
+    asked = trainer(optimizer={"moments_dtype": "bfloat16"})
+    choose_backends(asked, device="cuda", packages={TE})
+    with refused(code, about="trainer.optimizer.moments_dtype"):
+        choose_backends(asked, device=device, packages=packages, exact=exact)

@@ -1,0 +1,54 @@
+"""What data-parallel ranks exchange otherwise than by default is refused where it has no effect or was never proven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slimx.config.schema import Config
+from tests.refusals import invalid
+
+GATHER, HALVED = {"overlap_param_gather": True}, {"grad_reduce_in_fp32": False}
+SHORT = {"optimizer": {"moments_dtype": "bfloat16"}}
+TWICE = {"schedule": {"updates_per_step": 2}}
+PPO = {"algorithm": {"name": "ppo"}, "critic": {}}
+
+
+def config(trainer: dict[str, Any], **sections: Any) -> Config:
+    values = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, **sections}
+    return Config.model_validate({**values, "trainer": trainer})
+
+
+@pytest.mark.parametrize(("trainer", "sections"), [(GATHER, TWICE), (HALVED, {}), (SHORT, {}), (HALVED, PPO)])
+def test_each_is_taken_where_it_was_proven(trainer, sections):
+    config({**trainer, "world_size": 2}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("code", "about", "trainer", "sections"),
+    [
+        ("param_gather.effect", "trainer.overlap_param_gather", GATHER, {}),
+        ("param_gather.effect", "trainer.overlap_param_gather", GATHER | {"distributed_optimizer": False}, TWICE),
+        ("param_gather.proven", "trainer.overlap_grad_reduce", GATHER | {"overlap_grad_reduce": False}, TWICE),
+        ("param_gather.proven", "trainer.lora", GATHER | {"lora": {"rank": 4, "alpha": 8}}, TWICE),
+        ("grad_reduce.proven", "trainer.grad_reduce_in_fp32", HALVED, {"numerics": {"dtype": "float32"}}),
+        (
+            "grad_reduce.proven",
+            "trainer.optimizer.kind",
+            HALVED | {"optimizer": {"kind": "muon"}, "distributed_optimizer": False},
+            {},
+        ),
+        ("moments.proven", "trainer.distributed_optimizer", SHORT | {"distributed_optimizer": False}, {}),
+        (
+            "moments.proven",
+            "trainer.optimizer.offload_fraction",
+            {"optimizer": {"moments_dtype": "bfloat16", "offload_fraction": 0.5}},
+            {},
+        ),
+        ("moments.proven", "critic.optimizer.moments_dtype", {}, PPO | {"critic": SHORT}),
+    ],
+)
+def test_what_has_no_effect_or_was_never_proven_is_refused(code, about, trainer, sections):
+    with invalid(code, about=about):
+        config(trainer, **sections)
