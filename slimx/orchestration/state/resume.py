@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be continued under a configuration: what it keeps of trainers, against what this run has."""
+"""A checkpoint can be continued or not: what it keeps of trainers, against what this run has."""
 
 from __future__ import annotations
 
