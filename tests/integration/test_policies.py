@@ -48,7 +48,6 @@ def train(tiny_model: Path, task_of_sums: Path) -> Train:
     return run
 
 
-gated = pytest.mark.xfail(reason="refused by policies.never_ran, which goes when these pass", strict=True)
 JUDGE = {"judge": {"trainer": {"optimizer": {"lr": 3e-3}}}}
 
 
@@ -67,7 +66,6 @@ def measured(directory: Path, *names: str) -> list[list[float]]:
     return [[metrics[name] for name in names] for metrics in steps(directory).values()]
 
 
-@gated
 def test_each_policy_trains_its_own_trajectories_under_its_own_keys(two: Path) -> None:
     trained = steps(two)
     assert [*trained] == list(range(1, STEPS + 1))
@@ -90,7 +88,6 @@ def test_each_policy_trains_its_own_trajectories_under_its_own_keys(two: Path) -
     assert actor.keys() == judge.keys() and any(not torch.equal(actor[name], judge[name]) for name in actor)
 
 
-@gated
 def test_a_checkpoint_holds_every_policy_and_a_resumed_run_goes_on_as_the_whole_one(
     two: Path, train: Train, tmp_path: Path
 ) -> None:
