@@ -92,11 +92,11 @@ def warm_start() -> Path:
     return PLACE / "warm" / "hf"
 
 
-def curve(directory: Path, policy: str = "") -> list[float]:
-    """Sampled reward by step; `policy`: prefix of the names of a further policy's metrics."""
+def curve(directory: Path) -> list[float]:
+    """Sampled reward by step."""
     if not (directory / "metrics.jsonl").exists():
         return []
-    return [row[f"{policy}reward/mean"] for step, row in sorted(steps(directory).items()) if step]
+    return [row["reward/mean"] for step, row in sorted(steps(directory).items()) if step]
 
 
 def arrived(rewards: list[float]) -> bool:
@@ -119,19 +119,6 @@ def test_a_model_with_gated_delta_nets_learns_it_by_grpo(warm_start):
     supervised("warm-next", "demonstrations.jsonl", model={"path": str(model)})
     start = str(PLACE / "warm-next" / "hf")
     learn("qwen3_next", {"model": {"path": str(model)}, "trainer": {"load": start}, "algorithm": {"reference": True}})
-
-
-def test_two_policies_learn_at_once_one_to_answer_and_one_to_judge_the_answer(warm_start):
-    """The hooks of examples/solver_judge.py: both begin at the warm start, which was never asked for a verdict."""
-    hooks = "examples.solver_judge"
-    changes = {
-        "trainer": {"load": str(warm_start), "world_size": 1, "expert": 1},
-        "algorithm": {"reference": True},
-        "rollout": {"generate": f"{hooks}.generate"},
-        "reward": {"function": f"{hooks}.reward"},
-        "policies": {"judge": {}},
-    }
-    learn("solver", changes, policies=("", "policy/judge/"))
 
 
 def test_ppo_learns_it_from_a_reward_model_alone(warm_start):
@@ -185,8 +172,8 @@ def make_next(out: Path) -> None:
     (out / "config.json").write_text(json.dumps(hf))
 
 
-def learn(name: str, *changes: dict[str, Any], policies: tuple[str, ...] = ("",)) -> None:
-    """A run of the quickstart with `changes` learns its task and stays there, each of its `policies` (prefixes)."""
+def learn(name: str, *changes: dict[str, Any]) -> None:
+    """A run of the quickstart with `changes` learns its task and stays there."""
     directory, task = PLACE / name, PLACE / "task"
     ours = {
         "run": {"dir": str(directory)},
@@ -195,19 +182,14 @@ def learn(name: str, *changes: dict[str, Any], policies: tuple[str, ...] = ("",)
         "eval": {"prompts": str(task / "heldout.jsonl"), "every": 0},
     }
     config = write("quickstart.yaml", ours, *changes)
-
-    def all_arrived() -> bool:
-        return all(arrived(curve(directory, policy)) for policy in policies)
-
-    if not all_arrived():
+    if not arrived(curve(directory)):
         run = TrainProcess(config)
-        run.until(lambda: all_arrived() or completed_steps(directory) >= STEPS, 2 * 3600)
+        run.until(lambda: arrived(curve(directory)) or completed_steps(directory) >= STEPS, 2 * 3600)
         run.kill(signal.SIGTERM)
         run.wait()
-    for policy in policies:
-        rewards = curve(directory, policy)
-        line = {"name": policy + name, "date": time.strftime("%Y-%m-%d"), "steps": len(rewards), "reward": rewards}
-        with (PLACE / "curves.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        assert rewards[0] <= AT_MOST, "the warm start is better than it should be"  # sampled before the first update
-        assert arrived(rewards), f"{line['name']} reached {rewards[-MEAN_OF:]} in {len(rewards)} steps"
+    rewards = curve(directory)
+    line = {"name": name, "date": time.strftime("%Y-%m-%d"), "steps": len(rewards), "reward": rewards}
+    with (PLACE / "curves.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert rewards[0] <= AT_MOST, "the warm start is better than it should be"  # sampled before the first update
+    assert arrived(rewards), f"{name} reached {rewards[-MEAN_OF:]} in {len(rewards)} steps"

@@ -16,7 +16,7 @@ from slimx.orchestration.state.saves import read_state
 from slimx.trainer.checkpoint.files import read_manifest
 from tests.integration.runs import TrainProcess, steps, write_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
 HOOKS = "tests.integration.policy_hooks"
 STEPS = 3
 Train = Callable[..., Path]
@@ -101,6 +101,15 @@ def test_a_checkpoint_holds_every_policy_and_a_resumed_run_goes_on_as_the_whole_
         assert all(torch.equal(whole[name], again[name]) for name in whole)
     names = ("loss/policy", "policy/judge/loss/policy", "reward/mean", "policy/judge/reward/mean")
     assert measured(two, *names) == measured(resumed, *names)
+
+
+def test_both_policies_learn_what_their_own_rewards_ask_for(train: Train, tmp_path: Path) -> None:
+    """From random weights: the actor to write digits, the judge to write letters. docs/policies.md has the curves."""
+    task = ("rollout.prompts_per_step=4", "rollout.group_size=8", "rollout.concurrency=64", "schedule.steps=40")
+    directory = train(tmp_path, *task, f"reward.function={HOOKS}.digits_or_letters", policies=JUDGE)
+    for rewards in zip(*measured(directory, "reward/mean", "policy/judge/reward/mean"), strict=True):
+        print(" ".join(f"{reward:.2f}" for reward in rewards))
+        assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
 def test_two_roles_of_one_policy_train_as_one_policy_to_the_last_bit(train: Train, tmp_path: Path) -> None:
