@@ -42,7 +42,7 @@ def train(tiny_model: Path, task_of_sums: Path) -> Train:
             **sections,
         )
         process = TrainProcess(config, *overrides)
-        assert process.wait() == 0, process.text()
+        assert process.wait(3000) == 0, process.text()
         return directory / "run"
 
     return run
@@ -104,11 +104,10 @@ def test_a_checkpoint_holds_every_policy_and_a_resumed_run_goes_on_as_the_whole_
 
 
 def test_both_policies_learn_what_their_own_rewards_ask_for(train: Train, tmp_path: Path) -> None:
-    """From random weights: the actor to write digits, the judge to write letters. docs/policies.md has the curves."""
+    """From random weights: the actor to write digits, the judge to write letters."""
     task = ("rollout.prompts_per_step=4", "rollout.group_size=8", "rollout.concurrency=64", "schedule.steps=40")
     directory = train(tmp_path, *task, f"reward.function={HOOKS}.digits_or_letters", policies=JUDGE)
     for rewards in zip(*measured(directory, "reward/mean", "policy/judge/reward/mean"), strict=True):
-        print(" ".join(f"{reward:.2f}" for reward in rewards))
         assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
