@@ -227,7 +227,7 @@ class EngineSuggestion(Record):
 
 
 class Together(Record):
-    """What all trained policies of a run need together, policy after policy."""
+    """Needs of all trained policies of a run, placed policy after policy."""
 
     gpus: int
     nodes: int

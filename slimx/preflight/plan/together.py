@@ -1,4 +1,4 @@
-"""What all trained policies of a run need together, and which rules about the whole machine that breaks."""
+"""Sums what all trained policies of a run need, and refuses what a machine has not for all of them together."""
 
 from __future__ import annotations
 
