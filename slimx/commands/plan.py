@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slimx.commands.data import rendered_lines
 from slimx.config.schema import Config
-from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.policies import ACTOR, Policy
 from slimx.data.prompt_files.directories import matching
 from slimx.data.prompt_files.hub import HUB
 from slimx.errors import SlimxError
@@ -16,10 +17,13 @@ from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
 from slimx.models.state_space import layers_of
 from slimx.orchestration.prompts import first_prompt, run_tokenizer
+from slimx.preflight.checks.machine import unused_warnings
+from slimx.preflight.hardware import machine_of
 from slimx.preflight.plan.report import Planned, plan_report, predictions
 from slimx.preflight.plan.suggest import nearest_layout, suggest_layouts
 from slimx.preflight.plan.suggest_engines import suggest_engines
-from slimx.preflight.plan.text import describe, describe_predictions, describe_suggestions
+from slimx.preflight.plan.text import describe, describe_predictions, describe_suggestions, describe_together
+from slimx.preflight.plan.together import refusals, together
 from slimx.preflight.record import PlanReport, Predicted
 from slimx.trainer.device.backends import choose_backends, installed
 
@@ -35,23 +39,34 @@ class Said:
 def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as_json: bool = False) -> Said:
     """Plan the run of `config`. `predict`: also how long a publication takes, after a test here of 3 seconds;
     `suggest`: also layouts that fit `cluster.gpu`, of which the nearest is told anyway where the run does not."""
-    reports = {name: _planned(own, predict=predict, suggest=suggest) for name, own in config.by_policy.items()}
+    reports: dict[str, PlanReport] = {}
+    first = 0
+    for name, own in config.by_policy.items():
+        reports[name] = _planned(own, config.policies, first, predict=predict, suggest=suggest)
+        first += reports[name].rank_map.gpus if reports[name].rank_map is not None else 0
+    sums = together([*reports.values()]) if len(reports) > 1 else None
     report = reports.pop(ACTOR)
     prompt, wrong = _first_prompt(config)
     further = [f"policies.{name}: {sentence}" for name, each in reports.items() for sentence in each.violations]
-    report = report.model_copy(update={"policies": reports, "violations": (*report.violations, *wrong, *further)})
+    warnings = report.warnings
+    if sums is not None:
+        further += [f"all policies together: {problem}" for problem in refusals(sums, machine_of(config.cluster))]
+        warnings += tuple(unused_warnings(config.rollout, config.cluster, sums)) if report.device == "cuda" else ()
+    update = {"violations": (*report.violations, *wrong, *further), "warnings": warnings}
+    report = report.model_copy(update={"policies": reports, "together": sums, **update})
     if as_json:
         return Said([report.model_dump_json(indent=1)], report.violations)
     lines = [*_lines(report, prompt)]
     for name, each in reports.items():
-        lines += ["", f"policy      {name}: trainers and engines of its own; nodes are counted for it alone"]
-        lines += _lines(each, [])
+        lines += ["", f"policy      {name}: trainers and engines of its own", *_lines(each, [])]
+    if sums is not None:
+        lines += ["", *describe_together(sums)]
     return Said(lines, report.violations)
 
 
-def _planned(config: Config, *, predict: bool, suggest: bool) -> PlanReport:
-    """The report of one policy."""
-    planned = plan_report(config)
+def _planned(config: Config, policies: Mapping[str, Policy], first: int, *, predict: bool, suggest: bool) -> PlanReport:
+    """The report of one policy of a run that trains `policies`, from GPU `first` on."""
+    planned = plan_report(config, policies, first=first)
     report = planned.report
     kernels = _kernels(config, planned.spec, report.device)
     report = report.model_copy(update={"kernels": kernels, **_suggestions(config, planned, suggest=suggest)})

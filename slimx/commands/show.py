@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.trained_tokens import TrainedTokens
 
@@ -53,6 +54,7 @@ def _trajectory_values(
     out: Json = {
         "id": trajectory.id,
         "rollout": trajectory.rollout_id,
+        "policy": trajectory.policy,
         "reward": _number(trajectory.reward),
         "reward_parts": {name: _number(value) for name, value in trajectory.reward_parts.items()},
         "metrics": {name: _number(value) for name, value in trajectory.metrics.items()},
@@ -135,10 +137,11 @@ def _trajectory_lines(each: Json) -> Iterator[str]:
     )
     versions = "+".join(dict.fromkeys(str(version) for _, _, version in each["versions"])) or "none"
     behind = f", {each['staleness']} behind" if each["staleness"] is not None else ""
-    counts = each["tokens"]
+    counts, parts = each["tokens"], f" ({parts})" if parts else ""
+    policy = "" if each["policy"] == ACTOR else f" of the policy {each['policy']}"
     inserted = f", {counts['inserted']} inserted" if counts["inserted"] else ""
     yield (
-        f"  {each['id']}  reward {_shown(each['reward'])}" + (f" ({parts})" if parts else "") + f"; {each['status']}"
+        f"  {each['id']}{policy}  reward {_shown(each['reward'])}{parts}; {each['status']}"
         f" ({each['finish_reason']}); version {versions}{behind}; tokens: {counts['prompt']} of the prompt, "
         f"{counts['sampled']} sampled{inserted}, {counts['trained']} trained{_trained_words(each)}"
         + (f"; {logged}" if logged else "")

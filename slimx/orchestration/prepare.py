@@ -12,7 +12,7 @@ from slimx.algorithms.credit import load_credit
 from slimx.cluster.connection import device_of
 from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
-from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.policies import ACTOR, Policy
 from slimx.data.records import Prompt
 from slimx.engines.fleet.group import spec_values
 from slimx.engines.server.spec import EngineSpec, server_args
@@ -105,7 +105,7 @@ def check_run(config: Config) -> Prepared:
     """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first moment at which
     something cannot work, with everything that cannot."""
     device = device_of(config)
-    checked = {name: _check_model(own, device) for name, own in config.by_policy.items()}
+    checked = {name: _check_model(own, device, config.policies) for name, own in config.by_policy.items()}
     actor = checked[ACTOR]
     for each in checked.values():
         try_hooks(each.config)
@@ -137,12 +137,13 @@ class _Checked:
     facts: dict[str, Any]
 
 
-def _check_model(config: Config, device: str) -> _Checked:
-    """Check one policy's configuration against its model and its weights."""
+def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) -> _Checked:
+    """Check one policy's configuration against its model and its weights. `policies`: of the run."""
     transport = choose_transport(config, device)
     config = transport.applied(config)
     spec = configured_model(config)
     facts = model_facts(config, spec) | {"device": device, "local_device": device}
+    facts["policies"] = policies  # the configuration of a further one has none
     refuse(broken(RULES, facts))
     backends = choose_backends(
         config.trainer,

@@ -67,9 +67,9 @@ class RankMap(Record):
     """Places of ranks on GPUs, if ranks fill nodes in their order, engines after trainers."""
 
     gpus: int
-    """GPUs that the run needs."""
+    """GPUs that the policy needs, frozen engines included."""
     nodes: int
-    """Nodes that they fill."""
+    """Nodes that they are on."""
     per_node: int
     trainer: tuple[RankPlace, ...]
     critic: tuple[RankPlace, ...]
@@ -226,6 +226,19 @@ class EngineSuggestion(Record):
     """Rollouts of the greatest length that all servers of the group hold at once."""
 
 
+class Together(Record):
+    """Needs of all trained policies of a run, placed policy after policy."""
+
+    gpus: int
+    nodes: int
+    per_node: int
+    fullest: int | None
+    """Memory that the fullest GPU needs in its fullest phase; null: the GPU is unknown."""
+    host: HostMemory | None
+    """Host memory of the node, if it is one; null: each policy's own figure counts."""
+    disk: DiskBytes | None
+
+
 class PlanReport(Record):
     """Everything that `slimx plan` says. Null where the run is refused before it can be known."""
 
@@ -284,7 +297,9 @@ class PlanReport(Record):
     suggested_engines: tuple[EngineSuggestion, ...] = ()
     """With --suggest."""
     policies: dict[str, PlanReport] = {}
-    """Plans of the policies that are trained beside the run's own, by name, each as if it had its nodes to itself."""
+    """Plans of the policies that are trained beside the run's own, by name. The GPUs of each follow those before it."""
+    together: Together | None = None
+    """Sums over the run's own policy and `policies`; null where there is one, or where one cannot be placed."""
 
     @property
     def complete(self) -> bool:

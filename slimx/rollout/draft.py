@@ -38,7 +38,7 @@ class Draft:
         self.policy, self.turn = policy, 0
         self.timings = {"generate": 0.0}
         # Thousands of rollouts wait for their tools at once: 9 bytes a token here, where lists of numbers take 90.
-        self._ids = array("i", prompt_ids)
+        self._ids = array("i", prompt_ids)  # a copy of an array, too, for it grows
         self._logprobs = array("f", [float("nan")]) * len(self._ids)
         self._trained = bytearray(len(self._ids))
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]

@@ -76,7 +76,9 @@ class RolloutEngine:
     ) -> Completion:
         """Continue `token_ids`. `sampling` overrides single parameters; give each turn its number, so that its seed
         differs."""
-        return await self._client().generate(self._request(token_ids, sampling, turn))
+        request = self._request(token_ids, sampling, turn)
+        del token_ids  # a list takes ten times what the request keeps, and it waits for its turn
+        return await self._client().generate(request)
 
     def stream(
         self, token_ids: Sequence[int], sampling: dict[str, Any] | None = None, *, turn: int = 0

@@ -30,3 +30,10 @@ async def opposed(ctx: RewardContext, trajectory: Trajectory) -> float:
     """`digits` for the policy `actor`, its opposite for others: their weights part at once."""
     share = await digits(ctx, trajectory)
     return share if trajectory.policy == "actor" else 1.0 - share
+
+
+async def digits_or_letters(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """`digits` for the policy `actor`, the share of small letters for others."""
+    if trajectory.policy == "actor":
+        return await digits(ctx, trajectory)
+    return sum("a" <= character <= "z" for character in ctx.text) / max(1, len(ctx.text))

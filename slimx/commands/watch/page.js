@@ -166,7 +166,7 @@ function drawGroup(side, group) {
     const versions = [...new Set(each.versions.map((version) => version[2]))].join("+") || "none";
     const parts = Object.entries(each.reward_parts).map(([name, reward]) => `${name} ${shown(reward)}`).join(", ");
     const turns = new Set(each.parts.filter((part) => part.source === "sampled").map((part) => part.turn)).size;
-    const head = element("div", "soft", `${each.id}: ${each.status} (${each.finish_reason}), version ${versions}, ` +
+    const head = element("div", "soft", `${each.id}${each.policy === "actor" ? "" : " of " + each.policy}: ${each.status} (${each.finish_reason}), version ${versions}, ` +
       `${sampled(each)} tokens, ${turns} ${turns === 1 ? "turn" : "turns"}${parts ? ", " + parts : ""} `);
     head.append(element("b", each.reward > 0 ? "up" : "down", `reward ${shown(each.reward)}`));
     if (known(each.advantage)) head.append(` advantage ${shown(each.advantage)}`);

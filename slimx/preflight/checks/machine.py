@@ -11,7 +11,7 @@ from slimx.config.sections.run import Cluster, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.preflight.hardware import GPUS, Machine
-from slimx.preflight.record import RankMap
+from slimx.preflight.record import RankMap, Together
 
 
 @rule("machine.server_nodes", about="rollout.engines.nodes")
@@ -28,7 +28,7 @@ def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Iterato
 
 
 @rule("machine.nodes", about="cluster.nodes")
-def has_nodes(machine: Machine, places: RankMap) -> Iterator[str]:
+def has_nodes(machine: Machine, places: RankMap | Together) -> Iterator[str]:
     if machine.nodes is not None and places.nodes > machine.nodes:
         yield (
             f"the run needs {places.gpus} GPUs on {places.nodes} nodes of {machine.per_node}, and cluster.nodes is "
@@ -83,11 +83,9 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> It
         )
 
 
-def idle_warnings(
-    schedule: Schedule, trainer: Trainer, rollout: Rollout, cluster: Cluster, places: RankMap
-) -> Iterator[str]:
-    """Sentences about GPUs that wait while engines generate, or that nothing uses. Nothing here predicts how long a
-    generation takes: what is said follows from who may work at the same time."""
+def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Iterator[str]:
+    """Sentences about GPUs that wait while engines generate. Nothing here predicts how long a generation takes: what is
+    said follows from who may work at the same time."""
     generating = sum(group.started * group.ranks for group in rollout.policy_engines)
     if not generating:
         return
@@ -103,6 +101,12 @@ def idle_warnings(
             f"the {generating} of engines while trainers train; schedule.max_staleness=1 lets both work at once, one "
             "version apart, and schedule.colocate=true gives GPUs to each in turn"
         )
+
+
+def unused_warnings(rollout: Rollout, cluster: Cluster, places: RankMap | Together) -> Iterator[str]:
+    """A sentence about GPUs of the cluster that nothing uses."""
+    if not any(group.started for group in rollout.policy_engines):
+        return
     if cluster.nodes and cluster.gpus_per_node and places.gpus < (there := cluster.nodes * cluster.gpus_per_node):
         yield (
             f"the run has work for {places.gpus} of the {there} GPUs of cluster.nodes={cluster.nodes} with "

@@ -1,4 +1,4 @@
-"""The rule that keeps several trained policies from real runs until a resumed one has been seen."""
+"""The rule about several trained policies that needs to know where a run takes place."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 
 from slimx.config.rule import rule
 from slimx.config.sections.policies import Policy
+from slimx.config.sections.publish import Publish
 
 
-@rule("policies.never_ran", about="policies")
-def has_run(policies: Mapping[str, Policy], local_device: str) -> Iterator[str]:
-    """Steps ran on real parts; what a resumed run does was not compared (docs/support.md). `slimx plan` may plan it."""
-    for name, policy in policies.items():
-        if policy.shares is None:
-            yield (
-                f"policies.{name} has weights of its own, and no run of several trained policies was seen to go on "
-                f"after a resume as a whole one does; set policies.{name}.shares=actor, or leave it out"
-            )
+@rule("policies.transport", about="publish.transport")
+def publishes_over_memory(policies: Mapping[str, Policy], publish: Publish, device: str) -> Iterator[str]:
+    """Asked of the transport that is chosen, where the configuration leaves it open; of each policy with all that the
+    run has."""
+    if publish.transport != "memory" and any(policy.shares is None for policy in policies.values()):
+        yield (
+            f"publish.transport is {publish.transport} here, and several trained policies were proven with memory "
+            "alone; set publish.transport=memory, with trainers and engines of all policies on one machine"
+        )

@@ -14,21 +14,29 @@ from slimx.preflight.record import EnginePlace, RankMap, RankPlace
 
 
 def rank_map(
-    rollout: Rollout, schedule: Schedule, spec: ModelSpec, sizes: Sizes, critic: Sizes | None, *, per_node: int
+    rollout: Rollout,
+    schedule: Schedule,
+    spec: ModelSpec,
+    sizes: Sizes,
+    critic: Sizes | None,
+    *,
+    per_node: int,
+    first: int = 0,
 ) -> RankMap:
-    """The map of a run; `critic`: sizes of a critic on ranks of its own, which follow the trainer's.
+    """The map of one policy from GPU `first` on; `critic`: sizes of a critic on ranks of its own, which follow the
+    trainer's.
 
     Engines come last, or on the trainers' GPUs in turns with them (`schedule.colocate`). A server that fits a node does
     not straddle two."""
-    trainer = _places(spec, sizes, 0, per_node)
-    own = _places(spec, critic, sizes.world, per_node) if critic is not None else ()
-    apart = len(trainer) + len(own)
-    engines, at = _servers(rollout.policy_engines, 0 if schedule.colocate else apart, per_node)
+    trainer = _places(spec, sizes, first, per_node)
+    own = _places(spec, critic, first + sizes.world, per_node) if critic is not None else ()
+    apart = first + len(trainer) + len(own)
+    engines, at = _servers(rollout.policy_engines, first if schedule.colocate else apart, per_node)
     frozen, at = _servers(rollout.frozen_engines, max(at, apart), per_node)
-    gpus = max(apart, at)
+    end = max(apart, at)
     return RankMap(
-        gpus=gpus,
-        nodes=-(-gpus // per_node),
+        gpus=end - first,
+        nodes=-(-end // per_node) - first // per_node,
         per_node=per_node,
         trainer=trainer,
         critic=own,

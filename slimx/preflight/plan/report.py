@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.checks.machine import idle_warnings, machine_warnings
+from slimx.preflight.checks.machine import has_nodes, idle_warnings, machine_warnings, unused_warnings
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import (
     Links,
@@ -70,8 +72,9 @@ class Planned:
     """The report's violations, with codes."""
 
 
-def plan_report(config: Config) -> Planned:
-    """Read the model's config.json, split it as configured, weigh it and compile the publication.
+def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *, first: int = 0) -> Planned:
+    """Read the model's config.json, split it as configured, weigh it and compile the publication. `policies`: of the
+    run that the policy of `config` belongs to, where it is a further one. `first`: its first GPU.
 
     Whatever would refuse the run stands in the report's `violations`. Raises SlimxError only for a model that cannot be
     read, without which nothing can be said."""
@@ -82,6 +85,7 @@ def plan_report(config: Config) -> Planned:
     transport = choose_transport(config, device)
     config = transport.applied(config)
     facts = model_facts(config, spec) | {"device": device, "machine": machine}
+    facts["policies"] = config.policies if policies is None else policies
     problems = broken(RULES, facts)
     sizes, critic = facts["sizes"], facts["critic_sizes"]
     split = not any(problem.code.startswith("layout.") for problem in problems)
@@ -120,11 +124,13 @@ def plan_report(config: Config) -> Planned:
         if device == "cuda":
             packed = figures.publisher_bytes if on_gpus else packed_on_gpu(packs, ranks=sizes.world)
     own = None if critic is None else (facts["critic_spec"], critic)
-    known = _of_layout(config, spec, sizes, own, device, machine, figures, packed, merging)
+    known = _of_layout(config, spec, sizes, own, device, machine, figures, packed, merging, first)
     places: RankMap = known["rank_map"]
     weighed = ("trainer_memory", "engine_memory", "phases", "host")
     placed = facts | {"places": places} | {key: known[key] for key in weighed}
-    told = broken(RULES, placed, before=facts)
+    alone = all(policy.shares is not None for policy in facts["policies"].values())
+    # The nodes of several policies are counted over all of them (slimx.preflight.plan.together).
+    told = broken(RULES if alone else [each for each in RULES if each is not has_nodes], placed, before=facts)
     links = ()
     if direct is not None:
         links = direct_link_bytes(direct, places, machine, on_gpus=on_gpus)
@@ -140,7 +146,8 @@ def plan_report(config: Config) -> Planned:
         "refits": any(problem.code in OF_LAYOUT for problem in told),
         "warnings": (
             *machine_warnings(config.trainer, config.rollout, machine),
-            *(idle_warnings(config.schedule, config.trainer, config.rollout, config.cluster, places) if runs else ()),
+            *(idle_warnings(config.schedule, config.trainer, config.rollout) if runs else ()),
+            *(unused_warnings(config.rollout, config.cluster, places) if runs and alone else ()),
         ),
     }
     return Planned(report.model_copy(update=update), published, spec, machine, tuple(problems + told))
@@ -163,8 +170,10 @@ def _of_layout(
     figures: PublicationFigures | None,
     packed: int,
     merging: MergingBytes,
+    first: int,
 ) -> dict[str, Any]:
-    """Fields of the report that follow from where everything stands. `packed`: bytes of buckets on a trainer's GPU."""
+    """Fields of the report that follow from where everything stands, from GPU `first` on. `packed`: bytes of buckets on
+    a trainer's GPU."""
     own = critic[1] if critic and config.critic.placement == "own" else None
     room, leaving = merging.published + merging.exported, packed + merging.work
     trainers = trainer_memory(config, spec, sizes, device, publication=leaving, merging=room)
@@ -194,7 +203,7 @@ def _of_layout(
         "critic": critic[1] if critic else None,
         "critic_own": critic_own,
         "critic_largest_rank": max((record.parameters for record in critics), default=0),
-        "rank_map": rank_map(config.rollout, config.schedule, spec, sizes, own, per_node=machine.per_node),
+        "rank_map": rank_map(config.rollout, config.schedule, spec, sizes, own, per_node=machine.per_node, first=first),
         "trainer_memory": trainers + critics,
         "engine_memory": engines,
         "colocated": colocated_memory(machine, phases, engines),

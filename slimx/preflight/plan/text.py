@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.preflight.links.model import Stages
 from slimx.preflight.memory.phases import PHASES
-from slimx.preflight.memory_record import EngineMemory, Held, TrainerMemory
+from slimx.preflight.memory_record import DiskBytes, EngineMemory, Held, HostMemory, TrainerMemory
 from slimx.preflight.record import (
     BatchPlan,
     PlannedGroup,
@@ -18,6 +18,7 @@ from slimx.preflight.record import (
     PublicationFigures,
     RankMap,
     RankPlace,
+    Together,
 )
 
 GIB = 2**30
@@ -124,14 +125,28 @@ def _memory(report: PlanReport) -> Iterator[str]:
     for record in report.engine_memory:
         yield from _engine_memory(record)
     yield from _phases(report)
-    if (host := report.host) is not None:
+    yield from _beside(report.host, report.disk)
+
+
+def _beside(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[str]:
+    """Lines on a node's host memory and on the disk."""
+    if host is not None:
         of = f" of {_gib(host.memory)}" if host.memory else ""
         yield f"  host      GiB of a node with {host.ranks} trainer ranks: {_gib(host.nbytes)}{of}: {_held(host.held)}"
-    if (disk := report.disk) is not None:
+    if disk is not None:
         yield (
             f"  disk      {_size(disk.nbytes)} at most: {disk.checkpoints} checkpoints of {_size(disk.checkpoint)}, "
             f"{disk.exports} exports of {_size(disk.export)}, rollouts {_size(disk.rollouts)}"
         )
+
+
+def describe_together(sums: Together) -> list[str]:
+    """The sums over all policies as lines of text."""
+    fullest = f", the fullest takes {_gib(sums.fullest)} GiB" if sums.fullest is not None else ""
+    return [
+        f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, policy after policy{fullest}",
+        *_beside(sums.host, sums.disk),
+    ]
 
 
 def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:

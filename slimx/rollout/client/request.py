@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,11 +34,13 @@ SAMPLING = frozenset(
 class GenerationRequest:
     """Tokens to continue, and all that decides how: the same request and the same weights give the same tokens.
 
-    Raises SlimxError for a sampling parameter that engines do not carry out and for a number that is not finite.
+    Raises SlimxError for a sampling parameter that engines do not carry out, for a number that is not finite and for a
+    token id that is none of 32 bits.
     """
 
     token_ids: Sequence[int]
-    """The prompt, kept as a list of Python's own integers."""
+    """The prompt, kept as an array of 4 bytes a token: thousands of requests wait at once, and a list takes ten times
+    that."""
     sampling: dict[str, Any]
     """temperature, top_p, top_k, max_new_tokens, stop_token_ids, ... (`SAMPLING`), kept in Python's own types."""
     seed: int
@@ -50,7 +53,7 @@ class GenerationRequest:
     """Name of the policy that is asked, which its completion bears."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", [int(token) for token in self.token_ids])
+        object.__setattr__(self, "token_ids", compact(self.token_ids))
         object.__setattr__(self, "sampling", _checked(self.sampling))
 
     @property
@@ -92,7 +95,25 @@ class GenerationRequest:
             )
         bounds = {name: self.sampling[name] for name in ("max_new_tokens", "min_new_tokens") if name in self.sampling}
         left = {name: max(0, bound - count) for name, bound in bounds.items()}
-        return replace(self, token_ids=[*self.token_ids, *came.token_ids], sampling={**self.sampling, **left})
+        token_ids = [*self.token_ids, *came.token_ids.tolist()]
+        return replace(self, token_ids=token_ids, sampling={**self.sampling, **left})
+
+
+def compact(token_ids: Sequence[int]) -> array[int]:
+    """Token ids in an array of C integers, 4 bytes each; one that is given is returned as it is.
+
+    Raises SlimxError for an id that has no place there, which no vocabulary has either."""
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids
+    try:
+        return array("i", [int(token) for token in token_ids])
+    except OverflowError:
+        wrong = next(token for token in token_ids if not -(2**31) <= int(token) < 2**31)
+        raise SlimxError(
+            f"token id {wrong} cannot be generated from; ids are those of the model's vocabulary: check the tokenizer",
+            code="request.token_ids",
+            about=f"token id {wrong}",
+        ) from None
 
 
 class Pending:

@@ -48,8 +48,8 @@ class Position:
     """Position of a request in the tree."""
 
     parent: Answer | None
-    before: list[int]
-    token_ids: list[int]
+    before: array[int]
+    token_ids: array[int]
     """All tokens up to the answer."""
     digest: bytes
     """Digest of the request's messages and tools."""
@@ -75,15 +75,15 @@ class Conversations:
         for known in range(len(messages) - 1, 0, -1):
             if (parent := self._by_digest.get(digests[known])) is not None:
                 so_far = _tokens(parent)
-                before = encode_turns(self._tokenizer, messages[known:], after=so_far, tools=tools)
+                before = array("i", encode_turns(self._tokenizer, messages[known:], after=so_far, tools=tools))
                 return Position(parent, before, so_far + before, digests[-1])
-        before = encode_chat(self._tokenizer, messages, tools)
+        before = array("i", encode_chat(self._tokenizer, messages, tools))
         return Position(None, before, before, digests[-1])
 
     def add(self, place: Position, completion: Completion, message: Message, *, train: bool = True) -> None:
         """Keep what was sampled at `place`, and the message by which the agent knows it. `train=False` keeps its tokens
         out of the loss."""
-        answer = Answer(place.parent, array("i", place.before), completion, train=train)
+        answer = Answer(place.parent, place.before, completion, train=train)
         if place.parent is not None:
             place.parent.continued = True
         self._answers.append(answer)
@@ -119,8 +119,12 @@ def _path(leaf: Answer) -> list[Answer]:
     return path[::-1]
 
 
-def _tokens(leaf: Answer) -> list[int]:
-    return [token for answer in _path(leaf) for token in (*answer.before, *answer.completion.token_ids.tolist())]
+def _tokens(leaf: Answer) -> array[int]:
+    out = array("i")
+    for answer in _path(leaf):
+        out += answer.before
+        out.extend(answer.completion.token_ids.tolist())
+    return out
 
 
 def _content(message: Message) -> list[Any]:

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.policies import ACTOR
-from slimx.preflight.checks.policies import has_run
 from tests.refusals import invalid
 
 
@@ -79,16 +77,6 @@ def test_several_groups_of_engines_keep_their_names_behind_the_policys() -> None
 def test_what_names_no_policy_or_does_not_fit_is_refused(policies: dict[str, Any], code: str, about: str) -> None:
     with invalid(code, about=about):
         config_of(policies)
-
-
-@pytest.mark.parametrize(("policies", "refused"), [({"judge": {}}, True), ({"solver": {"shares": "actor"}}, False)])
-def test_weights_of_its_own_are_refused_where_a_run_starts_and_planned_all_the_same(
-    policies: dict[str, Any], refused: bool
-) -> None:
-    sections = config_of(policies).sections
-    assert not any(problem.code == "policies.never_ran" for problem in broken((has_run,), sections))
-    found = broken((has_run,), sections | {"local_device": "cpu"})
-    assert [problem.code for problem in found] == ["policies.never_ran"] * refused
 
 
 UNPROVEN: dict[str, dict[str, dict[str, Any]]] = {

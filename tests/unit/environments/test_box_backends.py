@@ -1,4 +1,8 @@
-"""Promises that every back end of boxes keeps: files, limits, attacks, and ends. Podman's are slow tests."""
+"""Promises that every back end of boxes keeps: files, limits, attacks, and ends.
+
+Podman's are slow tests. A server's boxes are bubblewrap's, behind a protocol: what it adds is tried by `make test`, and
+what bubblewrap does alone is tried of them by `make test-all`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,10 @@ from tests.unit.environments import box_stand
 from tests.unit.environments.box_stand import KINDS, SMALL, needed_engine, served
 
 pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm")]
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("remote", "container")]
+of_bubblewrap = pytest.mark.parametrize("begin", ["bubblewrap", *SLOW], indirect=True)
+"""Marks a test whose promise is kept by the same lines of code for a box that a server has."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -153,10 +161,15 @@ def test_the_machine_outside_cannot_be_reached(box):
 # Limits -------------------------------------------------------------------------------------------------------------
 
 
+def test_a_box_with_more_files_than_its_disk_holds_is_ended(box):
+    ran = python(box, "import time\nfor n in range(4): open(f'{n}', 'wb').write(bytes(3 * 2**20))\ntime.sleep(300)")
+    assert ran.ended == "disk"
+
+
+@of_bubblewrap
 @pytest.mark.parametrize(
     "program",
     [
-        "for n in range(4): open(f'{n}', 'wb').write(bytes(3 * 2**20))\ntime.sleep(300)",
         "for n in range(10**6): open(f'{n}', 'w').close()\ntime.sleep(300)",
         "held = [open(f'{n}', 'wb') for n in range(4)]\n"
         "for n, file in enumerate(held): os.unlink(f'{n}'); file.write(bytes(3 * 2**20)); file.flush()\n"
@@ -164,18 +177,20 @@ def test_the_machine_outside_cannot_be_reached(box):
         "for n in range(3000): os.mkdir('d' * 9); os.chdir('d' * 9)\ntime.sleep(300)",
         "for n in range(4): open(f'{n}', 'wb').write(bytes(3 * 2**20))",
     ],
-    ids=["files", "entries", "deleted files", "deep directories", "files at the end"],
+    ids=["entries", "deleted files", "deep directories", "files at the end"],
 )
 def test_a_box_that_fills_its_disk_is_ended_and_removed(box, program):
     ran = python(box, "import os, time\n" + program)
     assert ran.ended == "disk" and ran.seconds < SMALL.seconds
 
 
+@of_bubblewrap
 def test_a_file_alone_cannot_be_larger_than_the_disk(box):
     ran = python(box, "open('x', 'wb').truncate(9 * 2**20)")
     assert ran.ended == "exit" and ran.status != 0 and box.get("/work/x", 0) == b""
 
 
+@of_bubblewrap
 @pytest.mark.parametrize(
     ("program", "limits", "ended"),
     [
@@ -194,6 +209,7 @@ def test_a_program_is_ended_at_its_limit_and_the_box_goes_on(begin, image, progr
         made.end()
 
 
+@of_bubblewrap
 def test_processes_are_limited(box):
     program = (
         "import os\nn = 0\ntry:\n  while n < 500:\n    if os.fork() == 0: os.read(0, 1); os._exit(0)\n    n += 1\n"

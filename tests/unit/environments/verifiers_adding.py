@@ -9,7 +9,9 @@ class AddingData(vf.TaskData):
     answer: str
 
 
-class Adder(vf.Toolset):
+class Adder(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None  # the model calls add, not adder_add
+
     @vf.tool
     def add(self, a: int, b: int) -> str:
         """Add two numbers."""
@@ -39,3 +41,7 @@ class AddingTaskset(vf.Taskset[AddingTask]):
         for number in range(3):
             data = AddingData(prompt=f"{number}+1=", system_prompt="Add.", answer=str(number + 1))
             yield AddingTask(data, self.config.task)
+
+
+if __name__ == "__main__":  # verifiers starts the server of a toolset by running the toolset's module
+    Adder.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ from slimx.rollout import tools
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.progress import Journal, Recorded
-from slimx.rollout.hooks import RolloutContext
+from slimx.rollout.hooks import RolloutContext, RolloutEngine
+from slimx.runtime.tasks import cancelled
+from tests.refusals import refused
 from tests.unit.environments.tool_stand import calling
 from tests.unit.rollout.flow_stand import run_virtually
 from tests.unit.rollout.proxy_stand import encode, tokenizer
@@ -28,7 +31,13 @@ COUNT = 200
 TURNS, RESULT = 3, 1000
 """Turns of one before it waits, and tokens of a tool's result."""
 BOUND_KB = 100.0
-PLACES = {"prompts_per_step": COUNT // 2, "max_rollouts": COUNT, "concurrency": COUNT, "max_failed_share": 1.0}
+KEY_OF_THREE = "8d3d99def069e58cd6083bd75524cdef"
+"""Key in journals of the tokens 7, 1000, 31999: what checkpoints that were written before hold."""
+
+
+def places(count: int) -> dict[str, Any]:
+    """Settings with which `count` rollouts wait at once."""
+    return {"prompts_per_step": count // 2, "max_rollouts": count, "concurrency": count, "max_failed_share": 1.0}
 
 
 class Tools:
@@ -95,28 +104,69 @@ async def until(true: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def of_a_side(waiting: Tools, side: str, **options: Any) -> Stand:
+def of_a_side(waiting: Tools, side: str, count: int = COUNT, **options: Any) -> Stand:
     engine = Calls()
-    return Stand(config_of(**PLACES, **options), generate=getattr(waiting, side), engine=engine, tokenizer=tokenizer())
+    return Stand(
+        config_of(**places(count), **options), generate=getattr(waiting, side), engine=engine, tokenizer=tokenizer()
+    )
 
 
 async def test_a_rollout_that_waits_holds_little_more_than_its_tokens():
-    waiting = Tools()
-    async with of_a_side(waiting, "hook") as stand:
+    waiting, count = Tools(), COUNT // 5  # allocations that are traced are slow
+    async with of_a_side(waiting, "hook", count) as stand:
         await stand.maker.client.generate(GenerationRequest([5], {"max_new_tokens": 1}, 1))
         gc.collect()
         tracemalloc.start()
         try:
             batch = asyncio.create_task(stand.next_batch())
-            await until(lambda: waiting.waiting == COUNT)
+            await until(lambda: waiting.waiting == count)
             gc.collect()
-            held = tracemalloc.get_traced_memory()[0] / COUNT / 1000
+            held = tracemalloc.get_traced_memory()[0] / count / 1000
         finally:
             tracemalloc.stop()
         batch.cancel()
         await asyncio.wait({batch})
     assert held < BOUND_KB, f"{held:.0f} kB for each rollout"
     assert waiting.waiting == 0
+
+
+async def test_a_request_that_waits_for_its_turn_holds_its_tokens_once_in_four_bytes_each():
+    tokens, waiting = 2000, asyncio.Event()
+
+    class Busy:
+        async def generate(self, request: GenerationRequest) -> Completion:
+            await waiting.wait()
+            raise AssertionError
+
+    engine = RolloutEngine(Busy(), {"max_new_tokens": 1}, 0, False)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        asked = [asyncio.create_task(engine.generate(list(range(1000, 1000 + tokens)))) for _ in range(10)]
+        await asyncio.sleep(0)
+        held = tracemalloc.get_traced_memory()[0] / len(asked) / tokens
+    finally:
+        tracemalloc.stop()
+        await cancelled(*asked)
+    assert held < 5, f"{held:.1f} bytes a token"
+
+
+@pytest.mark.parametrize(
+    "make", [list, tuple, np.array, lambda ids: np.array(ids, np.int16), lambda ids: array("q", ids)]
+)
+def test_a_request_is_the_same_whatever_kind_of_sequence_its_tokens_come_in(make):
+    ids = [7, 1000, 31999]
+    asked = GenerationRequest(make(ids), {"max_new_tokens": 8}, 1)
+    assert asked == GenerationRequest(ids, {"max_new_tokens": 8}, 1) and list(asked.token_ids) == ids
+    journal = Journal()
+    journal.record(asked, Completion(np.array([5], np.int32), np.zeros(1, np.float32), [], "stop", None, 0, 0.0))
+    assert [(each.key, each.token_ids.tolist()) for each in journal.entries()] == [(KEY_OF_THREE, ids)]
+
+
+@pytest.mark.parametrize("wrong", [2**31, -(2**31) - 1, 2**70])
+def test_a_token_id_beyond_all_vocabularies_is_refused_by_its_number(wrong):
+    with refused("request.token_ids", about=f"token id {wrong}"):
+        GenerationRequest([5, wrong], {}, 0)
 
 
 @pytest.mark.parametrize("side", ["hook", "toolbox"])
