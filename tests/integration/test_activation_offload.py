@@ -71,7 +71,7 @@ def check_plan(job: dict[str, Any], way: dict[str, Any], rank: int, said: dict[s
     stage = coordinates(rank, sizes).pipeline
     (record,) = (each for each in trainer_memory(settings, spec, sizes, "cpu") if each.stage == stage)
     off = record.peak / (said["state"] + said["peak"]) - 1
-    # Plain torch keeps other tensors of latent attention than the plan counts: those of Transformer Engine (docs/trainer.md)
+    # Of latent attention the plan counts what Transformer Engine keeps, not what plain torch does (docs/trainer.md).
     moved = record.moved / said["moved"] - 1 if way and job["model"] != "deepseek" else 0.0
     print(f"rank {rank}, {len(way.get('offload_activations', ()))} parts: peak {off:+.1%}, moved {moved:+.1%}")
     assert abs(off) <= WITHIN and abs(moved) <= WITHIN, (way, record, said)
