@@ -131,7 +131,7 @@ async def test_a_rollout_that_waits_holds_little_more_than_its_tokens():
 
 
 async def test_a_request_that_waits_for_its_turn_holds_its_tokens_once_in_four_bytes_each():
-    tokens, waiting = 2000, asyncio.Event()
+    tokens, waiting = 20_000, asyncio.Event()
 
     class Busy:
         async def generate(self, request: GenerationRequest) -> Completion:
