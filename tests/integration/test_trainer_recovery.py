@@ -24,7 +24,7 @@ RANDOM_STEPS = 220
 STRIKES = 50
 
 MOMENTS = [
-    Moment("generate", 1, signal.SIGKILL),
+    pytest.param(Moment("generate", 1, signal.SIGKILL), marks=pytest.mark.slow),
     Moment("train", 0, signal.SIGKILL),
     Moment("train", 1, signal.SIGSTOP),
     Moment("publish", 0, signal.SIGKILL),

@@ -103,7 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(HF, False, id="V3", marks=pytest.mark.slow),
         pytest.param(HF, True, id="V3-fused"),
-        pytest.param(GLM, False, id="GLM-4.5"),
+        pytest.param(GLM, False, id="GLM-4.5", marks=pytest.mark.slow),
     ],
 )
 def test_sglangs_own_draft_gets_the_trained_layer_and_one_wrong_number_in_it_is_seen(

@@ -81,10 +81,12 @@ TOO_LARGE = {
     "too many ranks": ("qwen3-30b-a3b", "trainer.world_size=1000000000"),
     "too many tokens": ("qwen3-30b-a3b", f"trainer.max_tokens_per_microbatch={10**30}"),
 }
+SELDOM = {"an engine without room", "bf16 engines"}
+"""They take longest, and are refused where others are."""
 
 
 @pytest.mark.timeout(900)  # for hangs: seconds are counted by the processor's clock
-@pytest.mark.parametrize("name", TOO_LARGE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SELDOM else []) for n in TOO_LARGE])
 def test_a_run_that_cannot_fit_is_answered_too(name: str, tmp_path, capsys, monkeypatch):
     stem, *overrides = TOO_LARGE[name]
     text = (ROOT / "configs" / "moe" / f"{stem}.yaml").read_text()

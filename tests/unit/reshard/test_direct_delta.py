@@ -22,7 +22,6 @@ from tests.unit.reshard.direct_stand import EDGES, ENGINES, RANKS, MemoryAgent, 
 from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, dressed
 
 pytestmark = pytest.mark.costly
-STEPS = 100
 
 
 class Both:
@@ -71,18 +70,20 @@ def publish(stand: Stand, engines: range = range(ENGINES), *, missing: frozenset
     return held
 
 
-def test_over_a_hundred_steps_changes_bring_what_whole_runs_bring(both: Both) -> None:
+@pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.slow)])
+def test_step_after_step_changes_bring_what_whole_runs_bring(both: Both, steps: int) -> None:
     draw, sent = np.random.default_rng(0), []
-    for step in range(STEPS):
+    lost, incomplete = steps * 2 // 5, steps * 3 // 5
+    for step in range(steps):
         both.update(step, float(draw.choice([0.0, 0.001, 0.02, 0.9])))
-        if step == 40:  # an engine is lost, and comes back two publications later with nothing
+        if step == lost:  # an engine is lost, and comes back two publications later with nothing
             both.changes.receivers[1].close()
             both.changes.receivers[1] = both.changes.receiver(1, f"again-{time.monotonic_ns()}")
-        engines = range(1) if 40 <= step < 42 else range(ENGINES)
-        if step == 42:
+        engines = range(1) if lost <= step < lost + 2 else range(ENGINES)
+        if step == lost + 2:
             both.changes.connect(1)
         # One that did not take the last bucket of a publication gets that bucket whole with the next one.
-        missing = frozenset({0}) if step == 60 else frozenset()
+        missing = frozenset({0}) if step == incomplete else frozenset()
         both.whole.wire = both.changes.wire = 0
         came, expected = publish(both.changes, engines, missing=missing), publish(both.whole)
         for number in engines:
@@ -94,8 +95,8 @@ def test_over_a_hundred_steps_changes_bring_what_whole_runs_bring(both: Both) ->
         sent.append(both.changes.wire / both.whole.wire)
     headers = 1.1
     assert 1.0 < sent[0] < headers, "the first publication is whole"
-    assert 0.5 < sent[42] < headers, "half of it, or more, is for the engine that came back"
-    assert sent[41] < 0.5 and 0.0 < min(sent) < 0.1
+    assert 0.5 < sent[lost + 2] < headers, "half of it, or more, is for the engine that came back"
+    assert sent[lost + 1] < 0.5 and 0.0 < min(sent) < 0.1
 
 
 def test_changes_travel_over_nixl() -> None:
