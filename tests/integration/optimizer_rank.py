@@ -300,7 +300,7 @@ class OptimizerRank(Rank):
     # Moments in bf16 ----------------------------------------------------------------------------------------------
 
     def short_moments(self) -> None:
-        """What is planned and held, and checkpoints of moments in the other precision."""
+        """Bytes planned and held, and checkpoints of moments in the other precision."""
         from slimx.preflight.memory.state import state_bytes
         from slimx.preflight.memory.trainer import holdings
 

@@ -101,7 +101,7 @@ class OverlapRank(Rank):
         self.said["scored_equal"] = all((one == other).all() for one, other in zip(*scored, strict=True))
 
     def reading(self, trainer: Any) -> list[str]:
-        """What happens in which order from now on: a layer that computes, a gather that begins, and a step."""
+        """Events in their order from now on: a layer that computes, a gather that begins, and a step."""
         events: list[str] = []
 
         def noted(what: str, call: Any, *given: Any, **named: Any) -> Any:

@@ -29,8 +29,8 @@ UNIFIED = ("computed_in_fp8", "same_codes", "same_scales", "moved", "same_later"
 """Arrays of each rank with its publication, before and after steps (`fp8_rank`)."""
 
 COPIES = ("no_copies", "a_copy_of_each", "copies_leave")
-"""What each rank of Transformer Engine says of its copies of weights: none when it starts, one of each weight in fp8
-after passes, none in a trainer that was offloaded."""
+"""Facts that each rank of Transformer Engine tells about its copies of weights: none when it starts, one of each weight
+in fp8 after passes, none in a trainer that was offloaded."""
 
 
 def run(

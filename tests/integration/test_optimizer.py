@@ -55,7 +55,7 @@ class Laboratory:
         self._done: dict[str, list[dict[str, Any]] | AssertionError] = {}
 
     def run_in(self, name: str, kinds: list[str], machine: str | None = None) -> list[dict[str, Any]]:
-        """What the ranks of layout `name` say; `machine`: as `run_ranks` takes it."""
+        """Answers of the ranks of layout `name`; `machine`: as `run_ranks` takes it."""
         out = self.directory / (f"{name}-engine" if machine else name)
         out.mkdir()
         job = {
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_megatron_gathered_is_restored_bit_for_bit(laboratory,
 
 
 def came_back_whole(found: dict[str, Any]) -> bool:
-    """Of what `OptimizerRank.offloaded` says about one kind of optimizer."""
+    """Check what `OptimizerRank.offloaded` says about one kind of optimizer."""
     nothing = set(found["away"].values()) == {0} and found["storages"] == [0]
     half = {"weights": found["whole"]["weights"], "gradients": 0, "optimizer state": 0}
     moved = min(found["whole"].values()) > 0 and found["half"] == found["only"] == half

@@ -1,4 +1,4 @@
-"""What data-parallel ranks exchange beside the passes is what they exchange between them, and bf16 rounds it once."""
+"""Data-parallel ranks exchange the same bits beside passes as between them, and bf16 rounds gradients once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["DP2", pytest.param("PP2xVPP2xDP2", marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank says of a dense model, all of whose parameters have gradients."""
+    """Answers of each rank about a dense model, all of whose parameters have gradients."""
     layout, out = LAYOUTS[request.param], tmp_path_factory.mktemp(request.param)
     model = make_block_model(out / "model", dense=True, layers=4)
     job = {"model": str(model), "layout": layout, "out": str(out), "init_method": f"tcp://127.0.0.1:{free_port()}"}

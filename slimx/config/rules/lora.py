@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from slimx.config.rule import Told, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
+from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 
 SERVING = ("enable_lora", "lora_paths")
 """SGLang's arguments with which a server computes with adapters."""
+
+
+def serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
+    """(Key of such an argument that is set, name of its group of engines), for each in `groups`."""
+    for group in groups:
+        for name in SERVING:
+            if group.sglang.get(name):
+                yield f"rollout.engines.sglang.{name}", group.name
 
 
 @rule("lora.frozen", about="trainer.freeze")
@@ -60,12 +69,9 @@ def proven_run(
 
 @rule("lora.served", about="rollout.engines.sglang")
 def serves_merged_weights(rollout: Rollout) -> Iterator[Told]:
-    for group in rollout.policy_engines:
-        for name in SERVING:
-            if group.sglang.get(name):
-                key = f"rollout.engines.sglang.{name}"
-                yield (
-                    key,
-                    f"{key} of engine {group.name} has SGLang wrap the layers that are published to, and adapters are "
-                    "published merged (trainer.lora); leave it out",
-                )
+    for key, group in serving(rollout.policy_engines):
+        yield (
+            key,
+            f"{key} of engine {group} has SGLang wrap the layers that are published to, and adapters are published "
+            "merged (trainer.lora); leave it out",
+        )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimx.config.rule import Told, rule
-from slimx.config.rules.lora import SERVING
+from slimx.config.rules.lora import serving
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.layout.adapters import absent
@@ -62,12 +62,9 @@ def both_kinds(trainer: Trainer, sizes: Sizes) -> Iterator[str]:
 def has_a_gpu(rollout: Rollout, device: str) -> Iterator[Told]:
     """Refuse what SGLang 0.5.23 ends at: its layers with adapters pin memory (`srt/lora/layers.py`), which torch does
     with a GPU only."""
-    for group in rollout.frozen_engines if device == "cpu" else ():
-        for name in SERVING:
-            if group.sglang.get(name):
-                key = f"rollout.engines.sglang.{name}"
-                yield (
-                    key,
-                    f"{key} of engine {group.name}: SGLang 0.5.23 serves adapters on GPUs only; merge them into the "
-                    "model that the group serves, or leave it out",
-                )
+    for key, group in serving(rollout.frozen_engines if device == "cpu" else ()):
+        yield (
+            key,
+            f"{key} of engine {group}: SGLang 0.5.23 serves adapters on GPUs only; merge them into the model that the "
+            "group serves, or leave it out",
+        )

@@ -1,4 +1,4 @@
-"""What data-parallel ranks exchange otherwise than by default is refused where it has no effect or was never proven."""
+"""Keys of exchanges between data-parallel ranks are refused where they have no effect or were never proven."""
 
 from __future__ import annotations
 

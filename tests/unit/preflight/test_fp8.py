@@ -105,9 +105,9 @@ def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other
         ),
         ({"trainer": {"fp8": "mxfp8", "freeze": ["*router*"]}}, "fp8.proven", "trainer.freeze"),
         (
-            {"trainer": {"fp8": "mxfp8", "world_size": 2, "pipeline": 2, "virtual_pipeline": 2}},
+            {"trainer": {"fp8": "mxfp8", "world_size": 2, "pipeline": 2}},
             "fp8.proven",
-            "trainer.virtual_pipeline",
+            "trainer.pipeline",
         ),
         ({"trainer": {"fp8": "mxfp8", "world_size": 2, "context": 2}}, "fp8.proven", "trainer.context"),
         ({"trainer": {"fp8": "mxfp8", "moe": {"dispatcher": "flex"}}}, "fp8.proven", "trainer.moe.dispatcher"),
