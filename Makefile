@@ -92,10 +92,11 @@ unit integration test-unit test-all: export PYTHONDONTWRITEBYTECODE =
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 unit integration
 
-# What it prints comes at its end, in one piece.
+# Integration tests take longest and wait often, so unit tests have what these leave of the cores: without `nice`, whole
+# runs would wait for them, as Ray's workers have a niceness of 15. What it prints comes at its end, in one piece.
 .PHONY: unit
 unit: $(LIBRARY)
-	@mkdir -p build; code=0; $(TESTS) --numprocesses=2 tests/unit > build/unit-tests.txt 2>&1 || code=$$?; \
+	@mkdir -p build; code=0; nice -n 19 $(TESTS) --numprocesses=2 tests/unit > build/unit-tests.txt 2>&1 || code=$$?; \
 	  echo; cat build/unit-tests.txt; exit $$code
 
 # Their Python alone, outside what the environment imports: what they compute needs a GPU.

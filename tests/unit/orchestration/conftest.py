@@ -1,14 +1,17 @@
-"""Shared by the tests of recovery."""
+"""Shared by the tests of the loop and of recovery."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from slimx.cluster import waiting
+from slimx.orchestration import publications
 from slimx.orchestration.ranks import watch
 from slimx.orchestration.recovery import trainers as recovering
+from tests.unit.orchestration.run_stand import Parts
 
 
 @pytest.fixture
@@ -27,3 +30,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(watch, "LOOK_S", 0.01)
     monkeypatch.setattr(watch, "PING_S", 0.01)
     return fenced
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    """Parts of the trained policy; its publisher is themselves."""
+    parts = Parts()
+
+    def publisher(source: Parts, *_: Any, vacate: Callable[[], Awaitable[None]] | None, **__: Any) -> Parts:
+        source.vacate = vacate
+        return source
+
+    monkeypatch.setattr(publications, "Publisher", publisher)
+    return parts

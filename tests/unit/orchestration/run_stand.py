@@ -1,0 +1,217 @@
+"""A run whose trainers, engines and publisher are in this process and write down when their turn is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch, TrainBatch
+from slimx.engines.fleet.turn import EnginesTurn
+from slimx.engines.outage import Outage
+from slimx.layout.ranks import Sizes
+from slimx.observability.alerts.alerts import Alerts
+from slimx.observability.live.table import LiveTable
+from slimx.orchestration.prepare import Sources
+from slimx.orchestration.run import Run
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.state.recording import Records
+from slimx.orchestration.state.saves import Saves
+from slimx.reshard.parties import NoReceiverLeft
+from slimx.rollout import single_turn
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generate
+from slimx.trainer.checkpoint import files
+from slimx.trainer.checkpoint.files import Report
+from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
+
+SIZES = Sizes()
+WAKE = "engines wake"
+LIMIT_S = 300.0
+"""For what would never end."""
+
+
+def silent(config: Config) -> Alerts:
+    """Alerts that nobody gets."""
+    return Alerts(config.run.name, Path(config.run.dir), print, factor=10, at_least=1800)
+
+
+@dataclass
+class Parts:
+    """Trainers, engines and the publisher between them: each notes when its turn is."""
+
+    done: list[str] = field(default_factory=list)
+    client: FakeEngine = field(default_factory=FakeEngine)
+    actors: tuple[None, ...] = (None,)
+    name: str = "trainer-judge"
+    rows: list[list[list[int]]] = field(default_factory=list)
+    """By step the tokens of the rows that were trained."""
+    lost: int = 0
+    """Publications in which every engine is lost."""
+    vacate: Callable[[], Awaitable[None]] | None = None
+    """Frees the devices before engines take the rest of their memory."""
+
+    async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
+        batches = [batch for update in updates for shard in update.shards for batch in shard]
+        self.rows.append([part.tolist() for batch in batches for part in np.split(batch.tokens, _ends(batch))])
+        self.done.append(f"train {step} at version {version}")
+        return {"gap/tokens": 1.0, "gap/max": 0.0}
+
+    async def save(self, path: Path, *, step: int) -> None:
+        self.done.append(f"save {step}")
+        files.write_report(path, 0, Report({}, []))
+
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
+        self.done.append(f"restore {path.name}")
+
+    async def check_files(self, path: Path, shares: list[bytes]) -> None:
+        for share in shares:
+            files.check_digests(path, files.decode_records(share))
+
+    async def memory(self) -> dict[str, float]:
+        return {}
+
+    def mark(self, text: str) -> None:
+        """No log is kept."""
+
+    def late(self) -> None:
+        """Nobody is asked for anything."""
+
+    async def reload(self) -> None:
+        self.done.append("reload trainers")
+
+    async def offload(self, *, weights: bool = True) -> None:
+        self.done.append("offload trainers" if weights else "offload optimizer")
+
+    async def sleep(self) -> None:
+        self.done.append("engines sleep")
+
+    async def wake(self) -> None:
+        self.done.append("engines wake")
+
+    async def interrupt(self) -> None:
+        """Nothing is in flight between two steps."""
+
+    async def publish(self, version: int, *, trainer_step: int) -> SimpleNamespace:
+        if self.lost:
+            self.lost -= 1
+            raise NoReceiverLeft("every engine was lost")
+        self.done.append(f"publish {version}")
+        self.client.version = version
+        manifest = SimpleNamespace(version=version)
+        if self.vacate is not None:
+            await self.vacate()
+        seconds = {"commit": 0.5}
+        counts = {"tensors": 3, "nbytes": 2**20, "wire": None}
+        return SimpleNamespace(manifest=manifest, seconds=seconds, engines={"e": 1}, lost=(), **counts)
+
+
+class Silent(Parts):
+    """Trainers that never report what they have saved."""
+
+    async def save(self, path: Path, *, step: int) -> None:
+        self.done.append(f"save {step}")
+
+
+def _ends(batch: MicroBatch) -> list[int]:
+    return np.cumsum(batch.lengths)[: len(batch.rows)].tolist()[:-1]
+
+
+class Members:
+    """Engines that all serve."""
+
+    def __init__(self) -> None:
+        self.outage, self.keeper, self.turn = Outage(), SimpleNamespace(in_flight=None), EnginesTurn()
+        self.run = True
+
+    async def available(self) -> None:
+        """At once."""
+
+    async def starved(self) -> None:
+        await asyncio.Event().wait()
+
+    failed = starved
+
+    def metrics(self) -> dict[str, float]:
+        return {"engines/serving": 1.0}
+
+    def awaited(self) -> None:
+        """Nothing."""
+
+
+class Service(EngineService):
+    """Started engines without servers: clients that answer by themselves, of every policy."""
+
+    def __init__(self, config: Config, parts: dict[str, Parts], generate: Generate):
+        self.sources = Sources(
+            spec=None,
+            hooks=Hooks(generate, one, None),
+            tokenizer=the_tokenizer(),
+            by_source={"": prompts()},
+            eval_prompts={},
+        )
+        self.config, self.proxy, self.logs = config, None, Path(config.run.dir)
+        self.further = {name: SimpleNamespace(tokenizer=the_tokenizer()) for name in parts if name != "actor"}
+        self.clients = {name: each.client for name, each in parts.items()}
+        for client in self.clients.values():
+            client.retried = 0
+        self.frozen = SimpleNamespace(clients={}, metrics=dict)
+        self.groups = {
+            name: SimpleNamespace(
+                members=Members(), engines=[], interrupt=each.interrupt, sleep=each.sleep, wake=each.wake
+            )
+            for name, each in parts.items()
+        }
+
+
+def run_of(
+    directory: Path,
+    parts: Parts,
+    leaving: asyncio.Event | None = None,
+    *,
+    further: dict[str, Parts] | None = None,
+    generate: Generate = single_turn.generate,
+    **keys: Any,
+) -> Run:
+    """`further`: parts of policies beside the run's own."""
+    keys = {
+        "trainer__balance": "tokens",
+        "track__tensorboard": False,
+        "checkpoint__export_hf": False,
+        "publish__transport": "memory",
+    } | keys
+    config = config_of(algorithm__reference=False, **keys)
+    run = config.run.model_copy(update={"dir": str(directory)})
+    model = directory / "model"
+    if not model.exists():
+        the_tokenizer().save_pretrained(model)
+        (model / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    config = config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
+    each = {"actor": parts, **(further or {})}
+    service = Service(config, each, generate)
+    policies = {
+        name: SimpleNamespace(config=own, spec=None, sizes=SIZES, encoding="hf")
+        for name, own in config.by_policy.items()
+    }
+    prepared = SimpleNamespace(by_source=service.sources.by_source, eval_prompts={}, critic=None, policies=policies)
+    records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), silent(config))
+    saves = Saves(directory / "checkpoints", keep=2)
+    return Run(service, prepared, each, records, saves, leaving=leaving)
+
+
+async def stopped(run: Run) -> None:
+    await run.checkpoints.stop()
+    await run.rollouts.stop()
+    run.records.close()
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.open()]
