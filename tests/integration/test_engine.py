@@ -296,6 +296,17 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
         assert (await client.generate(GenerationRequest(PROMPT, SAMPLING, 1))).versions == [(0, 12, 30)]
 
 
+async def test_a_paused_scheduler_waits_for_messages_and_hears_them_at_once(engine: Engine) -> None:
+    await engine.pause()
+    (rank,) = await engine.control.attest()
+    scheduler = psutil.Process(rank["pid"])
+    began = sum(scheduler.cpu_times()[:2])
+    await asyncio.sleep(3)
+    assert sum(scheduler.cpu_times()[:2]) - began < 1, "seconds of a core; polling would take all three"
+    await engine.resume()
+    assert engine.state is State.READY
+
+
 async def test_the_router_sends_to_registered_engines_only(
     engine: Engine, tiny_weights: Weights, shape: ModelShape, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ import torch
 import slimx
 from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import meeting as sglang_meeting
+from slimx.adapters.sglang import paused as sglang_paused
 from slimx.adapters.sglang import seeds as sglang_seeds
 from slimx.adapters.sglang import trace as sglang_trace
 from slimx.adapters.sglang.exact import numerics as sglang_numerics
@@ -78,6 +79,7 @@ def register() -> None:
     if SCHEDULER in sys.modules or forks:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
         HookRegistry.register(sglang_seeds.ADJUST, sglang_seeds.carry, HookType.AFTER)
+        HookRegistry.register(sglang_paused.TURN, sglang_paused.wait, HookType.AFTER)
         HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
         if sglang_drafted.asked(sys.argv):
             HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)

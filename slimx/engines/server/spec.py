@@ -120,13 +120,14 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     if not spec.frozen and spec.device == "cuda" and spec.dtype == "bfloat16":
         # SGLang would round the cache of sparse attention to fp8 on Blackwell, which trainers do not.
         defaults["kv_cache_dtype"] = "bf16"
+    if spec.device == "cpu" or spec.sleeps:
+        # An idle or paused server would otherwise poll at full speed on a core that trainers need.
+        defaults["sleep_on_idle"] = True
     if spec.device == "cpu":
         ours |= {"disable_cuda_graph": True}
         if spec.exact_leaves is None:
             # Without the radix cache, as in SGLang's own deterministic mode with this attention.
             ours |= {"attention_backend": "torch_native", "disable_radix_cache": True}
-        # An idle server would otherwise poll at full speed on a core that the trainer needs.
-        defaults["sleep_on_idle"] = True
         # Nothing is compiled or captured here; whether it generates is asked before it gets its first weights.
         defaults["skip_server_warmup"] = True
         # Requests whose recurrent states (delta nets) fit: else they get nearly half of the machine's memory.

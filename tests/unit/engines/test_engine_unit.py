@@ -84,6 +84,8 @@ def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:
     for flag in ("--enable-return-routed-experts", "--custom-weight-loader"):
         assert flag in cpu and flag in gpu
     assert "--max-total-tokens" not in gpu
+    beside = replace(CPU, device="cuda", dtype="bfloat16", max_total_tokens=None, sleeps=True)
+    assert "--sleep-on-idle" in server_argv(beside), "trainers need the cores while it sleeps"
 
 
 def test_inference_is_deterministic_in_exact_mode_and_on_the_cpu_and_seeds_are_kept_elsewhere() -> None:
