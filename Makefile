@@ -149,7 +149,7 @@ hubs: ## environments of OpenEnv, NeMo Gym and verifiers, build/hubs, for `make 
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 build/hubs/uv/bin/python -m pip install --quiet $(UV)
 	@for packages in $(HUBS); do place=build/hubs/$${packages%%==*}; echo "hubs: installing $$packages into $$place"; \
 	  build/hubs/uv/bin/uv venv --quiet --allow-existing --python $(PYTHON) "$$place"; \
-	  build/hubs/uv/bin/uv pip install --quiet --python "$$place/bin/python" $${packages//,/ }; done
+	  build/hubs/uv/bin/uv pip install --quiet --compile-bytecode --python "$$place/bin/python" $${packages//,/ }; done
 
 # The GPU's machine needs nvcc and an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.
 .PHONY: gpu
