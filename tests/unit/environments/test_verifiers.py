@@ -33,7 +33,7 @@ from tests.unit.rollout.rollout_stand import config_of
 
 PLAY = "slimx.environments.hubs.verifiers.play"
 URL = "rollout.options.agent_options.url"
-SERVER = Path(verifiers.__file__).with_name("verifiers_server.py")
+SERVER = Path(verifiers.__file__).with_name("servers") / "verifiers_server.py"
 TASK = Prompt(
     id="task-1",
     messages=[{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}],
