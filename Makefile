@@ -139,8 +139,9 @@ ci-deps: ## Debian packages that tests use (as root)
 	  munge shellcheck slurm-client slurmctld slurmd
 
 # Their packages do not fit the lock, so the servers of tests marked slow run in environments of their own. Later releases
-# of nemo-gym want a newer Python than the lock's; verifiers starts its agents' programs by uv. uv also resolves them: pip
-# takes more than an hour over verifiers. It reads the index of packages from UV_DEFAULT_INDEX, not from pip's settings.
+# of nemo-gym want a newer Python than the lock's; verifiers starts its agents' programs by uv. uv also resolves them, in
+# seconds where pip looked for versions of verifiers' packages for more than an hour. It has the index of packages from
+# UV_DEFAULT_INDEX, not from pip's settings. Byte code is made here: these servers are many short-lived programs.
 UV := uv==0.13.9
 HUBS := openenv-core==0.3.0 nemo-gym==0.4.0 verifiers==0.4.0,$(UV)
 .PHONY: hubs
