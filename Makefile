@@ -139,13 +139,18 @@ ci-deps: ## Debian packages that tests use (as root)
 	  munge shellcheck slurm-client slurmctld slurmd
 
 # Their packages do not fit the lock, so the servers of tests marked slow run in environments of their own. Later releases
-# of nemo-gym want a newer Python than the lock's; verifiers starts its agents' programs by uv.
-HUBS := openenv-core==0.3.0 nemo-gym==0.4.0 verifiers==0.4.0,uv==0.13.9
+# of nemo-gym want a newer Python than the lock's; verifiers starts its agents' programs by uv. uv also resolves them, in
+# seconds where pip looked for versions of verifiers' packages for more than an hour. It has the index of packages from
+# UV_DEFAULT_INDEX, not from pip's settings. Byte code is made here: these servers are many short-lived programs.
+UV := uv==0.13.9
+HUBS := openenv-core==0.3.0 nemo-gym==0.4.0 verifiers==0.4.0,$(UV)
 .PHONY: hubs
 hubs: ## environments of OpenEnv, NeMo Gym and verifiers, build/hubs, for `make test-all`
+	@$(PYTHON) -m venv build/hubs/uv
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 build/hubs/uv/bin/python -m pip install --quiet $(UV)
 	@for packages in $(HUBS); do place=build/hubs/$${packages%%==*}; echo "hubs: installing $$packages into $$place"; \
-	  $(PYTHON) -m venv "$$place"; \
-	  PIP_DISABLE_PIP_VERSION_CHECK=1 "$$place/bin/python" -m pip install --quiet $${packages//,/ }; done
+	  build/hubs/uv/bin/uv venv --quiet --allow-existing --python $(PYTHON) "$$place"; \
+	  build/hubs/uv/bin/uv pip install --quiet --compile-bytecode --python "$$place/bin/python" $${packages//,/ }; done
 
 # The GPU's machine needs nvcc and an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.
 .PHONY: gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -68,4 +69,7 @@ def test_a_policy_is_rewarded_for_what_its_commands_left_in_the_box(tiny_model: 
     assert len(trajectories) == STEPS * 8
     rewards = [each.reward_parts["tests"] for each in trajectories]
     assert {*rewards} == {0.0, 1.0}, rewards
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    written = [int(re.search(r"echo (\d+) > value", each["response"])[1]) for each in samples]  # type: ignore[index]
+    assert [each["reward"] for each in samples] == [float(number % 2 == 0) for number in written]
     assert all(each.metadata["tool_calls"] == 1 and each.metadata["tool_errors"] == {} for each in trajectories)

@@ -6,8 +6,8 @@ rollout:
   options: {agent: slimx.environments.hubs.verifiers.play, agent_options: {url: "http://127.0.0.1:8000"}}
 reward: {function: slimx.environments.hubs.verifiers.reward}
 
-The package runs in an environment of its own, where `slimx/environments/hubs/verifiers_server.py` plays one episode for
-each request; what it samples, it samples at the base URL of the rollout.
+The package runs in an environment of its own, where `slimx/environments/hubs/servers/verifiers_server.py` plays one
+episode for each request; what it samples, it samples at the base URL of the rollout.
 """
 
 from __future__ import annotations

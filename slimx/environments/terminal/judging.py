@@ -115,7 +115,7 @@ def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None =
         raise NoVerdict(f"the files cannot be unpacked ({_ending(replaced)}): {replaced.stderr.strip()[-300:]}")
     ran = box.run(list(task.command), cwd=task.directory, stop=stop)
     said = f"{ran.stdout}\n{ran.stderr}"
-    return ran.ok and all(re.search(each, said) for each in task.expect), ran
+    return ran.ok and all(re.search(each, said, re.MULTILINE) for each in task.expect), ran
 
 
 def _below(directory: Path | None) -> dict[str, Path]:

@@ -47,7 +47,7 @@ class Task:
     seconds: float = 60.0
     """For the tests."""
     expect: tuple[str, ...] = ()
-    """Regular expressions that the output of the tests must have, besides status 0."""
+    """Regular expressions that the output of the tests must have, besides status 0; `^` and `$` match at line ends."""
 
     @classmethod
     def of(cls, prompt: Prompt, base: Path) -> Task:

@@ -10,7 +10,7 @@ import pytest
 
 from slimx.environments.boxes.protocol import BoxRefusal
 from slimx.environments.enclosure import Ran
-from slimx.environments.terminal.judging import NoVerdict, judged
+from slimx.environments.terminal.judging import NoVerdict, judged, verdict
 from slimx.environments.terminal.tasks import Task
 from slimx.environments.terminal.toolbox import Terminal
 from slimx.environments.toolbox import ToolsLost
@@ -138,19 +138,20 @@ def test_what_cannot_be_carried_has_no_verdict(left):
 
 
 class Boxes:
-    """A box of the model and a fresh one that takes no file."""
+    """A box of the model or a fresh one, which may take no file, and whose programs all say the same."""
 
-    def __init__(self, refusal: str):
-        self.refusal = refusal
+    def __init__(self, refusal: str | None, says: str = ""):
+        self.refusal, self.says = refusal, says
 
     def run(self, command, **_):
-        return Ran("", "", "exit", 0, 0.0)
+        return Ran(self.says, "", "exit", 0, 0.0)
 
     def get(self, path, most):
         return tar()
 
     def put(self, path, content):
-        raise BoxRefusal("no", code=self.refusal, about=path)
+        if self.refusal is not None:
+            raise BoxRefusal("no", code=self.refusal, about=path)
 
     def end(self):
         pass
@@ -162,6 +163,15 @@ async def test_a_fresh_box_that_does_not_take_the_files_is_no_failure_of_the_mod
     monkeypatch.setattr(terminal, "_begin", lambda task, seconds=None: Boxes("large"))
     with refused("tools.lost", kind=ToolsLost):
         await terminal.judge([])
+
+
+@pytest.mark.parametrize(
+    ("expect", "passes"),
+    [(["^OK$"], True), (["Ran 2", "^OK$"], True), (["^Ran$"], False), (["^OK$", "^2"], False)],
+)
+def test_what_tests_must_say_is_looked_for_in_each_line(expect, passes):
+    box = Boxes(None, says="Ran 2 tests\nOK\n")
+    assert verdict(box, tar(), Task(command=("true",), expect=tuple(expect)))[0] is passes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

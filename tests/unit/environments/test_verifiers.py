@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from tests.unit.rollout.rollout_stand import config_of
 
 PLAY = "slimx.environments.hubs.verifiers.play"
 URL = "rollout.options.agent_options.url"
-SERVER = Path(verifiers.__file__).with_name("verifiers_server.py")
+SERVER = Path(verifiers.__file__).with_name("servers") / "verifiers_server.py"
 TASK = Prompt(
     id="task-1",
     messages=[{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}],
@@ -76,7 +77,7 @@ async def test_an_environment_that_is_the_user_asks_again_in_the_same_trajectory
     assert trained(found) == "2<end>2<end>" and found.metadata["result"]["turns"] == 2
     assert await verifiers.reward(None, found) == {"kept": 0.5}
     with pytest.raises(GivenUp) as caught:  # its answer is no task of this environment
-        await play(server, "2", prompt=TASK.model_copy(update={"metadata": {"verifiers": {"prompt": "?"}}}))
+        await play(server, "2", prompt=replace(TASK, metadata={"verifiers": {"prompt": "?"}}))
     assert caught.value.reason == "agent failed"
 
 

@@ -17,4 +17,4 @@ os.environ["PYTHONPATH"] = str(here)  # of the processes of its tools
 seat = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 env = {"taskset": {"id": taskset}, SEATS[taskset]: seat}
 sys.argv[1:] = [json.dumps(env), "--port", sys.argv[1]]
-runpy.run_path(str(here.parents[2] / "slimx/environments/hubs/verifiers_server.py"), run_name="__main__")
+runpy.run_path(str(here.parents[2] / "slimx/environments/hubs/servers/verifiers_server.py"), run_name="__main__")
