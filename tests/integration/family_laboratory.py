@@ -28,8 +28,9 @@ from tests.integration.family_oracle import Oracle
 from tests.integration.rank_processes import run_ranks
 from tests.needed import missing
 
-ENGINE = "engine-TP2xEP2"
+ENGINE, ENGINE_STAGES = "engine-TP2xEP2", "engine-TP2xPP2"
 """The layers are Transformer Engine's (transformer_engine_stand.py)."""
+ENGINES = (ENGINE, ENGINE_STAGES)
 LAYOUTS = {
     "single": {"world_size": 1},
     "TP2xEP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
@@ -39,6 +40,7 @@ LAYOUTS = {
     "CP2": {"world_size": 2, "context": 2},
     "CP2xTP2xPP2": {"world_size": 8, "context": 2, "tensor": 2, "pipeline": 2},
     ENGINE: {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
+    ENGINE_STAGES: {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
 SIZES = {
     "single": Sizes(),
@@ -49,13 +51,14 @@ SIZES = {
     "CP2": Sizes(context=2),
     "CP2xTP2xPP2": Sizes(context=2, tensor=2, pipeline=2, expert_tensor=2),
     ENGINE: Sizes(tensor=2, expert=2),
+    ENGINE_STAGES: Sizes(tensor=2, pipeline=2, expert_tensor=2),
 }
 
 
 def quick(layout: str, model: str) -> bool:
     """Returns True if `make test` has the model in that layout: each has every kind of split in two ranks, or four."""
-    if layout == ENGINE:
-        return model in ("Qwen3-MoE", "V3")
+    if layout in ENGINES:
+        return model in (("Qwen3-MoE", "V3") if layout == ENGINE else ("Qwen3",))
     return layout in (("TP2xPP2",) if CASES[model].dense else ("TP2xEP2", "PP2"))
 
 
@@ -102,7 +105,7 @@ class Laboratory:
         return Ran(self.directory / layout, model, SIZES[layout], self.oracle(model))
 
     def _run(self, layout: str) -> None:
-        if layout == ENGINE and not transformer_engine_stand.PACKAGE.is_dir():
+        if layout in ENGINES and not transformer_engine_stand.PACKAGE.is_dir():
             missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
         out = self.directory / layout
         out.mkdir()
@@ -124,7 +127,7 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        machine = transformer_engine_stand.__name__ if layout == ENGINE else None
+        machine = transformer_engine_stand.__name__ if layout in ENGINES else None
         run_ranks("tests.integration.family_rank", out, SIZES[layout].world, machine=machine)
 
 

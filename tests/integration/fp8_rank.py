@@ -17,7 +17,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.orchestration.batches import make_packer
-from tests.integration.optimizer_rank import SEQUENCES, OptimizerRank, equal
+from tests.integration.optimizer_rank import OptimizerRank, equal
 from tests.integration.trainer_rank import demonstrations
 
 BEFORE_TRAINING = 2
@@ -32,7 +32,7 @@ class Fp8Rank(OptimizerRank):
 
     def demonstrated(self, step: int) -> list[MicroBatch]:
         """Packed as a run packs them: tokens of a rank are whole blocks."""
-        trajectories = demonstrations(step)[:SEQUENCES]
+        trajectories = demonstrations(step)[: self.job["sequences"]]
         rows = make_rows(trajectories, [1.0] * len(trajectories), loss_weights(trajectories, "token"))
         pack = make_packer(self.config(), self.spec, self.sizes)
         return pack(rows).shards[self.parallel.place.data]
@@ -41,10 +41,13 @@ class Fp8Rank(OptimizerRank):
         """Log-probs and gradients of one step."""
         trainer = self.built(distributed_optimizer=False, optimizer={"clip_grad": 0.0}, **options)
         batches = self.demonstrated(0)
-        for batch, logprobs in zip(batches, trainer.logprobs(batches), strict=True):
+        # Only the last stage has log-probs.
+        for batch, logprobs in zip(batches, trainer.logprobs(batches), strict=self.parallel.last_stage):
             at = np.cumsum([0, *batch.lengths])
             for first, last in pairwise(at.tolist()):
-                self.arrays[f"{name} {batch.tokens[first:last].tolist()}"] = logprobs[first:last]
+                own = np.arange(first, last)[~batch.padding[first:last]]
+                if own.size:
+                    self.arrays[f"{name} {batch.tokens[own].tolist()}"] = logprobs[own]
         self.steps(trainer, 1)
         self.write_tensors(name, self.gradients(trainer))
 
@@ -104,7 +107,7 @@ class Fp8Rank(OptimizerRank):
         """Passes with other weights and a step between passes with these: the stand of Transformer Engine fails where
         a copy of weights is out of date."""
         trainer = self.built()
-        modules = trainer.chunks[0].modules()
+        modules = [module for chunk in trainer.chunks for module in chunk.modules()]
         copies = [module._fp8_workspaces for module in modules if hasattr(module, "_fp8_workspaces")]
         self.said["no_copies"] = not any(copies)
         self.said["no_copies"] &= bool(copies)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.integration.family_cases import CASES
-from tests.integration.family_laboratory import ENGINE, SIZES, difference, quick
+from tests.integration.family_laboratory import ENGINE, ENGINE_STAGES, SIZES, difference, quick
 from tests.integration.saved_tensors import saved_tensors, written_by_0_16
 
 pytestmark = pytest.mark.integration
@@ -86,11 +86,17 @@ def test_a_trainers_checkpoint_has_the_names_types_and_shapes_that_megatron_core
     assert found == wanted
 
 
-@pytest.mark.parametrize("layout", [ENGINE])
-@pytest.mark.parametrize("model", ["V3"])
-def test_layers_are_transformer_engines_where_it_is_installed(families, layout, model):
+@pytest.mark.parametrize(
+    ("layout", "model", "own"),
+    [
+        (ENGINE, "V3", {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TELinear"}),
+        (ENGINE_STAGES, "Qwen3", {"TELayerNormColumnParallelLinear"}),
+        pytest.param(ENGINE_STAGES, "MiMo", {"TELayerNormColumnParallelLinear"}, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_are_transformer_engines_where_it_is_installed(families, layout, model, own):
     built = families(layout, model).modules()
-    assert built >= {"TERowParallelLinear", "TEDotProductAttention", "RMSNorm"}
+    assert built >= {"TERowParallelLinear", "TEDotProductAttention"} | own
     assert not {"NormColumnParallelLinear", "PackedAttention", "RowParallelLinear"} & built
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration import transformer_engine_stand
-from tests.integration.block_models import make_block_model
+from tests.integration.block_models import make_block_deepseek, make_block_model
 from tests.integration.conftest import Weights, free_port
+from tests.integration.optimizer_rank import SEQUENCES
 from tests.integration.rank_processes import run_ranks
 from tests.needed import missing
 
@@ -23,7 +25,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {"world_size": 1},
     "TP2xETP2": {"world_size": 2, "tensor": 2, "expert_tensor": 2},
     "DP2xEP2": {"world_size": 2, "expert": 2},
+    "PP2": {"world_size": 2, "pipeline": 2},
 }
+DEEP: dict[str, dict[str, Any]] = {
+    "single": {"world_size": 1},
+    "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "CP2": {"world_size": 2, "context": 2},
+}
+"""Layouts of a model of four layers."""
 
 UNIFIED = ("computed_in_fp8", "same_codes", "same_scales", "moved", "same_later")
 """Arrays of each rank with its publication, before and after steps (`fp8_rank`)."""
@@ -34,12 +43,18 @@ in fp8 after passes, none in a trainer that was offloaded."""
 
 
 def run(
-    model: Path, out: Path, layout: dict[str, Any], recipe: str, machine: str | None = None
+    model: Path,
+    out: Path,
+    layout: dict[str, Any],
+    recipe: str,
+    machine: str | None = None,
+    *,
+    sequences: int = SEQUENCES,
 ) -> tuple[dict[str, np.ndarray], list[dict]]:
     """Arrays of all ranks, and what each rank said."""
     out.mkdir()
     job = {"model": str(model), "layout": layout, "kinds": [], "out": str(out), "recipe": recipe}
-    job["engine"] = machine is not None
+    job |= {"engine": machine is not None, "sequences": sequences}
     job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
     (out / "job.json").write_text(json.dumps(job))
     run_ranks("tests.integration.fp8_rank", out, layout["world_size"], machine=machine)
@@ -69,9 +84,20 @@ def largest(one: dict[str, np.ndarray], other: dict[str, np.ndarray], kind: str 
     return float(apart(one, other, kind).max())
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_a_step_in_fp8_is_the_same_in_every_layout_as_far_as_blocks_are(recipe: str, tmp_path: Path) -> None:
-    model = make_block_model(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("make", "recipe", "share"),
+    [
+        (make_block_model, "blockwise", 0.5),
+        pytest.param(make_block_model, "mxfp8", 0.5, marks=pytest.mark.slow),
+        # Latent attention: the projection to the latent and the rotating part has a block and a half.
+        pytest.param(make_block_deepseek, "blockwise", 0.75, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_in_fp8_is_the_same_in_every_layout_as_far_as_blocks_are(
+    make: Any, recipe: str, share: float, tmp_path: Path
+) -> None:
+    """`share`: of the distance between fp8 and bf16, what tensor parallelism may add to it."""
+    model = make(tmp_path / "model")
     found = {name: run(model, tmp_path / name, layout, recipe) for name, layout in LAYOUTS.items()}
     single, _ = found["single"]
     gradients = {name: load_file(tmp_path / name / "fp8.safetensors") for name in LAYOUTS}
@@ -83,23 +109,58 @@ def test_a_step_in_fp8_is_the_same_in_every_layout_as_far_as_blocks_are(recipe: 
     # Blocks of inputs lie within a token. Those of weights' gradients run over tokens, which other ranks then hold.
     assert largest(found["DP2xEP2"][0], single) == 0.0
     assert 0.0 < distance(gradients["DP2xEP2"], gradients["single"]) < 0.05
+    # Stages have the same packs.
+    assert largest(found["PP2"][0], single) == distance(gradients["PP2"], gradients["single"]) == 0.0
     # Ranks of tensor parallelism add partial sums in bf16, with or without fp8.
-    assert distance(gradients["TP2xETP2"], gradients["single"]) < rounding / 2
+    assert distance(gradients["TP2xETP2"], gradients["single"]) < share * rounding
     if recipe == "blockwise":
-        for _, said in found.values():
-            for rank in said:
-                wrong = [what for what in UNIFIED if rank[what] is not True]
-                assert wrong == []
+        check_unified(found)
+
+
+def check_unified(found: dict[str, tuple[dict[str, np.ndarray], list[dict]]]) -> None:
+    for _, said in found.values():
+        for rank in said:
+            wrong = [what for what in UNIFIED if rank[what] is not True]
+            assert wrong == []
 
 
 @pytest.mark.slow
-def test_transformer_engines_layers_compute_in_fp8_what_torchs_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_interleaved_stages_and_parts_of_sequences_compute_in_fp8_as_one_rank_does(recipe: str, tmp_path: Path) -> None:
+    model = make_block_model(tmp_path / "model", layers=4)
+    # Nine make four packs: interleaved stages, which take an even number, have those of one rank.
+    found = {name: run(model, tmp_path / name, layout, recipe, sequences=9) for name, layout in DEEP.items()}
+    single, _ = found["single"]
+    gradients = {name: load_file(tmp_path / name / "fp8.safetensors") for name in DEEP}
+    rounding = distance(gradients["single"], load_file(tmp_path / "single" / "bf16.safetensors"))
+    assert largest(found["PP2xVPP2"][0], single) == distance(gradients["PP2xVPP2"], gradients["single"]) == 0.0
+    # Each rank of a sequence has other tokens, over which blocks of weights' gradients run, and a part of attention.
+    assert 0.0 < distance(gradients["CP2"], gradients["single"]) < rounding / 2
+    assert largest(found["CP2"][0], single) < largest(single, single, "bf16") / 2
+    if recipe == "blockwise":
+        check_unified(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (make_block_model, LAYOUTS["TP2xETP2"]),
+        (partial(make_block_model, layers=4), DEEP["PP2xVPP2"]),
+        # megatron-core's own rotation of latent attention is a kernel of Triton's.
+        (make_block_deepseek, LAYOUTS["TP2xETP2"] | {"megatron": {"apply_rope_fusion": False}}),
+    ],
+    ids=["TP2xETP2", "PP2xVPP2", "DeepSeek-TP2xETP2"],
+)
+def test_transformer_engines_layers_compute_in_fp8_what_torchs_do(
+    make: Any, layout: dict[str, Any], tmp_path: Path
+) -> None:
     """By megatron-core's contexts, with the padding of experts and copies of weights, and passes with other weights."""
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
     # The stand ends a rank whose scales are powers of two, whose tokens are too few for a product, or which computes
     # with a copy that is out of date; `run` then raises what it said.
-    model, layout = make_block_model(tmp_path / "model"), LAYOUTS["TP2xETP2"]
+    model = make(tmp_path / "model")
     found, said = run(model, tmp_path / "engine", layout, "blockwise", transformer_engine_stand.__name__)
     plain, _ = run(model, tmp_path / "plain", layout, "blockwise")
     for rank in said:
@@ -111,6 +172,4 @@ def test_transformer_engines_layers_compute_in_fp8_what_torchs_do(tmp_path: Path
     # Experts' tokens are padded here, so that blocks of weights' gradients hold others; and a router whose input
     # differs in its last bit may choose otherwise.
     assert distance(of["engine/fp8"], of["plain/fp8"]) < 0.75 * rounding
-    ours, bf16 = apart(found, plain), apart(found, found, "bf16")
-    assert np.median(ours) == 0.0 < np.median(bf16)
-    assert ours.mean() < bf16.mean() / 5
+    assert apart(found, plain).mean() < 0.75 * apart(found, found, "bf16").mean()

@@ -136,7 +136,11 @@ class Rank:
         write_tensors(self.out / f"{name}.safetensors", tensors, self.spec, self.parallel)
 
     def gradients(self, trainer: Any) -> dict[str, Any]:
-        return {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()}
+        """By local name; zeros for a buffer, which has none."""
+        import torch
+
+        named = trainer.weights.parameters.items()
+        return {name: getattr(value, "main_grad", torch.zeros(value.shape)) for name, value in named}
 
     def barrier(self) -> None:
         self.parallel.host_group.barrier().wait()

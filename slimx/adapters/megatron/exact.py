@@ -33,11 +33,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.adapters.megatron.attention import PackedAttention
 from slimx.adapters.megatron.builders import Builder, exchange, kind_of, submodules_of
-from slimx.adapters.megatron.latent import LatentAttention
+from slimx.adapters.megatron.latent import DownProjection, LatentAttention, exchange_down_projections
 from slimx.adapters.megatron.layers import (
     ColumnGroupedLinear,
     Norm,
@@ -166,22 +165,7 @@ class ExactNormColumn(_Column, NormColumnParallelLinear):
     norm = staticmethod(exact.rms_norm)
 
 
-class ExactLinear(torch.nn.Module):
-    """The product of a layer that all ranks of TP have whole, with that layer's parameter and checkpoint keys."""
-
-    def __init__(self, whole: Linear):
-        super().__init__()
-        self.weight, self.tp_group = whole.weight, whole.tp_group
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            sharded_offsets=sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-
+class ExactLinear(DownProjection):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return exact.linear(x, served(self.weight)), None
 
@@ -295,15 +279,11 @@ class ExactAttention(PackedAttention):
 
 
 class ExactLatentAttention(LatentAttention):
-    """Core attention rotates; upstream only takes the pairs apart.
-
-    Upstream looks at the very classes of the down projections in a spec, so they are exchanged afterwards."""
+    """Core attention rotates; upstream only takes the pairs apart."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            if isinstance(layer := getattr(self, name, None), Linear):
-                setattr(self, name, ExactLinear(layer))
+        exchange_down_projections(self, ExactLinear)
         self.rotary_pos_emb = _NoTurn(self.rotary_pos_emb)
         longer = exact.yarn_lengthening(self.config.rotary_scaling_factor, self.config.mscale_all_dim)
         self.core_attention.scale = self.q_head_dim**-0.5 * longer * longer  # in SGLang's order of operations

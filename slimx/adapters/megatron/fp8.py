@@ -7,9 +7,11 @@ Written for megatron-core 0.19.2.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -18,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slimx.adapters.megatron.builders import exchange
+from slimx.adapters.megatron.latent import DownProjection, LatentAttention, exchange_down_projections
 from slimx.adapters.megatron.layers import ColumnGroupedLinear, NormColumnParallelLinear, RowGroupedLinear
 from slimx.reshard.kernels.products import linear
 from slimx.reshard.plan.precision import Recipe
@@ -27,6 +30,7 @@ def install(block: Any, recipe: Recipe) -> None:
     """Have the linear layers of a decoder's spec (TransformerBlockSubmodules) built so that they compute by `recipe`:
     those that Transformer Engine would compute in fp8, which embedding, router and output layer are not."""
     kinds = {
+        LatentAttention: Fp8LatentAttention,
         ColumnParallelLinear: Fp8Column,
         NormColumnParallelLinear: Fp8NormColumn,
         RowParallelLinear: Fp8Row,
@@ -75,6 +79,21 @@ class Fp8NormColumn(_Product, NormColumnParallelLinear):
 
 class Fp8Row(_Product, RowParallelLinear):
     pass
+
+
+class Fp8Down(DownProjection):
+    def __init__(self, whole: Linear, recipe: Recipe):
+        super().__init__(whole)
+        self.recipe = recipe
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return linear(x, self.weight, self.recipe), None
+
+
+class Fp8LatentAttention(LatentAttention):
+    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        exchange_down_projections(self, partial(Fp8Down, recipe=recipe))
 
 
 class Fp8ColumnGrouped(ColumnGroupedLinear):

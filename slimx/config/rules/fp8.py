@@ -58,8 +58,6 @@ def proven(trainer: Trainer, numerics: Numerics, algorithm: Algorithm, critic: C
         ("trainer.grad_reduce_in_fp32", not trainer.grad_reduce_in_fp32),
         ("trainer.overlap_param_gather", trainer.overlap_param_gather),
         ("trainer.freeze", bool(trainer.freeze)),
-        ("trainer.pipeline", trainer.pipeline > 1),
-        ("trainer.context", trainer.context > 1),
         ("trainer.moe.dispatcher", trainer.moe.dispatcher != "alltoall"),
         ("algorithm.teacher", algorithm.teacher is not None),
         ("algorithm.name", algorithm.scores),

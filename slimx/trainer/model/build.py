@@ -27,7 +27,7 @@ from slimx.adapters.megatron import sparse as megatron_sparse
 from slimx.adapters.megatron.param_gather import wait_by_layer
 from slimx.config.schema import Config
 from slimx.layout.megatron import MegatronLayout
-from slimx.layout.ranks import sizes_of
+from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.state_space import PATTERN
 from slimx.reshard.pack.served import ServedWeights
@@ -61,15 +61,11 @@ def build_model(
         else {}
     )
     virtual = config.trainer.virtual_pipeline
-    if pattern := spec.transformer.get(PATTERN):
-        sizes = sizes_of(config.trainer)
-        make = partial(HybridPolicyModel, hybrid_layer_pattern=segments(pattern, sizes.split, sizes.stages), **options)
-    else:
-        make = partial(kind, **options)
+    make = partial(model_kind(spec, sizes_of(config.trainer), kind), **options)
     # Transformer Engine's layers compute in fp8 themselves, see `transformer_config`.
     emulated = None if backends.transformer_engine else RECIPES.get(config.trainer.fp8)
     chunks = [
-        _build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, config.leaves, emulated)
+        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, config.leaves, emulated)
         for chunk in range(virtual)
     ]
     _freeze(chunks, spec, config)
@@ -110,7 +106,16 @@ def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> N
         freeze(unwrap(chunk), own, recompute=config.trainer.recompute.granularity != "none")
 
 
-def _build_chunk(
+def model_kind(
+    spec: ModelSpec, sizes: Sizes, kind: type[PolicyModel] | type[ValueModel] = PolicyModel
+) -> Callable[..., PolicyModel | ValueModel]:
+    """The class that chunks are made of, `kind` unless the model has state-space layers."""
+    if pattern := spec.transformer.get(PATTERN):
+        return partial(HybridPolicyModel, hybrid_layer_pattern=segments(pattern, sizes.split, sizes.stages))
+    return kind
+
+
+def build_chunk(
     make: Callable[..., PolicyModel | ValueModel],
     spec: ModelSpec,
     transformer: TransformerConfig,
@@ -119,7 +124,9 @@ def _build_chunk(
     leaves: int | None,
     recipe: Recipe | None,
 ) -> torch.nn.Module:
-    """`leaves`: of exact mode; None in fast mode. `recipe`: of plain torch's layers that compute in fp8."""
+    """One module of this rank, not yet wrapped for data parallelism. `make`: as `model_kind` says. `chunk`: its number,
+    None without virtual pipeline stages. `leaves`: of exact mode; None in fast mode. `recipe`: of plain torch's layers
+    that compute in fp8."""
     kind = router.PolicyRouter if leaves is None else router.ExactRouter
     if transformer.is_hybrid_model:
         layers = megatron_mamba.stack_spec(transformer)

@@ -11,6 +11,7 @@ import pytest
 from slimx.config import load_config
 from slimx.models.files.megatron_directory import iteration_name
 from slimx.preflight.plan.report import plan_report
+from tools.docs import make_phases
 
 pytestmark = pytest.mark.costly
 
@@ -56,6 +57,9 @@ def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyP
     assert report.rank_map.nodes == config.cluster.nodes, "the header names the nodes that the run fills"
     name = Path(config.model.path).name
     assert report.parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=0.005)
+    if file in make_phases.FILES:
+        table = make_phases.PAGE.read_text()
+        assert "\n".join(make_phases.rows(file.stem, report)) + "\n" in table, "run tools.docs.make_phases"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

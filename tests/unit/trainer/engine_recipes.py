@@ -10,6 +10,9 @@ from typing import Any
 
 from slimx.trainer.process import prepare_process
 
+SHAPE = (576, 704)
+"""Shape of a tensor: of blocks of 128 whole ones and a half, down and across."""
+
 
 def main() -> None:
     prepare_process("cuda", shares_layers=False, local=True, fp8=True)
@@ -20,18 +23,36 @@ def main() -> None:
     from megatron.core.fp8_utils import get_fp8_align_size, get_fp8_recipe
     from megatron.core.transformer import TransformerConfig
     from transformer_engine.pytorch.quantization import RecipeState
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
     from slimx.config.sections.trainer import Trainer
+    from slimx.reshard.kernels.blocks import dequantise, quantise
+    from slimx.reshard.kernels.record import RULE
     from slimx.reshard.plan.precision import RECIPES
     from slimx.trainer.device.backends import choose_backends
     from slimx.trainer.model.transformer import fp8_fields
 
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16()
+
     def described(quantizer: Any) -> dict[str, Any]:
-        rows, columns = (list(quantizer.get_scale_shape((256, 640), columnwise=across)) for across in (False, True))
+        rows, columns = (list(quantizer.get_scale_shape(SHAPE, columnwise=across)) for across in (False, True))
         fields = ("amax_epsilon", "force_pow_2_scales", "block_scaling_dim", "block_len")
         own = {name: getattr(quantizer, name) for name in fields if hasattr(quantizer, name)}
         kind, dtype = type(quantizer).__name__, quantizer.dtype.name
+        if "block_scaling_dim" in own:
+            own["reads"] = reads(quantizer)
         return own | {"kind": kind, "dtype": dtype, "scales": [rows, columns]}
+
+    def reads(quantizer: Any) -> bool:
+        """Returns True if codes and scales by slimx are the same numbers to Transformer Engine's own tensor."""
+        square = quantizer.block_scaling_dim == 2
+        block = (quantizer.block_len if square else 1, quantizer.block_len)
+        codes, scales = quantise(values, RULE.TE, block)
+        padded = torch.full(quantizer.get_scale_shape(SHAPE, columnwise=False), torch.nan)
+        held = scales if square else scales.T
+        padded[: held.shape[0], : held.shape[1]] = held
+        tensor = Float8BlockwiseQTensorStorage(codes, padded, None, None, quantizer.dtype, quantizer, square)
+        return torch.equal(tensor.dequantize(dtype=torch.float32), dequantise(codes, scales, block, torch.float32))
 
     out = {}
     for name in RECIPES:

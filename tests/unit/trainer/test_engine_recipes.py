@@ -11,6 +11,7 @@ import pytest
 from slimx.reshard.plan.precision import RECIPES, TOKENS
 from tests.integration import transformer_engine_stand
 from tests.needed import missing
+from tests.unit.trainer.engine_recipes import SHAPE
 
 pytestmark = pytest.mark.slow  # imports the whole of it
 
@@ -28,13 +29,15 @@ def test_quantisers_have_the_blocks_and_the_rule_that_slimx_rounds_by() -> None:
         recipe = RECIPES[name]
         for what, slot in slots.items():
             block = recipe.weight if what == "weight" else recipe.vector
-            # Scales of [256, 640] by rows and by columns, padded for the product's kernel.
+            # Scales by rows and by columns, padded for the product's kernel. A block that is cut has one of its own.
+            rows, cols = SHAPE
             if name == "mxfp8":
                 assert (slot["kind"], recipe.rule, block) == ("MXFP8Quantizer", "mxfp8", (1, 32))
-                assert slot["scales"] == [[256, 640 // 32], [256 // 32, 640]]
+                assert slot["scales"] == [[640, 24], [20, 768]]
                 continue
             # The rule te: 448 / amax, no least amax, no powers of two.
             assert (slot["kind"], recipe.rule) == ("Float8BlockQuantizer", "te")
             assert (slot["amax_epsilon"], slot["force_pow_2_scales"], slot["block_len"]) == (0.0, False, block[1])
             assert slot["block_scaling_dim"] == (2 if block == (128, 128) else 1)
-            assert slot["scales"] == ([[2, 8], [5, 4]] if block == (128, 128) else [[5, 256], [2, 640]])
+            assert slot["scales"] == ([[5, 8], [6, 8]] if block == (128, 128) else [[6, rows], [5, cols]])
+            assert slot["reads"]
