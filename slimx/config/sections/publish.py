@@ -26,7 +26,7 @@ class Publish(Section):
     layout; auto: local where slimx knows that layout."""
     adapters: Literal["merged", "alone"] = "merged"
     """With trainer.lora. merged: engines get weights with their adapters in them, and know of none; alone: they get the
-    base once, and then adapters at each version, which they compute with beside it (docs/trainer.md)."""
+    base once, and then adapters at each version, which they compute with beside it (docs/operations.md)."""
     quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = None
     """Rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode those that the
     trainer computes with, too; null: none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ def publish(model: nn.Module, weights: Weights, version: int = 1, **change: Any)
     """Bring `weights` in one bucket through the receiver of `model`, up to the proof; `change`: of the manifest."""
     receiver, entries, end = receiver_of(model), [], 0
     receiver.begin(manifest=manifest(version, version, **change), staging="model")
-    with tempfile.TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("slimx-bucket"), "wb") as file:
         for name, tensor in weights.items():
             os.pwrite(file.fileno(), tensor.contiguous().numpy().tobytes(), end)
             form = {"name": name, "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "offset": end}
