@@ -7,7 +7,7 @@ rows, A where they split its columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -70,12 +70,14 @@ class ServedAdapters:
             except (Unexpected, AttributeError, SlimxError) as error:
                 layout.uncovered[layer.name] = str(error)
 
-    def write(self, layout: Layout, name: str, tensor: torch.Tensor) -> None:
-        """Copy the published `tensor` into its place."""
-        buffers, flat = self.buffers(), tensor.view(matrix(tensor.shape))
-        for held in layout.places[name].held:
-            for rect, view in zip(held.rects, held.views(buffers) or (), strict=True):
-                view.copy_(flat[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols])
+    def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy published tensors into their places."""
+        buffers = self.buffers()
+        for name, tensor in named:
+            flat = tensor.view(matrix(tensor.shape))
+            for held in layout.places[name].held:
+                for rect, view in zip(held.rects, held.views(buffers) or (), strict=True):
+                    view.copy_(flat[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols])
 
     def _layers(self) -> Iterator[AdaptedLayer]:
         from sglang.srt.lora.utils import get_target_module_name

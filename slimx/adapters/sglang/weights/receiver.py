@@ -191,8 +191,8 @@ class RankReceiver:
                 parameters[name].data.copy_(tensor)
         else:
             adapters = {name: staged for name, staged in ready.items() if is_adapter(name)}
-            for name, tensor in self._counted(adapters):
-                self.adapters.write(publication.layout, name, tensor)
+            if adapters:
+                self.adapters.write(publication.layout, self._counted(adapters))
             if base := {name: staged for name, staged in ready.items() if name not in adapters}:
                 self.model.load_weights(self._counted(base))
         publication.loaded.update((name, staged.share) for name, staged in ready.items())
@@ -206,7 +206,7 @@ class RankReceiver:
             self._derive()
 
     def verify(self) -> Answer:
-        """Compare what the model HOLDS now with what was copied last.
+        """Compare what the model HOLDS now with what was copied last, and with the base of what came as adapters alone.
 
         Answer: {"encoding", "tensors": count in the publication, "differ": [names], "missing": [held, but never
         copied], "derived": [tensors that the model computed from the others]}.
