@@ -1,4 +1,4 @@
-"""What leaves the trainers by one plan, as the publisher reads it (`slimx.reshard.parties.Source`)."""
+"""The tensors that leave the trainers by one plan, as the publisher reads them (`slimx.reshard.parties.Source`)."""
 
 from __future__ import annotations
 

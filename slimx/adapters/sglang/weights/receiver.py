@@ -89,7 +89,7 @@ class RankReceiver:
         self.copied: OpenPublication | None = None
         """The publication that copied last: its `loaded` is all that vouches for what the model holds."""
         self.adapters: ServedAdapters | None = None
-        """Where the policy's adapters are, in a server that computes with them."""
+        """The places of the policy's adapters, in a server that computes with them."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
         """The places of experts, and the layout that follows from them."""
 
