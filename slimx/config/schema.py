@@ -132,6 +132,11 @@ class Config(Section):
         return group.drafts and not group.frozen and bool(self.trainer.megatron.get("mtp_num_layers"))
 
     @property
+    def serves_adapters(self) -> bool:
+        """True if engines of the policy compute with adapters that are not merged into weights."""
+        return self.publish.adapters == "alone"
+
+    @property
     def samples_known(self) -> bool:
         """True if rollouts come with the trainer's own log-probs, to the last bit: without staleness this run's engines
         sampled every token with the weights that the step begins with. Those of a replay are another run's."""

@@ -1,11 +1,20 @@
-"""Weights beside which low-rank adapters can stand, by the names that Megatron gives them."""
+"""Weights beside which low-rank adapters can stand, by the names that Megatron gives them, and the adapters as parts of
+a publication of their own (`publish.adapters`)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from typing import Literal
 
+from slimx.layout.maps import Rect
+from slimx.layout.parts import Part, matrix
 from slimx.layout.table import Table
+
+ROOT = "base_model.model."
+"""Beginning of the name that PEFT gives to every tensor of an adapter."""
+SERVED = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+"""Targets whose adapters can be published alone, and the modules that engines adapt for them."""
 
 _LAYER = r"decoder\.layers\.[^.]+\."
 _TARGETS = {
@@ -26,3 +35,52 @@ def adapts(targets: Collection[str] | None, name: str) -> bool:
 def absent(targets: Collection[str], table: Table) -> list[str]:
     """Those of `targets` to which no weight of the model belongs."""
     return [target for target in targets if not any(adapts((target,), row.name) for row in table.rows)]
+
+
+def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
+    """Modules that engines adapt for `targets`, all of which are keys of `SERVED`; None: for each of these."""
+    return tuple(module for target in (SERVED if targets is None else targets) for module in SERVED[target])
+
+
+def peft_name(source: str, letter: Literal["A", "B"]) -> str:
+    """PEFT's name of A or B beside the module whose weight is the checkpoint's tensor `source`."""
+    return f"{ROOT}{source.removesuffix('.weight')}.lora_{letter}.weight"
+
+
+def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank: int) -> list[Part]:
+    """A [rank, in] and B [out, rank] beside those of the trainer's `weights` that belong to `targets`.
+
+    Their sources have PEFT's names. Modules that share a weight share its A, which has the name of the first one's. A
+    is cut as the weight's columns are and B as its rows, and ranks that hold the same of it are in one part.
+    """
+    found: dict[tuple[str, tuple[str, ...], tuple[Rect, ...]], Part] = {}
+    for part in weights:
+        if part.copy or not adapts(targets, part.name):
+            continue
+        path, (rows, cols) = part.name.rpartition(".")[0], matrix(part.shape)
+        columns = (Rect(0, 0, part.rects[0].col, rank, cols, 0, 0),)
+        own = tuple(rect._replace(col=0, cols=rank, local_col=0) for rect in part.rects)
+        modules = tuple(peft_name(source, "B") for source in part.sources)
+        for adapter in (
+            Part(f"{path}.lora_a", (rank, cols), part.ranks, (peft_name(part.sources[0], "A"),), columns),
+            Part(f"{path}.lora_b", (rows, rank), part.ranks, modules, own),
+        ):
+            key = adapter.name, adapter.sources, adapter.rects
+            held = {*adapter.ranks, *(found[key].ranks if key in found else ())}
+            found[key] = adapter._replace(ranks=tuple(sorted(held)))
+    return list(found.values())
+
+
+def adapter_targets(table: Table, targets: Collection[str] | None, rank: int) -> Iterator[Part]:
+    """A and B of every module that `targets` adapt, whole and as PEFT has them: what shares an A gets it each."""
+    for entry in table.entries():
+        if not adapts(targets, entry.row.name):
+            continue
+        shared = peft_name(entry.sources[0], "A")
+        for source, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
+            rows, cols = matrix(shape)
+            for name, size, origin in (
+                (peft_name(source, "A"), (rank, cols), shared),
+                (peft_name(source, "B"), (rows, rank), peft_name(source, "B")),
+            ):
+                yield Part(name, size, (0,), (origin,), (Rect(0, 0, 0, *size, 0, 0),))

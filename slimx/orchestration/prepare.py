@@ -68,7 +68,8 @@ class PreparedPolicy:
     tokenizer: Any
     sizes: Sizes
     plans: dict[str, Plan]
-    """By which weights leave the trainers: "export" and, with engines, "publish"."""
+    """By which weights leave the trainers: "export", with engines "publish", and "adapters" where those are published
+    alone."""
     backends: Backends
     """The trainers' kernels, with the reason of each."""
     encoding: Encoding
@@ -85,7 +86,8 @@ class Prepared(Sources):
     """Every trained policy by its name, first `actor`, whose parts stand in the other fields, too."""
     sizes: Sizes
     plans: dict[str, Plan]
-    """By which weights leave the trainers: "export" and, with engines, "publish"."""
+    """By which weights leave the trainers: "export", with engines "publish", and "adapters" where those are published
+    alone."""
     backends: Backends
     """The trainers' kernels, with the reason of each."""
     encoding: Encoding
@@ -193,7 +195,8 @@ def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tu
     published = publication_plan(config, spec, sizes, device)
     if published is None:
         return plans, "hf"
-    return plans | {"publish": published.plan}, published.encoding
+    alone = {} if published.adapters is None else {"adapters": published.adapters}
+    return plans | {"publish": published.plan} | alone, published.encoding
 
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:

@@ -13,6 +13,7 @@ from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.ranks.weight_source import WeightSource
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
 from slimx.reshard.manifest import Encoding
@@ -48,16 +49,21 @@ class Publications:
         self.lasting: Lasting = _once
         """Waits for work that needs trainers, which may be replaced meanwhile."""
         self._maker, self._encoding, self._note = maker, encoding, records.table.note
-        source: Source = trainers
+        source: Source = WeightSource(trainers, "publish")
         if self.config.publish.transport == "nixl" and self.engines is not None:
             self.delivery = self._direct(self.engines)
             source = DirectSource(self.delivery)
         else:
             self.delivery = make_delivery(trainers, self.config)
-        self.publisher = None
+        self.publisher = self.adapters = None
+        self._based: dict[str, int] = {}
+        """By engine the incarnation that was given the base of its adapters."""
         if self.engines is not None:
             vacate = self._give_turn if self.config.schedule.colocate else None
             self.publisher = self._publisher(source, self.engines.members, self.delivery, vacate)
+            if "adapters" in trainers.plans:
+                source = WeightSource(trainers, "adapters")
+                self.adapters = self._publisher(source, self.engines.members, self.delivery, encoding="adapters")
 
     def _direct(self, engines: EngineGroup) -> DirectDelivery:
         """The delivery by which every trainer rank writes to every engine."""
@@ -83,12 +89,21 @@ class Publications:
                 await self._seat()
             await self.engines.members.available()
             try:
-                done = await self.publisher.publish(step, trainer_step=step)
+                done = await self._publish_once(step)
             except (NoReceiverLeft, TransportLost) as error:
                 self._note(first_line(error))
                 continue
             self._maker.versions[self.policy] = done.manifest.version
             return done
+
+    async def _publish_once(self, step: int) -> Publication:
+        """Publish the adapters alone if every engine holds their base, else all weights to every engine."""
+        present = {engine.name: engine.incarnation for engine in self.engines.members.candidates()}
+        if self.adapters is not None and present.items() <= self._based.items():
+            return await self.adapters.publish(step, trainer_step=step)
+        done = await self.publisher.publish(step, trainer_step=step)
+        self._based |= {name: present[name] for name in done.engines.keys() - done.lost}
+        return done
 
     async def _seat(self) -> None:
         """Have colocated engines hold what a publication writes into, and no more. If none runs, one starts first, on
@@ -153,6 +168,8 @@ class Publications:
         members: Members,
         delivery: Delivery | None = None,
         vacate: Callable[[], Awaitable[None]] | None = None,
+        *,
+        encoding: Encoding | None = None,
     ) -> Publisher:
         options = self.config.publish
         return Publisher(
@@ -162,7 +179,7 @@ class Publications:
             deadline_s=options.deadline,
             step_deadline_s=options.engine_deadline,
             staging=options.staging,
-            encoding=self._encoding,
+            encoding=encoding or self._encoding,
             rule=options.quantise or "none",
             vacate=vacate,
         )

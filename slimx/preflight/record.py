@@ -125,6 +125,9 @@ class PublicationFigures(Record):
     """Kernel launches of the trainer rank that has most of them."""
     nbytes: int
     """Values and scales to all engines together."""
+    adapter_bytes: int = 0
+    """With publish.adapters=alone, bytes of a publication of adapters to all engines together; `nbytes` are those of
+    the first, which brings their base too."""
     received: int
     """Bytes that the engine rank with most of them takes."""
     sent_max: int

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from slimx.errors import SlimxError
 
-Encoding = Literal["hf", "local"]
+Encoding = Literal["hf", "local", "adapters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class Manifest:
     """From 0; the version that tokens carry once this is committed."""
     encoding: Encoding = "hf"
     """"hf": tensors with Hugging Face names, the same bytes for every rank. "local": each engine rank's own bytes,
-    named and shaped as the parameters that it holds."""
+    named and shaped as the parameters that it holds. "adapters": A and B of low-rank adapters in PEFT's names, beside
+    weights that an earlier publication of "hf" brought."""
     rule: str = "none"
     """Rule by which values were quantised (docs/numerics.md); "none" where they were not."""
     trainer_step: int

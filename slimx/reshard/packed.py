@@ -81,9 +81,9 @@ class PackedBucket:
         """The bucket as JSON for each rank of an engine of `ranks`, by its number, or for "all": where the rank's
         machine has it, and which tensors the rank takes."""
         paths = (self.path, *self.others)
-        if encoding == "hf" and len(paths) == 1:
+        if encoding != "local" and len(paths) == 1:
             return {"all": self._part(self.path, self.targets[0])}
-        targets = self.targets * ranks if encoding == "hf" else self.targets
+        targets = self.targets if encoding == "local" else self.targets * ranks
         # The ranks that open the same memory follow one another.
         return {
             str(rank): self._part(paths[rank * len(paths) // len(targets)], tensors)

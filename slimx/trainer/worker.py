@@ -237,7 +237,7 @@ class TrainerWorker:
     def critic_restore(self, path: str, same_layout: bool, load_optimizer: bool) -> None:
         self._critic.restore(path, same_layout=same_layout, load_optimizer=load_optimizer)
 
-    # Weights leave by a plan ("publish" or "export"), bucket by bucket ---------------------------------------------
+    # Weights leave by a plan ("publish", "adapters" or "export"), bucket by bucket ---------------------------------
 
     def probe(self, on_device: bool) -> tuple[str, bytes]:
         """Memory, of this rank's GPU or the host's, that other ranks try to open: its path, and what is in it."""
@@ -281,9 +281,9 @@ class TrainerWorker:
         from slimx.reshard.plan.copy_plan import Plan
 
         weights = self._trainer.weights
-        packer = Packer(
-            Plan.from_bytes(plan), self.rank, weights.parameters, merging=weights.merging, apart=holders > 1
-        )
+        alone = name != "export" and self._values["publish"]["adapters"] == "alone"
+        parameters, merging = (weights.unmerged, {}) if alone else (weights.parameters, weights.merging)
+        packer = Packer(Plan.from_bytes(plan), self.rank, parameters, merging=merging, apart=holders > 1)
         if on_device:  # the default group: NCCL over all ranks
             self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None, holders=holders)
         else:
@@ -296,7 +296,7 @@ class TrainerWorker:
 
     def fill_bucket(self, name: str, bucket: int, paths: Sequence[str]) -> Any:
         """Write this rank's share of a bucket into the memories at `paths`."""
-        with self._memory.phase(name):
+        with self._memory.phase("export" if name == "export" else "publish"):
             self._resident(training=False)
             return self._gatherers[name].fill(bucket, paths)
 

@@ -1,11 +1,13 @@
-"""A whole run with low-rank adapters: an engine that knows nothing of them serves the merged weights, and a checkpoint
-belongs to its adapters."""
+"""A whole run with low-rank adapters: an engine that knows nothing of them serves the merged weights, another computes
+with them beside their base, and a checkpoint belongs to its adapters."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,10 +15,13 @@ from typer.testing import CliRunner
 
 from slimx.commands.convert import app
 from slimx.config.load import load_config
+from slimx.layout.adapters import adapter_targets
 from slimx.layout.ranks import sizes_of
+from slimx.models.families import read_model
 from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import read_state
-from tests.integration.runs import TrainProcess, steps, write_config
+from tests.integration.engine_families import make_model
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.refusals import refused
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -92,3 +97,51 @@ def test_a_colocated_run_in_exact_mode_has_no_gap(tiny_model, task_of_sums, tmp_
 
 def exported(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+ALONE = {
+    "dense": ("qwen2", {"world_size": 2, "tensor": 2, "expert": 1}, ["attention", "mlp"]),
+    "experts": (None, {"world_size": 2, "expert": 1, "pipeline": 2}, ["attention"]),
+}
+"""Name of a model, the quickstart's by default, layout of the trainers and targets."""
+
+
+@pytest.mark.parametrize("case", list(ALONE))
+def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_model, task_of_sums, tmp_path, case):
+    """The gap is that of merged weights; an engine that is killed gets base and adapters when it is back."""
+    name, layout, targets = ALONE[case]
+    model = tiny_model
+    if name is not None:
+        make_model(name, model := tmp_path / "model")
+    config = write_config(
+        tmp_path,
+        model,
+        task_of_sums / "train.jsonl",
+        trainer={"lora": {"rank": 4, "alpha": 8, "targets": targets}, "optimizer": {"lr": 1e-2}, **layout},
+        publish={"adapters": "alone"},
+        schedule={"steps": 4},
+        checkpoint={"export_hf": True},
+        algorithm={"reference": True, "kl_coef": 0.01},
+    )
+    run, directory = TrainProcess(config), tmp_path / "run"
+    run.until(lambda: completed_steps(directory) >= 2)
+    for server in engines(run):
+        server.kill()
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
+    said = steps(directory)
+    assert all(step["gap/max"] < 1e-4 and step["gap/tokens"] > 0 for step in said.values())
+    assert said[1]["kl/reference"] <= 1e-8 < said[4]["kl/reference"], "the adapters learned, and engines use them"
+    parts = [*adapter_targets(read_model(model).table, targets, 4)]
+    few = sum(4 * math.prod(part.shape) for part in parts) / 2**20
+    assert [said[step]["publish/mib"] for step in (1, 2)] == [pytest.approx(few)] * 2
+    assert [said[step]["publish/tensors_verified"] for step in (1, 2)] == [len(parts)] * 2
+    timeline = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
+    assert any(line["track"] == "engine actor-0" and line["name"] == "restart" for line in timeline)
+    assert said[4]["publish/engines_verified"] == 1
+
+
+def engines(run: TrainProcess) -> list[psutil.Process]:
+    found = [p for p in run.processes() if "slimx.engines.server.launch" in p.cmdline()]
+    assert found
+    return found

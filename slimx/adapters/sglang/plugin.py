@@ -23,6 +23,7 @@ import torch
 
 import slimx
 from slimx.adapters.sglang import cpu as sglang_cpu
+from slimx.adapters.sglang import lora as sglang_lora
 from slimx.adapters.sglang import meeting as sglang_meeting
 from slimx.adapters.sglang import paused as sglang_paused
 from slimx.adapters.sglang import seeds as sglang_seeds
@@ -32,7 +33,7 @@ from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
 NAME, SPAWN = "slimx", "--spawn"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
@@ -83,6 +84,8 @@ def register() -> None:
         HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
         if sglang_drafted.asked(sys.argv):
             HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
+        if sglang_lora.asked(sys.argv) is not None:
+            sglang_lora.register(HookRegistry, HookType)
         if is_cpu():
             sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)
             sglang_cpu.close_gaps()
@@ -285,6 +288,7 @@ def attest(runner: Any) -> dict[str, Any]:
         "coordinates": _coordinates(),
         "sizes": _sizes(),
         "draft": sglang_drafted.asked(sys.argv),
+        "adapters": sglang_lora.attest(runner.lora_manager),
         "fused_shared_experts": getattr(runner.model, "num_fused_shared_experts", 0),
         "model": type(runner.model).__name__,
         "epoch": receiver_of(runner.model).epoch,

@@ -10,10 +10,15 @@ from slimx.config.sections.critic import Critic
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Numerics
+from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 
 SERVING = ("enable_lora", "lora_paths")
 """SGLang's arguments with which a server computes with adapters."""
+
+UNPROVEN = ("speculative_algorithm", "quantization", "torchao_config")
+"""SGLang's arguments with which no server was published adapters to."""
 
 
 def serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
@@ -74,4 +79,35 @@ def serves_merged_weights(rollout: Rollout) -> Iterator[Told]:
             key,
             f"{key} of engine {group} has SGLang wrap the layers that are published to, and adapters are published "
             "merged (trainer.lora); leave it out",
+        )
+
+
+@rule("lora.alone", about="publish.adapters")
+def proven_alone(
+    trainer: Trainer, publish: Publish, rollout: Rollout, schedule: Schedule, numerics: Numerics
+) -> Iterator[Told]:
+    if publish.adapters != "alone":
+        return
+    if trainer.lora is None:
+        yield "publish.adapters=alone, and there are none; set trainer.lora, or leave it out"
+        return
+    asked = [
+        ("numerics.mode", numerics.exact),
+        ("publish.encoding", publish.encoding == "local"),
+        ("schedule.colocate", schedule.colocate),
+    ]
+    for group in rollout.policy_engines:
+        asked += [
+            ("rollout.engines.role", group.role != "regular"),
+            ("rollout.engines.model", group.model is not None),
+            ("rollout.engines.urls", bool(group.urls)),
+            ("rollout.engines.tensor", group.tensor > 1),
+            ("rollout.engines.pipeline", group.pipeline > 1),
+            *((f"rollout.engines.sglang.{name}", bool(group.sglang.get(name))) for name in UNPROVEN),
+        ]
+    for key in dict.fromkeys(key for key, wrong in asked if wrong):
+        yield (
+            key,
+            f"{key} was never proven with engines that compute with adapters (publish.adapters=alone); leave it at its "
+            "default, or have adapters merged",
         )

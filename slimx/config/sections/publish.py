@@ -24,6 +24,9 @@ class Publish(Section):
     encoding: Literal["auto", "hf", "local"] = "auto"
     """hf: tensors with Hugging Face names, which any engine loads; local: each engine rank's own bytes in its fused
     layout; auto: local where slimx knows that layout."""
+    adapters: Literal["merged", "alone"] = "merged"
+    """With trainer.lora. merged: engines get weights with their adapters in them, and know of none; alone: they get the
+    base once, and then adapters at each version, which they compute with beside it (docs/operations.md)."""
     quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = None
     """Rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode those that the
     trainer computes with, too; null: none."""

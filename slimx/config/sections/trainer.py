@@ -114,7 +114,8 @@ class Moe(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters: the base stays as it is, and weights are published merged: base + alpha / rank * B A."""
+    """Low-rank adapters: the base stays as it is, and engines compute with base + alpha / rank * B A, merged or not
+    (publish.adapters)."""
 
     rank: Size
     """Rows of A and columns of B."""

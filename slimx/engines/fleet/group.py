@@ -21,7 +21,9 @@ from slimx.engines.fleet.membership import Membership
 from slimx.engines.fleet.nodes import share_of
 from slimx.engines.server.keys import Keys, key_in
 from slimx.engines.server.router import Router
+from slimx.engines.server.spec import ServedLora
 from slimx.errors import SlimxError
+from slimx.layout.adapters import served_modules
 from slimx.layout.ranks import engine_sizes
 from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
@@ -50,8 +52,17 @@ def spec_values(config: Config, group: Engines, name: str, *, device: str, moe: 
         "frozen": group.frozen,
         "exact_leaves": None if group.frozen else config.leaves,
         "draft": config.publishes_draft(group),
+        "adapters": None if group.frozen else served_lora(config),
         "sleeps": config.schedule.colocate and not group.frozen,
     }
+
+
+def served_lora(config: Config) -> ServedLora | None:
+    """The adapters that servers of the policy compute with; None: they get weights alone."""
+    lora = config.trainer.lora
+    if lora is None or not config.serves_adapters:
+        return None
+    return ServedLora(lora.rank, lora.alpha, served_modules(lora.targets))
 
 
 class EngineGroup:

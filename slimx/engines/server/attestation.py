@@ -36,6 +36,7 @@ async def attested(control: EngineControl, spec: EngineSpec, process: ServerProc
             code="engine.draft",
             about=spec.name,
         )
+    check_adapters(ranks, spec)
     check_numerics(ranks, spec)
     if not spec.frozen:
         check_backends(ranks, spec)
@@ -46,6 +47,20 @@ async def attested(control: EngineControl, spec: EngineSpec, process: ServerProc
             about=spec.name,
         )
     return ranks
+
+
+def check_adapters(ranks: list[Json], spec: EngineSpec) -> None:
+    """Refuse a server that computes with other adapters than publications bring it."""
+    wanted = None if spec.adapters is None else (spec.adapters.rank, spec.adapters.alpha / spec.adapters.rank)
+    for number, rank in enumerate(ranks):
+        told = rank["adapters"] and (rank["adapters"]["rank"], rank["adapters"]["scale"])
+        if told != wanted:
+            raise SlimxError(
+                f"engine {spec.name} rank {number} has adapters of (rank, scale) {told}, publications bring {wanted}; "
+                "start it as slimx does, with --publish-adapters and --max-lora-rank",
+                code="engine.adapters",
+                about=f"{spec.name} rank {number}",
+            )
 
 
 def check_numerics(ranks: list[Json], spec: EngineSpec) -> None:

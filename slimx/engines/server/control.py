@@ -18,7 +18,7 @@ from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.process import ServerProcess
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the plugin's actions that this file speaks."""
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
 """The server's custom weight loader, by dotted path."""

@@ -202,7 +202,7 @@ class Engine:
     # Publication (the verbs of slimx.reshard.parties.Receiver) --------------------------------------------------------
 
     async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:
-        """Names and forms of all that a publication must bring: one list for "hf", one per rank for "local"."""
+        """Names and forms of all that a publication must bring: one list per rank for "local", else one for all."""
         name, ranks = self.spec.name, await self.control.ask("slimx.inventory", {"encoding": encoding})
         for number, rank in enumerate(ranks):
             if uncovered := rank["uncovered"]:
@@ -299,7 +299,7 @@ class Engine:
             self.updating = False
         ranks = await self.control.ask("slimx.verify")
         counts = [rank["tensors"] for rank in ranks]
-        same_for_all = ranks[0]["encoding"] == "hf"
+        same_for_all = ranks[0]["encoding"] != "local"
         if same_for_all and len(set(counts)) > 1:
             raise SlimxError(
                 f"engine {self.spec.name}: ranks got {counts} tensors of one publication; publish again",

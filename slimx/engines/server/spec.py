@@ -34,6 +34,16 @@ class NodeShare:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedLora:
+    """The adapters that a server of the policy computes with, beside weights to which they are not merged."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    """Names of the modules that have one, as checkpoints have them."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """The specification of one server."""
 
@@ -64,6 +74,8 @@ class EngineSpec:
     """True if it serves a model that nothing is published to."""
     draft: bool = False
     """True if publications bring the weights of its draft model, too."""
+    adapters: ServedLora | None = None
+    """Adapters that publications bring unmerged; None: they bring weights alone."""
     sleeps: bool = False
     """True if its memory is given back while trainers train."""
     external: bool = False
@@ -102,6 +114,15 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     }
     if not spec.frozen:
         ours |= policy_args(spec)
+    if spec.adapters is not None:
+        ours |= {
+            "enable_lora": True,
+            "max_lora_rank": spec.adapters.rank,
+            "lora_target_modules": list(spec.adapters.modules),
+            "max_loras_per_batch": 2,  # the policy's, and the slot without any that SGLang keeps
+        }
+        if spec.device == "cpu":
+            ours["lora_backend"] = "torch_native"
     if spec.sizes.attention_data > 1:
         ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
     if spec.sleeps and spec.device == "cuda":
@@ -192,6 +213,7 @@ def server_argv(spec: EngineSpec) -> list[str]:
     """The command that runs the server in this environment's Python."""
     own = [] if spec.exact_leaves is None else ["--exact-leaves", str(spec.exact_leaves)]
     own += ["--publish-draft"] if spec.draft else []
+    own += [] if spec.adapters is None else ["--publish-adapters", str(spec.adapters.alpha)]
     own += ["--keys", STDIN]
     return [sys.executable, "-m", "slimx.engines.server.launch", *own, "--", *command_line(server_args(spec))]
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from slimx.config.sections.trainer import Lora
 from slimx.errors import SlimxError
-from slimx.layout.adapters import adapts
+from slimx.layout.adapters import ROOT, adapts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import Sizes
@@ -26,8 +26,6 @@ from slimx.layout.table import Table
 from slimx.models.files.index import read_object
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-ROOT = "base_model.model."
-"""Beginning of the name of every tensor."""
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 """Parameter of transformers that a projection of an expert is in."""
 PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")

@@ -1,4 +1,4 @@
-"""All trainer ranks as one object; also the source of weights that the publisher reads."""
+"""All trainer ranks as one object."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainerGroup(RankGroup):
         *,
         name: str = "trainer",
     ):
-        """`table`: of the model. `plans`: by which weights leave, "export" and, with engines, "publish"."""
+        """`table`: of the model. `plans`: by which weights leave, "export" and what engines are published to by."""
         super().__init__(name, config, sizes, log_dir, device, worker=worker)
         self.table = table
         self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
@@ -196,9 +196,9 @@ class TrainerGroup(RankGroup):
         count = buckets.plan.count + scores
         for bucket in range(buckets.plan.count):
             path = str(directory / shard_name(bucket, count))
-            packed = await self._pack("export", bucket)
+            packed = await self.pack("export", bucket)
             shards += await self._of([PUBLISHER], "write_bucket", packed, path)
-            await self._holders("release_buckets", "export", bucket)
+            await self.of_holders("release_buckets", "export", bucket)
         if scores:
             head = self.metrics_of(await self.call("score_head", self.same(), "the head of the reward model"))
             shards.append(await in_thread(write_score, directory / shard_name(count - 1, count), head))
@@ -227,26 +227,6 @@ class TrainerGroup(RankGroup):
 
     async def reload(self) -> None:
         await self.call("reload", self.same(), "the reload of the trainers")
-
-    # Source of weights (slimx.reshard.parties) ------------------------------------------------------------------------
-
-    async def begin(self, manifest: Manifest) -> None:
-        """Nothing to prepare: weights are gathered as they are."""
-
-    async def forms(self) -> list[dict[str, str]]:
-        return self.plans["publish"].forms()
-
-    async def bucket_count(self) -> int:
-        return self.plans["publish"].plan.count
-
-    async def gather(self, bucket: int) -> PackedBucket:
-        return await self._pack("publish", bucket)
-
-    async def release(self, bucket: int | None = None) -> None:
-        if bucket is None:
-            await self.call("release_buckets", self.same("publish", None), "the end of the publication")
-        else:
-            await self._holders("release_buckets", "publish", bucket)
 
     # Versions on disk (slimx.engines.delivery.deliveries) ------------------------------------------------------------
 
@@ -289,9 +269,9 @@ class TrainerGroup(RankGroup):
             "send_direct", self.same(bucket, transfer, engines), f"the packing of bucket {bucket} (publish)"
         )
 
-    async def _pack(self, name: str, bucket: int) -> PackedBucket:
+    async def pack(self, name: str, bucket: int) -> PackedBucket:
         """All ranks write what they have of a bucket of plan `name` into the memory of those that hold it, together."""
-        opened = dict(chain.from_iterable(own.items() for own in await self._holders("open_bucket", name, bucket)))
+        opened = dict(chain.from_iterable(own.items() for own in await self.of_holders("open_bucket", name, bucket)))
         paths = [opened[part] for part in sorted(opened)]
         arguments = self.same(name, bucket, paths)
         shares = await self.call("fill_bucket", arguments, f"the packing of bucket {bucket} ({name})")
@@ -300,7 +280,7 @@ class TrainerGroup(RankGroup):
     async def _prepare(self) -> None:
         """Bring the plans to all ranks, and find out whose memory buckets can be in."""
         for name, buckets in self.plans.items():
-            publish = self.config.publish if name == "publish" else None
+            publish = None if name == "export" else self.config.publish
             if publish is not None and publish.transport == "nixl":
                 continue  # each rank writes to the engines by itself: `prepare_direct`
             on_device = publish is not None and publish.on_device
@@ -321,9 +301,9 @@ class TrainerGroup(RankGroup):
         ((path, content),) = await self._of([rank], "probe", on_device)
         return await self.call("reaches", self.same(path, content), f"the look for the memory of rank {rank}")
 
-    async def _holders(self, method: str, name: str, *arguments: Any) -> list[Any]:
+    async def of_holders(self, method: str, name: str, *arguments: Any) -> list[Any]:
         """Call `method` on the ranks whose memory the buckets of plan `name` are in."""
-        return await self._of(range(self.holders if name == "publish" else 1), method, name, *arguments)
+        return await self._of(range(1 if name == "export" else self.holders), method, name, *arguments)
 
     async def _of(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
         asked = [getattr(self.actors[rank], method).remote(*arguments) for rank in ranks]

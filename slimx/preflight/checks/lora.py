@@ -7,14 +7,17 @@ from pathlib import Path
 
 from slimx.config.rule import Told, rule
 from slimx.config.rules.lora import serving
+from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
-from slimx.layout.adapters import absent
+from slimx.layout.adapters import SERVED, absent, adapts
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 
 FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 """Architectures whose adapters were compared with plain torch's."""
+ALONE = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+"""Those with which engines were given adapters beside weights (`publish.adapters`)."""
 
 
 @rule("lora.family", about="model.path")
@@ -44,6 +47,33 @@ def has_adapters(trainer: Trainer, spec: ModelSpec, adapters: Path | None) -> It
 
     PeftAdapters(adapters).check(spec.table, trainer.lora)
     yield from ()
+
+
+@rule("lora.alone_model", about="publish.adapters")
+def served_beside_weights(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Iterator[Told]:
+    if trainer.lora is None or publish.adapters != "alone":
+        return
+    if spec.family.ARCHITECTURE not in ALONE:
+        yield (
+            f"{spec.path} is {spec.family.ARCHITECTURE}, whose adapters were never published alone; those of "
+            f"{', '.join(ALONE)} were: leave publish.adapters at merged"
+        )
+    names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
+    if beside := [name for name in names if not adapts(SERVED, name)]:
+        yield (
+            "trainer.lora.targets",
+            f"trainer.lora.targets has adapters beside {beside[0]}, and engines were given unmerged ones of "
+            f"{' and '.join(SERVED)} only: name these, or leave publish.adapters at merged",
+        )
+
+
+@rule("lora.alone_transport", about="publish.transport")
+def brings_adapters(publish: Publish) -> Iterator[str]:
+    if publish.adapters == "alone" and publish.transport != "memory":
+        yield (
+            f"publish.transport is {publish.transport}, and adapters were published alone by memory only, on one "
+            "machine; set it so, or leave publish.adapters at merged"
+        )
 
 
 @rule("lora.one_kind", about="trainer.lora.targets")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
+from slimx.layout.adapters import adapter_targets
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes
@@ -44,7 +46,8 @@ def engine_memory(
         group=group.name,
         count=group.servers,
         ranks=sizes.world,
-        weights=engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation),
+        weights=engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation)
+        + (0 if group.frozen else adapter_slots(config, spec)),
         static_fraction=None,
         static=None,
         kv_per_token=kv_bytes(
@@ -110,6 +113,16 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Q
         for stage, layers in enumerate(shard.layers):
             held[[stage * sizes.tensor + rank for rank in shard.ranks]] += nbytes * layers
     return int(held.max())
+
+
+def adapter_slots(config: Config, spec: ModelSpec) -> int:
+    """Bytes of the adapters beside an engine's weights (`publish.adapters`): the policy's, and the slot without any
+    that SGLang keeps. An engine that computes with them has one rank."""
+    lora = config.trainer.lora
+    if lora is None or not config.serves_adapters:
+        return 0
+    parts = adapter_targets(spec.table, lora.targets, lora.rank)
+    return 2 * ITEMSIZE[config.numerics.dtype] * sum(math.prod(part.shape) for part in parts)
 
 
 def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: str | None, *, drafting: int = 0) -> int:

@@ -30,6 +30,8 @@ def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Pla
     """`published`: the plan by which ranks pack publications, dealt out where it is (`publish.transport: nixl`)."""
     if config.trainer.lora is None:
         return MergingBytes()
+    if config.serves_adapters:  # engines get the parameters as they are
+        published = None
     merges = partial(adapts, config.trainer.lora.targets)
     exported = export_plan(config, spec, sizes) if exports(config) else None
     room, other = (
@@ -49,7 +51,7 @@ def most_merging(config: Config, adapted: int) -> int:
     adapters. A bucket of every engine rank may bring weights that it holds a part of."""
     if config.trainer.lora is None:
         return 0
-    groups = config.rollout.policy_engines
+    groups = () if config.serves_adapters else config.rollout.policy_engines
     ranks = [max((group.ranks for group in groups), default=0), int(exports(config))]
     bucket = round(2 * config.publish.bucket_mib * 2**20)
     return sum(min(adapted * ITEMSIZE[config.numerics.dtype], bucket * count) for count in ranks)

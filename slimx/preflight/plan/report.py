@@ -287,6 +287,10 @@ def _figures(
     elif publish.changes_on_disk:
         kept, held = changes_memory(plan)
         landing = held if publish.staging == "model" else publisher_bytes
+    alone = 0
+    if published.adapters is not None:
+        alone = int(wire_bytes(published.adapters).received(1).sum())
+        publisher_bytes += _memory(publish, published.adapters, sizes.world, alone)[0]
     return PublicationFigures(
         encoding=published.encoding,
         note=published.note,
@@ -297,6 +301,7 @@ def _figures(
         moves=len(plan.moved),
         launches=plan.launches,
         nbytes=int(received.sum()) * copies,
+        adapter_bytes=alone * copies,
         received=int(received.max()),
         sent_max=int(sent.max()),
         sent_mean=float(sent.mean()),

@@ -212,6 +212,11 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
         f"  bytes     {_size(figures.nbytes)} in all; an engine rank takes {_size(figures.received)}, a trainer rank "
         f"sends {_size(figures.sent_max)} at most, {_size(figures.sent_mean)} on average"
     )
+    if figures.adapter_bytes:
+        yield (
+            f"  adapters  {_size(figures.adapter_bytes)} in all at each version, to engines that hold the base, which "
+            "comes with the first (publish.adapters)"
+        )
     yield f"  work      {figures.buckets:,} buckets, {figures.launches:,} kernel launches per trainer rank at most"
     if figures.merging_bytes:
         yield (

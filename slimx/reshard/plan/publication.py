@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.layout.adapters import adapter_parts, adapter_targets
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
@@ -28,6 +32,9 @@ class PublicationPlan:
     encoding: Encoding
     note: str
     """Why this encoding."""
+    adapters: Plan | None = None
+    """The plan of publications that bring adapters alone, to engines that hold the base (`publish.adapters`); None:
+    each brings all weights."""
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
@@ -78,13 +85,21 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
             EngineLayout(served, engine_sizes(group))
         target, ranks = checkpoint_parts(spec.table, mtp=False, served=served), 1
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
-    plan = compile_plan(
-        MegatronLayout(spec.table, sizes).parts(),
-        target,
-        precision=Precision(config.numerics.dtype, config.numerics.dtype, quantisation),
-        bucket_bytes=int(config.publish.bucket_mib * MIB),
-        ranks=ranks,
-    )
+
+    def compiled(source: Iterable[Part], target: Iterable[Part]) -> Plan:
+        precision = Precision(config.numerics.dtype, config.numerics.dtype, quantisation)
+        return compile_plan(
+            source, target, precision=precision, bucket_bytes=int(config.publish.bucket_mib * MIB), ranks=ranks
+        )
+
+    source, adapters = MegatronLayout(spec.table, sizes).parts(), None
+    if config.serves_adapters:
+        lora, weights = config.trainer.lora, [*source]
+        held = adapter_parts(weights, lora.targets, lora.rank)
+        taken = [*adapter_targets(spec.table, lora.targets, lora.rank)]
+        adapters = compiled(held, taken)
+        source, target = chain(weights, held), chain(target, taken)
+    plan = compiled(source, target)
     unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(
@@ -93,7 +108,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
             code="publish.unread",
             about=min(unread),
         )
-    return PublicationPlan(plan, encoding, note)
+    return PublicationPlan(plan, encoding, note, adapters)
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
@@ -167,6 +182,8 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
     wanted = config.publish.encoding
     if wanted == "hf":
         return "hf", "asked for by publish.encoding"
+    if config.serves_adapters:  # rules refuse "local"
+        return "hf", "Hugging Face names, beside which adapters have PEFT's (publish.adapters)"
     reason = _not_local(config, spec) or (_padded_on_cpu(config, spec) if device == "cpu" else None)
     if reason is None:
         return "local", "each engine rank receives its own bytes"

@@ -80,6 +80,16 @@ class Weights:
         """By name of a parameter with an adapter, a function that makes the tensor which engines and exports get."""
 
     @property
+    def unmerged(self) -> dict[str, torch.Tensor]:
+        """The parameters, and A and B by the names of `slimx.layout.adapters.adapter_parts`: what leaves where engines
+        compute with adapters of their own."""
+        out = dict(self.parameters)
+        for name, adapter in self._adapters.items():
+            path = name.rpartition(".")[0]
+            out |= zip((f"{path}.lora_a", f"{path}.lora_b"), adapter.parameters, strict=True)
+        return out
+
+    @property
     def adapted(self) -> bool:
         """True if adapters stand beside some of the weights."""
         return bool(self._adapters)

@@ -26,13 +26,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slimx.adapters.sglang import absent
 from slimx.adapters.sglang.weights.drafted import take_draft
 from slimx.adapters.sglang.weights.places import weights_of
-from slimx.adapters.sglang.weights.receiver import load_staged, receiver_of
+from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.layout.engine import DRAFT, EngineLayout
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
-from slimx.reshard.kernels.cpu import checksum_tensor
 from tests.unit.adapters.engine_model import Weights, rank_local
-from tests.unit.adapters.receiver_stand import manifest
+from tests.unit.adapters.receiver_stand import publish
 
 SIZES, RANK = EngineSizes(tensor=2, expert=2), 1
 SPOILT = "draft.model.decoder.mlp.experts.w2_weight"
@@ -78,22 +77,6 @@ def loaded(path: str, *, fused: bool) -> tuple[nn.Module, nn.Module]:
     return target, draft
 
 
-def publish(target: nn.Module, weights: Weights) -> None:
-    """Bring `weights`, by the engine's own names, through the target's receiver."""
-    receiver, entries, end = receiver_of(target), [], 0
-    fd = os.memfd_create("slimx-bucket")
-    for name, tensor in weights.items():
-        os.pwrite(fd, tensor.contiguous().numpy().tobytes(), end)
-        form = {"name": name, "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "offset": end}
-        entries.append(form | {"nbytes": tensor.nbytes, "checksum": f"{checksum_tensor(tensor):016x}"})
-        end += tensor.nbytes
-    receiver.begin(manifest=manifest(encoding="local"), staging="model")
-    where = {"fd_path": f"/proc/self/fd/{fd}", "size": end, "tensors": entries}
-    receiver.stage(version=1, epoch=0, bucket=0, **where)
-    load_staged(target, [])
-    assert "error" not in receiver.outcome, receiver.outcome
-
-
 def wrong(target: nn.Module, wanted: Weights) -> list[str]:
     """Names of parameters of target and draft that are not the wanted ones, or that only one side has."""
     held = weights_of(receiver_of(target).model)
@@ -125,7 +108,7 @@ def main() -> None:
     after = {name: tensor + torch.randn(tensor.shape, generator=generator) for name, tensor in before.items()}
     told: dict[str, Any] = {"loaded": wrong(target, rank_local(layout, before, RANK))}
     local = rank_local(layout, after, RANK)
-    publish(target, local)
+    publish(target, local, encoding="local")
     told |= {"published": wrong(target, local), "verified": receiver_of(target).verify()}
     told["kinds"] = [type(target).__name__, type(draft).__name__]
     told["drafted"] = sum(name.startswith(DRAFT) for name in local)

@@ -1,11 +1,14 @@
-"""SGLang's own LoRA layers around a tiny Qwen3 on the CPU, once as SGLang makes them and once without pinned memory.
+"""SGLang's own LoRA layers around a tiny Qwen3 on the CPU: as SGLang makes them, without pinned memory, and as servers
+have them that slimx publishes adapters to.
 
-    python -m tests.unit.adapters.lora_engine MODEL
+    python -m tests.unit.adapters.lora_engine MODEL --publish-adapters ALPHA
 
 MODEL is a directory with a checkpoint of one layer. Prints one JSON object: the error with which SGLang ends where
 torch finds no GPU, and the place in its files ("pinned"); the largest distance of its outputs from those of the merged
 weights, over tokens that ask for two adapters and for none ("distance"), and the largest that the adapters make
-("effect").
+("effect"); the same after publications of everything ("whole") and of other adapters ("alone") to the receiver, with
+what `verify` said then and after a number of the adapters or of the base was changed ("proof", "spoilt"), and the codes
+of what was refused before ("refused").
 """
 
 from __future__ import annotations
@@ -13,17 +16,21 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch.overrides import TorchFunctionMode
 
 from slimx.adapters.sglang import absent
+from slimx.adapters.sglang import lora as sglang_lora
+from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.engines.server.launch import prepare
+from slimx.errors import SlimxError
 from tests.unit.adapters.engines_on_meta import built
+from tests.unit.adapters.receiver_stand import publish
 
 RANK, ALPHAS = 4, {"first": 8.0, "second": 2.0}
 PARTS = {
@@ -36,16 +43,10 @@ PARTS = {
 TARGETS = [part for parts in PARTS.values() for part in parts]
 TOKENS = [("first", 3), (None, 2), ("second", 4)]
 """Adapter and tokens of each request of the batch."""
+SPOILT = "model.layers.0.mlp.gate_up_proj"
+"""Layer in whose adapter and weight a number is changed: the last of the up projection."""
 
 Tensors = dict[str, torch.Tensor]
-
-
-class Unpinned(TorchFunctionMode):
-    """Memory that would be pinned for copies to a GPU stays as it is."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        return args[0] if function is torch.Tensor.pin_memory else function(*args, **given)
 
 
 def managed(model: torch.nn.Module) -> Any:
@@ -90,14 +91,19 @@ def merged(checkpoint: Tensors, tensors: Tensors, alpha: float, module: str) -> 
 def serve(manager: Any, given: dict[str, Tensors]) -> None:
     """Load adapters as the server's endpoint does, and prepare a batch of `TOKENS`."""
     from sglang.srt.lora.lora_registry import LoRARef
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     for name, tensors in given.items():
         config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHAS[name], "target_modules": TARGETS}
         reference = LoRARef(lora_id=name, lora_name=name, lora_path="__tensor__", pinned=True)
         told = manager.load_lora_adapter_from_tensors(reference, tensors, config)
         assert told.success, told.error_message
-    names = [name for name, _ in TOKENS]
+    prepare_batch(manager, [name for name, _ in TOKENS])
+
+
+def prepare_batch(manager: Any, names: list[str | None]) -> None:
+    """Have the layers compute the next batch: as many tokens as `TOKENS` has, of requests for the adapters `names`."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
     manager.fetch_new_loras(set(names))
     lengths = [count for _, count in TOKENS]
     manager.prepare_lora_batch(
@@ -110,6 +116,68 @@ def serve(manager: Any, given: dict[str, Tensors]) -> None:
             extend_num_tokens=sum(lengths),
         )
     )
+
+
+def compare(manager: Any, checkpoint: Tensors, wanted: list[tuple[Tensors | None, float]]) -> dict[str, float]:
+    """The largest "distance" and "effect" over all layers; `wanted`: adapter and alpha of each request."""
+    apart, effects = [], []
+    for module, parts in PARTS.items():
+        name = f"model.layers.0.{module}"
+        layer = manager.base_model.get_submodule(name)
+        below = name.rpartition(".")[0]
+        x = torch.randn(sum(c for _, c in TOKENS), checkpoint[f"{below}.{parts[0]}.weight"].shape[1])
+        found, start = layer(x)[0], 0
+        for (adapter, alpha), (_, count) in zip(wanted, TOKENS, strict=True):
+            rows = slice(start, start + count)
+            base, whole = (
+                torch.cat(
+                    [
+                        checkpoint[f"{below}.{part}.weight"]
+                        if tensors is None
+                        else merged(checkpoint, tensors, alpha, f"{below}.{part}")
+                        for part in parts
+                    ]
+                )
+                for tensors in (None, adapter)
+            )
+            apart.append((found[rows] - x[rows] @ whole.T).abs().max().item())
+            effects.append((x[rows] @ (whole - base).T).abs().max().item())
+            start += count
+    return {"distance": max(apart), "effect": max(effects)}
+
+
+def published(
+    plain: torch.nn.Module, model: torch.nn.Module, checkpoint: Tensors, given: dict[str, Tensors]
+) -> dict[str, Any]:
+    """What becomes of publications to `model`, which SGLang wraps with the plugin's hooks in force, and to `plain`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    told: dict[str, Any] = {"refused": [code_of(lambda: publish(plain, given["first"], encoding="adapters"))]}
+    sglang_lora.register(HookRegistry, HookType)
+    HookRegistry.apply_hooks()
+    manager, alpha = managed(model), sglang_lora.asked(sys.argv)
+    told["refused"].append(code_of(lambda: publish(model, given["first"], encoding="adapters")))
+    for version, (how, name) in enumerate({"whole": "first", "alone": "second"}.items(), 1):
+        weights = given[name] if how == "alone" else {**checkpoint, **given[name]}
+        publish(model, weights, version, encoding="adapters" if how == "alone" else "hf")
+        proof = receiver_of(model).verify()
+        prepare_batch(manager, [None] * len(TOKENS))
+        told[how] = compare(manager, checkpoint, [(given[name], alpha)] * len(TOKENS)) | {"proof": proof}
+    told["attested"] = sglang_lora.attest(manager)
+    told["spoilt"] = []
+    for held in (receiver_of(model).adapters.buffers()[f"{SPOILT}.lora_B"], model.get_submodule(SPOILT).weight.data):
+        held.view(-1)[-1] += 1
+        told["spoilt"].append(receiver_of(model).verify()["differ"])
+    return told
+
+
+def code_of(work: Callable[[], None]) -> str | None:
+    """The code of the refusal of `work`."""
+    try:
+        work()
+    except SlimxError as error:
+        return error.code
+    return None
 
 
 def main() -> None:
@@ -126,36 +194,18 @@ def main() -> None:
         frames = (frame for frame in traceback.extract_tb(error.__traceback__) if "sglang" in frame.filename)
         told["pinned"] = {"error": str(error), "file": Path([*frames][-1].filename).name}
     given = adapters(checkpoint)
-    with Unpinned(), torch.no_grad():
-        manager = managed(built_again(model, path, checkpoint))
-        serve(manager, given)
-        apart, effects = [], []
-        for module, parts in PARTS.items():
-            name = f"model.layers.0.{module}"
-            layer = manager.base_model.get_submodule(name)
-            below = name.rpartition(".")[0]
-            x = torch.randn(sum(c for _, c in TOKENS), checkpoint[f"{below}.{parts[0]}.weight"].shape[1])
-            found, start = layer(x)[0], 0
-            for adapter, count in TOKENS:
-                rows = slice(start, start + count)
-                base, whole = (
-                    torch.cat(
-                        [
-                            checkpoint[f"{below}.{part}.weight"]
-                            if tensors is None
-                            else merged(checkpoint, tensors, ALPHAS[adapter], f"{below}.{part}")
-                            for part in parts
-                        ]
-                    )
-                    for tensors in (None, given.get(adapter))
-                )
-                apart.append((found[rows] - x[rows] @ whole.T).abs().max().item())
-                effects.append((x[rows] @ (whole - base).T).abs().max().item())
-                start += count
-    print(json.dumps(told | {"distance": max(apart), "effect": max(effects)}))
+    with torch.no_grad():
+        with sglang_lora.unpinned():
+            manager = managed(built_again(model, checkpoint))
+            serve(manager, given)
+            wanted = [(given.get(name), ALPHAS.get(name, 0.0)) for name, _ in TOKENS]
+            told |= compare(manager, checkpoint, wanted)
+        plain, model = (built_again(model, checkpoint) for _ in range(2))
+        told |= published(plain, model, checkpoint, given)
+    print(json.dumps(told))
 
 
-def built_again(model: torch.nn.Module, path: str, checkpoint: Tensors) -> torch.nn.Module:
+def built_again(model: torch.nn.Module, checkpoint: Tensors) -> torch.nn.Module:
     """A model like `model`, which a manager that failed may have wrapped in part."""
     fresh = type(model)(config=model.config)
     fresh.load_weights(iter(checkpoint.items()))

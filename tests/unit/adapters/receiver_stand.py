@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+from torch import nn
 
 from slimx.adapters.sglang.weights.receiver import load_staged, receiver_of
 from slimx.layout.ranks import EngineSizes
+from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Manifest
 from tests.unit.adapters.engine_model import (
     DEEPSEEK,
@@ -25,6 +28,22 @@ LATENT = ["model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.self_attn.
 def manifest(version: int = 1, epoch: int = 0, **change: Any) -> dict[str, Any]:
     base = {"policy": "actor", "version": version, "encoding": "hf", "trainer_step": 5, "membership_epoch": epoch}
     return Manifest(**(base | change)).to_json()
+
+
+def publish(model: nn.Module, weights: Weights, version: int = 1, **change: Any) -> None:
+    """Bring `weights` in one bucket through the receiver of `model`, up to the proof; `change`: of the manifest."""
+    receiver, entries, end = receiver_of(model), [], 0
+    receiver.begin(manifest=manifest(version, version, **change), staging="model")
+    with os.fdopen(os.memfd_create("slimx-bucket"), "wb") as file:
+        for name, tensor in weights.items():
+            os.pwrite(file.fileno(), tensor.contiguous().numpy().tobytes(), end)
+            form = {"name": name, "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "offset": end}
+            entries.append(form | {"nbytes": tensor.nbytes, "checksum": f"{checksum_tensor(tensor):016x}"})
+            end += tensor.nbytes
+        where = {"fd_path": f"/proc/self/fd/{file.fileno()}", "size": end, "tensors": entries}
+        receiver.stage(version=version, epoch=version, bucket=0, **where)
+    load_staged(model, [])
+    assert "error" not in receiver.outcome, receiver.outcome
 
 
 def held(model: ServerModel) -> Weights:

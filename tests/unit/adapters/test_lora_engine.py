@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ from safetensors.torch import save_file
 from slimx.models.families import read_model
 from tests.unit.sglang_process import SGLang
 
+ALPHA = 8.0
+FUSED = {"down_proj": 1, "gate_up_proj": 2, "o_proj": 1, "qkv_proj": 3}
+"""SGLang's modules with adapters, and of how many of the checkpoint's each is."""
 HF = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -32,19 +35,43 @@ HF = {
 }
 
 
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, sglang: SGLang) -> dict[str, Any]:
+    """What tests/unit/adapters/lora_engine.py found."""
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(HF))
+    generator = torch.Generator().manual_seed(1)
+    shapes = read_model(path).table.checkpoint_shapes()
+    weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    save_file(weights, path / "model.safetensors")
+    done = sglang.run("-m", "tests.unit.adapters.lora_engine", str(path), "--publish-adapters", str(ALPHA))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) | {"weights": len(weights)}
+
+
 @pytest.mark.costly
 def test_sglang_pins_memory_for_adapters_and_computes_what_merged_weights_do_without_that(
-    tmp_path: Path, sglang: SGLang
+    told: dict[str, Any],
 ) -> None:
     """As shipped it needs a GPU (`lora.served_on_cpu`). With that taken away, one batch asks for two adapters of
     different scales and for none, and every projection is that of its own merged weights."""
-    (tmp_path / "config.json").write_text(json.dumps(HF))
-    generator = torch.Generator().manual_seed(1)
-    shapes = read_model(tmp_path).table.checkpoint_shapes()
-    weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
-    save_file(weights, tmp_path / "model.safetensors")
-    done = sglang.run("-m", "tests.unit.adapters.lora_engine", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
     assert told["pinned"]["file"] == "layers.py", told
     assert told["distance"] <= 1e-5 < 0.1 < told["effect"], told
+
+
+@pytest.mark.costly
+def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_with_it(told: dict[str, Any]) -> None:
+    """Requests that name no adapter get the policy's, and every publication vouches for base and adapters."""
+    assert told["refused"] == ["receiver.no_adapters", "receiver.no_base"]
+    assert told["attested"] == {"rank": 4, "scale": ALPHA / 4, "modules": [*FUSED]}
+    counts = {}
+    for how in ("whole", "alone"):
+        assert told[how]["distance"] <= 1e-5 < 0.1 < told[how]["effect"], told
+        proof = told[how]["proof"]
+        assert not proof["differ"] and not proof["missing"]
+        counts[how] = proof["tensors"]
+    modules = sum(FUSED.values())
+    assert counts == {"whole": told["weights"] + 2 * modules, "alone": 2 * modules}
+    up = "model.layers.0.mlp.up_proj"
+    adapter = f"base_model.model.{up}.lora_B.weight"
+    assert [set(differ) for differ in told["spoilt"]] == [{adapter}, {adapter, f"{up}.weight"}]

@@ -15,13 +15,18 @@ from safetensors.torch import save_file
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Lora
+from slimx.layout.adapters import adapter_parts, adapter_targets, adapts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.models.files.peft import PeftAdapters
 from slimx.preflight.checks import RULES, model_facts, weight_facts
+from slimx.reshard.kernels.cpu import checksum_tensor
+from slimx.reshard.plan.copy_plan import compile_plan
+from slimx.reshard.plan.precision import Precision
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import refused
+from tests.unit.reshard.packer_stand import pack_all
 
 RANK, LAYERS, EXPERTS, HIDDEN, INNER = 2, 4, 8, 48, 32
 LORA = Lora(rank=RANK, alpha=4.0)
@@ -56,6 +61,35 @@ def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(tensor=2, pipeline=2, data=2)], ids=["one", "TP2-PP2-DP2"])
+def test_adapters_that_are_published_alone_leave_the_ranks_as_they_were_read(qwen, tmp_path, sizes):
+    """Each module's A and B, whatever ranks hold of them; what several ranks hold is sent by one."""
+    config, tensors = adapters()
+    found = PeftAdapters(write(tmp_path / "peft", config, tensors))
+    table, held = read_model(str(qwen)).table, []
+    for rank in range(sizes.world):
+        held.append(own := {})
+        for part in MegatronLayout(table, sizes).held(rank):
+            if adapts(["attention"], part.name):
+                path = part.name.removesuffix(".weight")
+                own |= zip((f"{path}.lora_a", f"{path}.lora_b"), found.matrices(part), strict=True)
+    plan = compile_plan(
+        adapter_parts(MegatronLayout(table, sizes).parts(), ["attention"], RANK),
+        adapter_targets(table, ["attention"], RANK),
+        precision=Precision("float32", "float32"),
+        bucket_bytes=4096,
+    )
+    wanted = {name: tensor for name, tensor in tensors.items() if ".self_attn." in name}
+    sent = {}
+    for packed, memory in pack_all(plan, held):
+        for one in packed.tensors:
+            run = memory[one.offset : one.offset + one.nbytes]
+            assert checksum_tensor(wanted[one.name]) == one.checksum
+            sent[one.name] = run.view(torch.float32).view(one.shape)
+    assert plan.count > 1 and not plan.unread and sent.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in sent.items())
 
 
 def shares(product: torch.Tensor, heads: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from slimx.models.families import read_model
 from slimx.preflight.checks import RULES, model_facts
 from slimx.preflight.memory.trainer import trainer_memory
 from tests.refusals import invalid
+from tests.unit.models.deepseek_v3_config import V3
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -95,3 +97,55 @@ def test_engines_that_are_published_to_serve_no_adapters_and_none_does_on_the_cp
     for device, wanted in (("cpu", {("lora.served_on_cpu", key)}), ("cuda", set())):
         facts = model_facts(given, read_model(str(qwen))) | {"device": device}
         assert {(p.code, p.about) for p in broken(RULES, facts) if p.code.startswith("lora.")} == wanted
+
+
+ALONE = {"publish": {"adapters": "alone", "transport": "memory"}}
+ATTENTION = {"lora": {**LORA, "targets": ["attention"]}}
+
+
+def test_adapters_alone_need_adapters():
+    with invalid("lora.alone", about="publish.adapters"):
+        config("m", {"lora": None}, **ALONE)
+
+
+@pytest.mark.parametrize(
+    ("sections", "about"),
+    [
+        ({"numerics": {"mode": "exact", "dtype": "float32"}}, "numerics.mode"),
+        ({"schedule": {"colocate": True}}, "schedule.colocate"),
+        ({"publish": {**ALONE["publish"], "encoding": "local"}}, "publish.encoding"),
+    ],
+)
+def test_runs_in_which_adapters_were_never_published_alone_are_refused(sections, about):
+    with invalid("lora.alone", about=about):
+        config("m", ATTENTION, **ALONE | sections)
+
+
+@pytest.mark.parametrize(
+    ("engine", "key"),
+    [
+        ({"tensor": 2}, "tensor"),
+        ({"pipeline": 2}, "pipeline"),
+        ({"urls": ["http://h:1"]}, "urls"),
+        ({"model": "fp8"}, "model"),
+        ({"sglang": {"quantization": "fp8"}}, "sglang.quantization"),
+    ],
+)
+def test_engines_that_were_never_given_adapters_alone_are_refused_in_whatever_group(engine, key):
+    groups = [{"name": "plain"}, {"name": "other", **engine}]
+    with invalid("lora.alone", about=f"rollout.engines.{key}"):
+        config("m", ATTENTION, rollout={"prompts": "p", "engines": groups}, **ALONE)
+
+
+def test_adapters_alone_are_those_of_dense_layers_over_memory(qwen, tmp_path):
+    def codes(given: Config, model: str = str(qwen)) -> set[tuple[str | None, str | None]]:
+        facts = model_facts(given, read_model(model)) | {"device": "cpu"}
+        return {(p.code, p.about) for p in broken(RULES, facts) if p.code.startswith("lora.")}
+
+    assert not codes(config(str(qwen), ATTENTION, **ALONE))
+    assert codes(config(str(qwen), **ALONE)) == {("lora.alone_model", "trainer.lora.targets")}
+    disk = {"publish": {**ALONE["publish"], "transport": "disk"}}
+    assert codes(config(str(qwen), ATTENTION, **disk)) == {("lora.alone_transport", "publish.transport")}
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    latent = config(str(tmp_path), ATTENTION, **ALONE)
+    assert codes(latent, str(tmp_path)) == {("lora.alone_model", "publish.adapters")}

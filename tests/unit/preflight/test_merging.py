@@ -10,6 +10,7 @@ import pytest
 
 from slimx.config.schema import Config
 from slimx.layout.adapters import adapts
+from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.preflight.memory.merging import merging_memory
 from slimx.preflight.plan.report import Planned, _dealt, plan_report
@@ -87,3 +88,27 @@ def test_a_search_for_layouts_counts_merging_too(model):
     weights = [state.state.weights for state in states[0]]
     records = search._weigh(split, config, states).records
     assert all(record.weights > own for record, own in zip(records, weights, strict=True))
+
+
+def test_adapters_that_are_published_alone_are_few_bytes_and_merge_nothing(model):
+    """Each engine takes all weights and adapters once, and has room for its own and a slot without any."""
+    trainer = {"world_size": 4, "lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}}
+    sections = {"trainer": trainer, "checkpoint": {"export_hf": True}}
+    _, merged = planned(model, publish={"transport": "memory"}, **sections)
+    config, alone = planned(model, publish={"transport": "memory", "adapters": "alone"}, **sections)
+    hf = QWEN3_MOE
+    hidden, queries = hf["hidden_size"], hf["num_attention_heads"] * hf["head_dim"]
+    keys = hf["num_key_value_heads"] * hf["head_dim"]
+    each = sum(
+        4 * (rows + cols) for rows, cols in ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
+    )
+    adapters = 2 * hf["num_hidden_layers"] * each  # in bfloat16
+    before, figures = merged.report.publication, alone.report.publication
+    assert (before.adapter_bytes, figures.adapter_bytes) == (0, 4 * adapters)
+    assert before.merging_bytes > 0 == figures.merging_bytes
+    assert figures.nbytes == figures.received * 4 and figures.tensors == len(alone.spec.table.checkpoint_shapes()) + (
+        8 * hf["num_hidden_layers"]
+    )
+    for one, other in zip(merged.report.engine_memory, alone.report.engine_memory, strict=True):
+        assert other.weights - one.weights == 2 * adapters
+    assert merging_memory(config, alone.spec, Sizes(data=4), figures and alone.published.plan).published == 0

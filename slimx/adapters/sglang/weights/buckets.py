@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from slimx.adapters.sglang.weights.places import Destination
+from slimx.errors import SlimxError
 from slimx.reshard.packed import ON_DEVICE
 from slimx.reshard.transports.device import fetch
 from slimx.reshard.transports.memory import open_memory
@@ -29,6 +32,41 @@ def open_bucket(
     stop = max(entry["offset"] + entry["nbytes"] for entry in entries)
     memory = fetch(path, start, stop, device)
     return {entry["name"]: _view(memory, entry, start) for entry in entries}, device
+
+
+def check_entry(
+    entry: dict[str, Any], places: Mapping[str, Destination], taken: Collection[str], bucket: int, size: int
+) -> None:
+    """Refuse, before a byte is read, what the model could not take. `taken`: names that came before."""
+    name = entry["name"]
+    place = places.get(name)
+    if place is None:
+        close = difflib.get_close_matches(name, list(places), n=1)
+        nearest = f"the nearest that it takes is {close[0]}" if close else "it takes nothing of a similar name"
+        raise SlimxError(
+            f"tensor {name} of bucket {bucket} is unknown to the model; {nearest}", code="receiver.tensor", about=name
+        )
+    offered = f"{entry['dtype']}:{','.join(map(str, entry['shape']))}"
+    if offered != place.form:
+        raise SlimxError(
+            f"tensor {name} of bucket {bucket} is {offered}, the model loads {place.form}; convert it before "
+            "publishing",
+            code="receiver.form",
+            about=name,
+        )
+    if name in taken:
+        raise SlimxError(
+            f"tensor {name} of bucket {bucket} came already in this publication; send each tensor once",
+            code="receiver.twice",
+            about=name,
+        )
+    if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
+        raise SlimxError(
+            f"tensor {name} of bucket {bucket} claims bytes {entry['offset']} + {entry['nbytes']} of {size}, "
+            f"but needs {place.nbytes}",
+            code="receiver.extent",
+            about=name,
+        )
 
 
 def _view(memory: torch.Tensor, entry: dict[str, Any], start: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from slimx.adapters.sglang.weights.places import Destination, Held, Layout, weights_of
+from slimx.adapters.sglang.weights.places import BASE, Destination, Held, Layout, weights_of
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import check_boxes, matrix
@@ -250,7 +250,7 @@ _BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|
 """Attention that SGLang holds in the layer itself (Qwen3-Next's and Qwen3.5's), where checkpoints name it self_attn."""
 
 
-class _Unexpected(Exception):
+class Unexpected(Exception):
     """A parameter that its row does not describe; ends up in `Layout.uncovered`."""
 
 
@@ -259,14 +259,15 @@ def hf_layout(model: nn.Module, experts: Any = None) -> Layout:
 
     `experts`: SGLang's ExpertLocationMetadata of this process, which says which experts the slots hold.
     """
-    layout, modules, weights = Layout(), dict(model.named_modules()), weights_of(model)
+    layout, weights = Layout(), weights_of(model)
+    modules = {name: getattr(module, BASE, module) for name, module in model.named_modules()}
     for name, held in weights.items():
         owner = name.rpartition(".")[0]
         at = ServedParameter(held, modules[owner], modules[owner.rpartition(".")[0]], experts)
         codes = weights.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
         try:
             _add(layout, name, at, codes)
-        except (_Unexpected, AttributeError, SlimxError) as error:
+        except (Unexpected, AttributeError, SlimxError) as error:
             layout.uncovered[name] = str(error)
     return layout
 
@@ -276,23 +277,28 @@ def _add(layout: Layout, name: str, at: ServedParameter, codes: torch.Tensor | N
     blocks it scales; None: it is no scale."""
     source = name if codes is None else name.removesuffix(SCALE_SUFFIX)
     published = _BARE_ATTENTION.sub(r"\1.self_attn.", source)
-    split, groups = _row(published)
-    _expect(at.held.data.is_contiguous(), f"strides {at.held.stride()} are not those of contiguous memory")
+    split, groups = row_of(published)
     pieces = list(split(at) if codes is None else _scales(split(replace(at, held=codes)), at.owner))
+    named = [replace(p, tensor=p.tensor and p.tensor.format(name=published, **groups)) for p in pieces]
+    place(layout, name, at.held, named)
+    if split in TOGETHER:
+        names = [piece.tensor for piece in named if piece.tensor is not None]
+        layout.together.update({one: tuple(other for other in names if other != one) for one in names})
+
+
+def place(layout: Layout, name: str, held: torch.Tensor, pieces: list[ServedPiece]) -> None:
+    """Note where the tensors of `pieces` are in the parameter `name`, once they are proven to cover it exactly."""
+    _expect(held.data.is_contiguous(), f"strides {held.stride()} are not those of contiguous memory")
     boxes = [(r.local_row, r.local_col, r.rows, r.cols) for piece in pieces for r in piece.rects]
-    check_boxes(f"parameter {name}", matrix(at.held.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
-    names = []
+    check_boxes(f"parameter {name}", matrix(held.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
     for piece in pieces:
         if piece.tensor is None:
             continue
-        names.append(piece.tensor.format(name=published, **groups))
-        place = layout.places.setdefault(names[-1], Destination(at.held.dtype, piece.shape))
+        found = layout.places.setdefault(piece.tensor, Destination(held.dtype, piece.shape))
         if piece.rects:
-            parts = {_part(held.rects) for held in place.held} | {_part(piece.rects)}
-            _expect(len(parts) == 1, f"{names[-1]} is held in different parts")
-            place.held.append(Held(name, tuple(at.held.shape), piece.rects))
-    if split in TOGETHER:
-        layout.together.update({one: tuple(other for other in names if other != one) for one in names})
+            parts = {_part(other.rects) for other in found.held} | {_part(piece.rects)}
+            _expect(len(parts) == 1, f"{piece.tensor} is held in different parts")
+            found.held.append(Held(name, tuple(held.shape), piece.rects))
 
 
 def _scales(pieces: Iterator[ServedPiece], owner: nn.Module) -> Iterator[ServedPiece]:
@@ -323,11 +329,12 @@ def _in_blocks(r: Rect, piece: ServedPiece, block: tuple[int, ...]) -> Rect:
     )
 
 
-def _row(name: str) -> tuple[Split, dict[str, str]]:
+def row_of(name: str) -> tuple[Split, dict[str, str]]:
+    """The row that describes the parameter `name`, and the groups of its pattern."""
     for pattern, split in ROWS:
         if found := re.fullmatch(pattern, name):
             return split, found.groupdict()
-    raise _Unexpected("no row of slimx.adapters.sglang.weights.layout.ROWS names it")
+    raise Unexpected("no row of slimx.adapters.sglang.weights.layout.ROWS names it")
 
 
 def _experts(at: ServedParameter) -> Iterator[tuple[str, int | None]]:
@@ -379,7 +386,7 @@ def _part(rects: tuple[Rect, ...]) -> tuple[tuple[int, ...], ...]:
 
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise _Unexpected(otherwise)
+        raise Unexpected(otherwise)
 
 
 def _unlike(at: ServedParameter) -> str:

@@ -22,6 +22,8 @@ from slimx.reshard.kernels.record import PIECE, rectangle
 from slimx.reshard.kernels.sums import sum_rects
 
 Parameters = Mapping[str, torch.Tensor]
+BASE = "base_layer"
+"""Attribute of a layer that SGLang has wrapped for adapters: the layer itself."""
 CACHE_SCALES = ("k_scale", "v_scale")
 """Names of parameters that scale an fp8 KV cache."""
 

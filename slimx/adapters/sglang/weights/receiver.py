@@ -10,7 +10,6 @@ publication on this rank only; the client aborts it on the others.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -18,10 +17,11 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from slimx.adapters.sglang.weights.buckets import open_bucket
+from slimx.adapters.sglang.weights.adapters import ServedAdapters, is_adapter
+from slimx.adapters.sglang.weights.buckets import check_entry, open_bucket
 from slimx.adapters.sglang.weights.layout import hf_layout
 from slimx.adapters.sglang.weights.places import (
-    Destination,
+    BASE,
     Layout,
     held_sums,
     local_layout,
@@ -64,7 +64,8 @@ class OpenPublication:
     """Buckets staged since the last load. A rank may have no tensor in them."""
     staged: dict[str, Staged] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
-    """Tensors that were copied -> share that the model should hold."""
+    """Tensors that were copied -> share that the model should hold. Where adapters come alone, the base's are there
+    from the beginning."""
     verified: bool = False
 
     @property
@@ -87,6 +88,8 @@ class RankReceiver:
         """The end of the last copy: {"loaded": count} or {"loaded": count, "error": text}."""
         self.copied: OpenPublication | None = None
         """The publication that copied last: its `loaded` is all that vouches for what the model holds."""
+        self.adapters: ServedAdapters | None = None
+        """The places of the policy's adapters, in a server that computes with them."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
         """The places of experts, and the layout that follows from them."""
 
@@ -126,7 +129,8 @@ class RankReceiver:
                 code="receiver.uncovered",
                 about=name,
             )
-        self.open, self.epoch = OpenPublication(new, staging, layout), new.membership_epoch
+        base = self._base(new, layout) if new.encoding == "adapters" else {}
+        self.open, self.epoch = OpenPublication(new, staging, layout, loaded=base), new.membership_epoch
         return self.status()
 
     def stage(self, *, version: int, epoch: int, bucket: int, fd_path: str, size: int, tensors: list[Answer]) -> Answer:
@@ -138,7 +142,7 @@ class RankReceiver:
         publication = self._belonging(version, epoch)
         try:
             for entry in tensors:
-                _check_entry(publication, entry, bucket, size)
+                check_entry(entry, publication.layout.places, publication.taken, bucket, size)
                 publication.taken.add(entry["name"])
             mine = [entry for entry in tensors if publication.layout.places[entry["name"]].held]
             views, device = open_bucket(fd_path, size, mine, next(self.model.parameters()).device)
@@ -181,13 +185,16 @@ class RankReceiver:
         # From here the model holds neither the old weights nor the new: nothing else vouches for it any more.
         self.copied, self.version = publication, None
         publication.waiting, publication.verified = 0, False
-        if publication.manifest.encoding == "hf":
-            if ready:
-                self.model.load_weights(self._counted(ready))
-        else:
+        if publication.manifest.encoding == "local":
             parameters = weights_of(self.model)
             for name, tensor in self._counted(ready):
                 parameters[name].data.copy_(tensor)
+        else:
+            adapters = {name: staged for name, staged in ready.items() if is_adapter(name)}
+            if adapters:
+                self.adapters.write(publication.layout, self._counted(adapters))
+            if base := {name: staged for name, staged in ready.items() if name not in adapters}:
+                self.model.load_weights(self._counted(base))
         publication.loaded.update((name, staged.share) for name, staged in ready.items())
         # What waits for its partners outlives its bucket, whose memory the publisher may now use again.
         publication.staged = {
@@ -199,7 +206,7 @@ class RankReceiver:
             self._derive()
 
     def verify(self) -> Answer:
-        """Compare what the model HOLDS now with what was copied last.
+        """Compare what the model HOLDS now with what was copied last, and with the base of what came as adapters alone.
 
         Answer: {"encoding", "tensors": count in the publication, "differ": [names], "missing": [held, but never
         copied], "derived": [tensors that the model computed from the others]}.
@@ -211,7 +218,7 @@ class RankReceiver:
                 about="verify",
             )
         places, loaded = self.copied.layout.places, self.copied.loaded
-        parameters = weights_of(self.model)
+        parameters = self._parameters()
         sums = held_sums(places, loaded, parameters)
         differ = [name for name, share in loaded.items() if sums[name] != {share}]
         missing = [name for name in self.copied.layout.held if name not in loaded]
@@ -222,7 +229,7 @@ class RankReceiver:
             "tensors": len(self.copied.taken),
             "differ": differ,
             "missing": missing,
-            "derived": sorted(_derived(self.model)),
+            "derived": sorted(_derived(self.model, parameters.values())),
         }
 
     def commit(self, *, version: int) -> Answer:
@@ -276,7 +283,8 @@ class RankReceiver:
         `forms`: all that this rank takes of a publication; `uncovered`: what it holds and no publication reaches.
         """
         layout = local_layout(self.model) if encoding == "local" else self._hf_layout(experts)
-        return {"forms": {name: layout.places[name].form for name in layout.held}, "uncovered": layout.uncovered}
+        names = (name for name in layout.held if encoding != "adapters" or is_adapter(name))
+        return {"forms": {name: layout.places[name].form for name in names}, "uncovered": layout.uncovered}
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -286,7 +294,33 @@ class RankReceiver:
         moved = None if experts is None else experts.physical_to_logical_map_cpu
         if self._layout is None or (moved is not None and not torch.equal(moved, self._layout[0])):
             self._layout = None if moved is None else moved.clone(), hf_layout(self.model, experts)
+            if self.adapters is not None:
+                self.adapters.place(self._layout[1])
         return self._layout[1]
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """All that publications write, by the names that places have."""
+        return weights_of(self.model) | ({} if self.adapters is None else self.adapters.buffers())
+
+    def _base(self, new: Manifest, layout: Layout) -> dict[str, int]:
+        """The shares of the weights that adapters of publication `new` stand beside, as they were copied last. Refuses
+        adapters where nothing vouches for those."""
+        if self.adapters is None:
+            raise SlimxError(
+                f"{new} brings adapters alone, and this server computes with none; start it with --publish-adapters",
+                code="receiver.no_adapters",
+                about=str(new),
+            )
+        known = {} if self.copied is None else self.copied.loaded
+        base = [name for name in layout.held if not is_adapter(name)]
+        if lacking := [name for name in base if name not in known]:
+            raise SlimxError(
+                f"{new} brings adapters alone, and {len(lacking)} weights beside them were never published here, first "
+                f"{lacking[0]}; publish all weights first",
+                code="receiver.no_base",
+                about=lacking[0],
+            )
+        return {name: known[name] for name in base}
 
     def _belonging(self, version: int, epoch: int) -> OpenPublication:
         manifest = self.open.manifest if self.open else None
@@ -348,43 +382,12 @@ def _complete(publication: OpenPublication, name: str) -> bool:
     return all(partner in publication.staged for partner in partners)
 
 
-def _check_entry(publication: OpenPublication, entry: Answer, bucket: int, size: int) -> None:
-    """Refuse, before a byte is read, what the model could not take."""
-    name, places = entry["name"], publication.layout.places
-    place: Destination | None = places.get(name)
-    if place is None:
-        close = difflib.get_close_matches(name, list(places), n=1)
-        nearest = f"the nearest that it takes is {close[0]}" if close else "it takes nothing of a similar name"
-        raise SlimxError(
-            f"tensor {name} of bucket {bucket} is unknown to the model; {nearest}", code="receiver.tensor", about=name
-        )
-    offered = f"{entry['dtype']}:{','.join(map(str, entry['shape']))}"
-    if offered != place.form:
-        raise SlimxError(
-            f"tensor {name} of bucket {bucket} is {offered}, the model loads {place.form}; convert it before "
-            "publishing",
-            code="receiver.form",
-            about=name,
-        )
-    if name in publication.taken:
-        raise SlimxError(
-            f"tensor {name} of bucket {bucket} came already in this publication; send each tensor once",
-            code="receiver.twice",
-            about=name,
-        )
-    if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
-        raise SlimxError(
-            f"tensor {name} of bucket {bucket} claims bytes {entry['offset']} + {entry['nbytes']} of {size}, "
-            f"but needs {place.nbytes}",
-            code="receiver.extent",
-            about=name,
-        )
-
-
-def _derived(model: nn.Module) -> Iterator[str]:
-    """Tensors that hang on modules beside parameters, their views and buffers."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+def _derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str]:
+    """Tensors that hang on modules beside `published`, all parameters, their views and buffers."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
     for name, module in model.named_modules():
+        if hasattr(module, BASE):  # where SGLang notes the places of its modules' outputs
+            continue
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in own:
                 yield f"{name}.{attribute}" if name else attribute
