@@ -98,8 +98,10 @@ class Publications:
 
     async def _publish_once(self, step: int) -> Publication:
         """Publish the adapters alone if every engine holds their base, else all weights to every engine."""
+        if self.adapters is None:
+            return await self.publisher.publish(step, trainer_step=step)
         present = {engine.name: engine.incarnation for engine in self.engines.members.candidates()}
-        if self.adapters is not None and present.items() <= self._based.items():
+        if present.items() <= self._based.items():
             return await self.adapters.publish(step, trainer_step=step)
         done = await self.publisher.publish(step, trainer_step=step)
         self._based |= {name: present[name] for name in done.engines.keys() - done.lost}

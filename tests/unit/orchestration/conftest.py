@@ -10,6 +10,7 @@ import pytest
 from slimx.cluster import waiting
 from slimx.orchestration import publications
 from slimx.orchestration.ranks import watch
+from slimx.orchestration.ranks.weight_source import WeightSource
 from slimx.orchestration.recovery import trainers as recovering
 from tests.unit.orchestration.run_stand import Parts
 
@@ -37,9 +38,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     """Parts of the trained policy; its publisher is themselves."""
     parts = Parts()
 
-    def publisher(source: Parts, *_: Any, vacate: Callable[[], Awaitable[None]] | None, **__: Any) -> Parts:
-        source.vacate = vacate
-        return source
+    def publisher(source: WeightSource, *_: Any, vacate: Callable[[], Awaitable[None]] | None, **__: Any) -> Parts:
+        source.trainers.vacate = vacate
+        return source.trainers
 
     monkeypatch.setattr(publications, "Publisher", publisher)
     return parts

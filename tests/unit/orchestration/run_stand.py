@@ -52,6 +52,7 @@ class Parts:
     client: FakeEngine = field(default_factory=FakeEngine)
     actors: tuple[None, ...] = (None,)
     name: str = "trainer-judge"
+    plans: frozenset[str] = frozenset({"publish"})
     rows: list[list[list[int]]] = field(default_factory=list)
     """By step the tokens of the rows that were trained."""
     lost: int = 0
