@@ -21,6 +21,9 @@ from slimx.runtime.ports import is_loopback
 
 RDMA = Path("/sys/class/infiniband")
 BACKEND, HOST, GPU = "UCX", "DRAM", "VRAM"
+PATIENCE_US = 1000
+"""Microseconds for which an agent's thread waits for an event of the network before it looks without one; it hears
+each at once."""
 
 
 class LinkError(SlimxError):
@@ -37,6 +40,7 @@ class Agent:
         self.name = name
         try:
             self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+            self._agent.agent = api.nixlBind.nixlAgent(name, _waiting(api))  # its thread begins with the backend
             # A peer that dies fails the transfers to it, and nothing else.
             options = {"ucx_error_handling_mode": "peer", "ucx_devices": ",".join(devices_at(host))}
             self._agent.create_backend(BACKEND, options)
@@ -195,6 +199,16 @@ def load_nixl() -> Any:
             about="publish.transport",
         ) from None
     return _api
+
+
+def _waiting(api: Any) -> Any:
+    """Settings of an agent whose thread waits for events. Those of NIXL's Python interface give it no time to: it would
+    poll at full speed, on a core that the trainer or the engine beside it needs."""
+    settings = api.nixlBind.nixlAgentConfig()
+    settings.useProgThread = True
+    settings.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # one thread at a time, see Agent
+    settings.pthrDelay = PATIENCE_US
+    return settings
 
 
 def devices_at(host: str) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -169,6 +170,15 @@ def test_ranks_whose_copies_have_come_apart_are_found_out(stand: Stand) -> None:
 def test_what_is_no_notice_is_passed_over() -> None:
     assert Notice.from_bytes(Notice(1, 2, 3).to_bytes()) == Notice(1, 2, 3)
     assert Notice.from_bytes(b"") is None and Notice.from_bytes(b"\x93\x01\x02\xa1x") is None
+
+
+def test_an_agents_thread_waits_for_events() -> None:
+    agent = Agent(f"waiting-{time.monotonic_ns()}", HOST)
+    process = psutil.Process()
+    began = sum(process.cpu_times()[:2])
+    time.sleep(2)
+    assert sum(process.cpu_times()[:2]) - began < 1, "seconds of a core; a thread that polls would take two"
+    agent.close()
 
 
 def test_metadata_of_no_agent_are_refused() -> None:
