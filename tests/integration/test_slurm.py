@@ -52,6 +52,8 @@ class Job:
                 "SLIMX_GPUS": "0",
                 "SLIMX_NODE_SETUP": str(setup or write_setup(directory)),
                 "SLIMX_JOBS": str(self.jobs),
+                "SLIMX_JOIN_S": str(DEADLINE_S),
+                "SLIMX_HEALTH_S": str(DEADLINE_S),
                 MARK: self.mark,
                 **environment,
             },
