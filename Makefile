@@ -93,7 +93,7 @@ test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ran
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 unit integration
 
 # Integration tests take longest and wait often, so unit tests have what these leave of the cores: without `nice`, whole
-# runs would wait for them, as Ray's workers have a niceness of 15. What it prints comes at its end, in one piece.
+# runs would wait for them, as Ray's workers have a niceness of 15. What they print comes at their end, in one piece.
 .PHONY: unit
 unit: $(LIBRARY)
 	@mkdir -p build; code=0; nice -n 19 $(TESTS) --numprocesses=2 tests/unit > build/unit-tests.txt 2>&1 || code=$$?; \

@@ -296,7 +296,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
         assert (await client.generate(GenerationRequest(PROMPT, SAMPLING, 1))).versions == [(0, 12, 30)]
 
 
-async def test_a_paused_scheduler_waits_for_messages_and_hears_them_at_once(engine: Engine) -> None:
+async def test_a_paused_scheduler_waits_for_messages(engine: Engine) -> None:
     await engine.pause()
     (rank,) = await engine.control.attest()
     scheduler = psutil.Process(rank["pid"])

@@ -149,7 +149,7 @@ def compare(manager: Any, checkpoint: Tensors, wanted: list[tuple[Tensors | None
 def published(
     plain: torch.nn.Module, model: torch.nn.Module, checkpoint: Tensors, given: dict[str, Tensors]
 ) -> dict[str, Any]:
-    """What becomes of publications to `model`, which SGLang wraps with the plugin's hooks in force, and to `plain`."""
+    """Publish to `model`, which SGLang wraps with the plugin's hooks in force, and to `plain`; return the outcome."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     told: dict[str, Any] = {"refused": [code_of(lambda: publish(plain, given["first"], encoding="adapters"))]}

@@ -37,7 +37,7 @@ HF = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory, sglang: SGLang) -> dict[str, Any]:
-    """What tests/unit/adapters/lora_engine.py found."""
+    """The findings of tests/unit/adapters/lora_engine.py."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(HF))
     generator = torch.Generator().manual_seed(1)
