@@ -272,31 +272,37 @@ def test_a_disarmed_watchdog_ends_nothing_and_one_that_is_armed_twice_keeps_to_t
     assert left == [3]
 
 
+# One process alone writes to the pipe: what two write there may mix.
 OWNER = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from slimx.orchestration.lifetime.remains import watch_over_this_process
 watch_over_this_process()
-child = subprocess.Popen([sys.executable, "-c", "import subprocess, sys, time; "
-    "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"], start_new_session=True)
-guard = subprocess.Popen([sys.executable, "-m", "slimx.runtime.process", "--owner", str(__import__('os').getpid()),
+child = subprocess.Popen([sys.executable, "-c", "import subprocess, time; "
+    "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"], stdout=subprocess.PIPE, text=True,
+    start_new_session=True)
+guard = subprocess.Popen([sys.executable, "-m", "slimx.runtime.process", "--owner", str(os.getpid()),
     "--", "sleep", "600"], start_new_session=True)
-print(child.pid, guard.pid, flush=True)
+print(child.stdout.readline().strip(), child.pid, guard.pid, flush=True)
 time.sleep(600)
 """
 
 
 def test_what_a_killed_driver_has_started_ends_but_guards_end_their_own():
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
-    pids = [int(word) for _ in range(2) for word in owner.stdout.readline().split()]
-    processes = [psutil.Process(pid) for pid in pids]
-    guarded = [child for one in processes for child in one.children() if "rollout.process" in " ".join(one.cmdline())]
+    grandchild, child, guard = processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     try:
-        assert {one.pid for one in unguarded(psutil.Process(owner.pid))}.isdisjoint(child.pid for child in guarded)
+        until = time.monotonic() + 120
+        while not (guarded := guard.children()) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert guarded
+        assert {one.pid for one in unguarded(psutil.Process(owner.pid))} >= {grandchild.pid, child.pid}
+        assert unguarded(psutil.Process(owner.pid)).isdisjoint([guard, *guarded])
+        processes += guarded
         time.sleep(5)  # it has looked
-        processes[0].suspend()  # as a stopped process of Ray's
+        grandchild.suspend()  # as a stopped process of Ray's
         owner.kill()
         owner.wait()
-        gone, alive = psutil.wait_procs([*processes, *guarded], timeout=60)
+        gone, alive = psutil.wait_procs(processes, timeout=60)
         assert not alive
     finally:
         for one in processes:
