@@ -17,6 +17,7 @@ from slimx.environments.base import Step
 from slimx.rewards import exact
 from slimx.rollout import single_turn, tools
 from slimx.rollout.hooks import RewardContext, RolloutContext
+from tests.unit.environments.repairs import IN_ONE_CALL, shell
 
 
 async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:
@@ -130,5 +131,18 @@ echo ::= "echo " [1-9] [0-9] " > value"
 
 async def writing_numbers(ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
     """A terminal whose policy, which has learnt no words, chooses the digits of a command."""
-    engine = replace(ctx.engine, sampling=dict(ctx.engine.sampling) | {"ebnf": WRITES})
+    return await _says(WRITES, ctx, prompt, **options)
+
+
+IDLE = shell("true")
+
+
+async def repairing_or_not(ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
+    """A terminal whose policy chooses to repair what a task of `examples/repair` asks for, or to do nothing."""
+    grammar = f"root ::= {json.dumps(IN_ONE_CALL[prompt.id])} | {json.dumps(IDLE)}"
+    return await _says(grammar, ctx, prompt, **options)
+
+
+async def _says(grammar: str, ctx: RolloutContext, prompt: Prompt, **options: Any) -> Trajectory:
+    engine = replace(ctx.engine, sampling=dict(ctx.engine.sampling) | {"ebnf": grammar})
     return await tools.generate(replace(ctx, engine=engine), prompt, **options)

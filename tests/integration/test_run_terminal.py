@@ -6,13 +6,19 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from slimx.data.records import Trajectory
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from slimx.environments.boxes import roots
+from tests.integration.hooks import IDLE
 from tests.integration.runs import TrainProcess, steps, write_config
+from tests.unit.environments.repairs import EXAMPLES, IN_ONE_CALL
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")]
 
@@ -29,43 +35,52 @@ TASK = {
 }
 
 
-def test_a_policy_is_rewarded_for_what_its_commands_left_in_the_box(tiny_model: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_model, tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
-    (tmp_path / "tasks.jsonl").write_text(
-        "".join(json.dumps(TASK | {"id": f"t{number}"}) + "\n" for number in range(4))
-    )
-    with tempfile.TemporaryDirectory() as base:
-        Path(base).chmod(0o755)
+@pytest.fixture
+def train(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., list[Trajectory]]]:
+    """Trains STEPS steps on a file of tasks; what was trained."""
+
+    def run(tasks: Path, generate: str, **rollout: Any) -> list[Trajectory]:
+        shutil.copytree(tiny_model, tmp_path / "model")
+        (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
         box = {"host_usr": True, "memory_mib": 256, "disk_mib": 8, "seconds": 60, "base": base}
         config = write_config(
             tmp_path,
             tmp_path / "model",
-            tmp_path / "tasks.jsonl",
+            tasks,
             rollout={
                 "map": "slimx.environments.terminal.tasks.to_prompt",
                 "max_prompt_tokens": 512,
-                "generate": "tests.integration.hooks.writing_numbers",
+                "generate": generate,
                 "options": {
                     "toolbox": "slimx.environments.terminal.toolbox.Terminal",
-                    "toolbox_options": {"tasks": str(tmp_path), "box": box},
+                    "toolbox_options": {"tasks": str(tasks.parent), "box": box},
                     "max_turns": 1,
                     "call_deadline": 600.0,
                 },
                 "rollout_deadline": 600,
-                "sampling": {"max_new_tokens": 120},
+                **rollout,
             },
             reward={"function": "slimx.rollout.tools.reward"},
             schedule={"steps": STEPS},
         )
-        run = TrainProcess(config)
-        assert run.wait() == 0, run.text()
-        run.assert_nothing_left()
+        process = TrainProcess(config)
+        assert process.wait() == 0, process.text()
+        process.assert_nothing_left()
+        assert len(steps(tmp_path / "run")) == STEPS
+        files = step_files(tmp_path / "run" / DIRECTORY)
+        groups = [group for step in range(1, STEPS + 1) for group in read_step(files[step])[1]]
+        return [each for group in groups for each in group.trajectories]
+
+    with tempfile.TemporaryDirectory() as base:
+        Path(base).chmod(0o755)
+        yield run
         assert list(Path(base).glob(f"{roots.PREFIX}*")) == [], "no box is left behind"
-    assert len(steps(tmp_path / "run")) == STEPS
-    files = step_files(tmp_path / "run" / DIRECTORY)
-    groups = [group for step in range(1, STEPS + 1) for group in read_step(files[step])[1]]
-    trajectories = [each for group in groups for each in group.trajectories]
+
+
+def test_a_policy_is_rewarded_for_what_its_commands_left_in_the_box(train, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(TASK | {"id": f"t{number}"}) + "\n" for number in range(4)))
+    trajectories = train(tasks, "tests.integration.hooks.writing_numbers", sampling={"max_new_tokens": 120})
     assert len(trajectories) == STEPS * 8
     rewards = [each.reward_parts["tests"] for each in trajectories]
     assert {*rewards} == {0.0, 1.0}, rewards
@@ -73,3 +88,27 @@ def test_a_policy_is_rewarded_for_what_its_commands_left_in_the_box(tiny_model: 
     written = [int(re.search(r"echo (\d+) > value", each["response"])[1]) for each in samples]  # type: ignore[index]
     assert [each["reward"] for each in samples] == [float(number % 2 == 0) for number in written]
     assert all(each.metadata["tool_calls"] == 1 and each.metadata["tool_errors"] == {} for each in trajectories)
+
+
+def test_ten_repairs_are_rewarded_as_the_policy_has_chosen_to_make_them_or_not(train, tiny_model: Path) -> None:
+    trajectories = train(
+        EXAMPLES / "tasks.jsonl",
+        "tests.integration.hooks.repairing_or_not",
+        prompts_per_step=10,
+        group_size=4,
+        sampling={"max_new_tokens": 400},
+    )
+    assert len(trajectories) == STEPS * 10 * 4
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    rows = map(json.loads, (EXAMPLES / "tasks.jsonl").read_text().splitlines())
+    prompts = {row["id"]: row["prompt"] for row in rows}
+    repaired: dict[str, set[float]] = {}
+    for each in trajectories:
+        text = tokenizer.decode(each.token_ids)
+        (name,) = (name for name, prompt in prompts.items() if prompt in text)
+        did, idle = IN_ONE_CALL[name] in text, IDLE in text
+        assert did != idle and each.reward_parts["tests"] == float(did)
+        assert each.metadata["tool_calls"] == 1 and each.metadata["tool_errors"] == {}
+        repaired.setdefault(name, set()).add(float(did))
+    assert repaired.keys() == IN_ONE_CALL.keys()
+    assert set.union(*repaired.values()) == {0.0, 1.0}

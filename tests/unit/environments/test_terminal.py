@@ -21,61 +21,15 @@ from slimx.rollout import tools
 from slimx.rollout.hook_loading import check_generated, load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.refusals import refused
+from tests.unit.environments.repairs import EXAMPLES, FAILED, SOLVED, edit, shell
 from tests.unit.environments.tool_stand import calling, context
 from tests.unit.rollout.rollout_stand import config_of
 
 pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")]
 
-EXAMPLES = Path(__file__).parents[3] / "examples/repair"
 TERMINAL = "slimx.environments.terminal.toolbox.Terminal"
 KEY = "rollout.options.toolbox_options"
 BOX = {"host_usr": True, "seconds": 60, "memory_mib": 256, "disk_mib": 8}
-
-
-def edit(path: str, old: str, new: str) -> str:
-    return calling("edit_file", path=path, old=old, new=new)
-
-
-def shell(command: str) -> str:
-    return calling("shell", command=command)
-
-
-ROMAN = """(1, "I")]
-SYMBOLS += [(900, "CM"), (400, "CD"), (90, "XC"), (40, "XL"), (9, "IX"), (4, "IV")]
-SYMBOLS.sort(reverse=True)"""
-TRANSPOSED = """def transpose(rows):
-    return [list(row) for row in zip(*rows)]
-"""
-BALANCED = """def balanced(text):
-    text = "".join(each for each in text if each in "()[]{}")
-    while (less := text.replace("()", "").replace("[]", "").replace("{}", "")) != text:
-        text = less
-    return not text
-"""
-READ = """if key in self.entries:
-            self.entries[key] = self.entries.pop(key)
-        return self.entries.get(key)"""
-SOLVED = {
-    "roman": [edit("roman.py", '(1, "I")]', ROMAN)],
-    "intervals": [shell("sed -i 's/start < merged/start <= merged/' intervals.py")],
-    "cache": [
-        shell("cat cache.py"),
-        edit("cache.py", "return self.entries.get(key)", READ),
-        edit("cache.py", "        if key not in", "        self.get(key)\n        if key not in"),
-    ],
-    "query": [
-        edit("query.py", 'text.split("&")', 'filter(None, text.split("&"))'),
-        edit("query.py", "found[name] = [value]", "found.setdefault(name, []).append(value)"),
-    ],
-    "wrap": [edit("wrap.py", "lines.append(line)", "lines.append(line or words.pop(0))")],
-    "matrix": [calling("write_file", path="matrix.py", content=TRANSPOSED)],
-    "balance": [calling("write_file", path="/repo/balance.py", content=BALANCED)],
-}
-FAILED = {
-    "median": [shell("echo nothing to do")],
-    "leap": [shell("echo 'import os; os._exit(0)' > leap.py")],  # leaving with status 0 before a test has run
-    "chunks": [shell("echo ')' >> chunks.py; mkdir -p tests; ln -sf /etc/passwd test_chunks.py")],
-}
 
 
 @pytest.fixture(scope="module")
