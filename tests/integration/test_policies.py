@@ -107,9 +107,9 @@ def test_both_policies_learn_what_their_own_rewards_ask_for(train: Train, tmp_pa
     """From random weights: the actor to write digits, the judge to write letters."""
     task = ("rollout.prompts_per_step=4", "rollout.group_size=8", "rollout.concurrency=64", "schedule.steps=40")
     directory = train(tmp_path, *task, f"reward.function={HOOKS}.digits_or_letters", policies=JUDGE)
-    # One seed (2026-11-26): 0.17 and 0.38 become 0.99 and 1.00.
+    # Three seeds (2026-11-26): 0.15 to 0.20 and 0.38 to 0.48 become 0.99 and 1.00.
     for rewards in zip(*measured(directory, "reward/mean", "policy/judge/reward/mean"), strict=True):
-        assert sum(rewards[:5]) / 5 < 0.5 and sum(rewards[-5:]) / 5 > 0.8
+        assert sum(rewards[:5]) / 5 < 0.6 and sum(rewards[-5:]) / 5 > 0.8
 
 
 def test_two_roles_of_one_policy_train_as_one_policy_to_the_last_bit(train: Train, tmp_path: Path) -> None:
