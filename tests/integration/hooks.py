@@ -25,6 +25,11 @@ async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:
     return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))
 
 
+async def above_zero(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """Every rollout is right, and those of a group differ."""
+    return 1.0 / (1 + trajectory.index)
+
+
 async def version_in_evaluations(ctx: RewardContext, trajectory: Trajectory) -> float:
     """`digits`; in an evaluation the weight version that sampled all of the answer, -1 if several did."""
     versions = {span.version for span in trajectory.spans if span.version is not None}

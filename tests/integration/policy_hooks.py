@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimx.data.records import Prompt, Trajectory
+from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from tests.integration.hooks import digits
 
@@ -30,6 +30,17 @@ async def opposed(ctx: RewardContext, trajectory: Trajectory) -> float:
     """`digits` for the policy `actor`, its opposite for others: their weights part at once."""
     share = await digits(ctx, trajectory)
     return share if trajectory.policy == "actor" else 1.0 - share
+
+
+async def taking_sides(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """Whatever the policy `actor` earns in a rollout, the other one loses."""
+    share = float(trajectory.index % 2)
+    return share if trajectory.policy == "actor" else 1.0 - share
+
+
+def to_the_judge(group: Group) -> list[float]:
+    """Credit for the policy `judge` alone."""
+    return [each.reward if each.policy == "judge" else 0.0 for each in group.trajectories]
 
 
 async def digits_or_letters(ctx: RewardContext, trajectory: Trajectory) -> float:

@@ -112,6 +112,22 @@ def test_both_policies_learn_what_their_own_rewards_ask_for(train: Train, tmp_pa
         assert sum(rewards[:5]) / 5 < 0.6 and sum(rewards[-5:]) / 5 > 0.8
 
 
+@pytest.mark.parametrize(
+    ("credit", "learns"), [("own", (True, True)), ("shared", (False, False)), ("hook", (False, True))]
+)
+def test_each_policy_learns_from_what_credit_gives_it_alone(
+    credit: str, learns: tuple[bool, bool], train: Train, tmp_path: Path
+) -> None:
+    """One policy earns what the other loses: shared, that is the same for every rollout."""
+    given = f"{HOOKS}.to_the_judge" if credit == "hook" else credit
+    directory = train(tmp_path, f"reward.function={HOOKS}.taking_sides", algorithm={"credit": given}, policies=JUDGE)
+    for norms in measured(directory, "optim/grad_norm", "policy/judge/optim/grad_norm"):
+        assert tuple(norm > 0 for norm in norms) == learns
+    for file in step_files(directory / DIRECTORY).values():
+        earned = [each.reward for group in read_step(file)[1] for each in group.trajectories]
+        assert {*earned} == {0.0, 1.0}, "as it was earned, whatever counts"
+
+
 def test_two_roles_of_one_policy_train_as_one_policy_to_the_last_bit(train: Train, tmp_path: Path) -> None:
     roles = train(tmp_path / "roles", policies={"judge": {"shares": "actor"}})
     alone = train(tmp_path / "alone", rollout={"generate": f"{HOOKS}.answered_twice"})
