@@ -237,8 +237,8 @@ async def test_local_buckets_tell_each_rank_its_own_tensors(tmp_path: Path) -> N
     part = {"fd_path": "/m", "size": 4, "tensors": [TENSOR.to_json()]}
     own = {"0": part | {"tensors": []}, "1": part}
     assert seen == [
-        {"version": 3, "epoch": 2, "bucket": 5, "ranks": own},
-        {"version": 3, "epoch": 2, "bucket": 6, "ranks": {"all": part}},
+        {"policy": "actor", "version": 3, "epoch": 2, "bucket": 5, "ranks": own},
+        {"policy": "actor", "version": 3, "epoch": 2, "bucket": 6, "ranks": {"all": part}},
     ]
 
 
@@ -300,4 +300,4 @@ async def test_weights_are_updated_in_one_session_per_publication(tmp_path: Path
     update = ["stage", "/update_weights_from_tensor", "status"]
     first = ["begin", "stage", "/begin_weight_update", *update[1:]]
     last = ["/end_weight_update", "verify", "commit", "/flush_cache", "/update_weight_version"]
-    assert asked == [*first, *update, *last] and engine.version == 3
+    assert asked == [*first, *update, *last] and engine.versions == {"actor": 3}
