@@ -102,7 +102,7 @@ def with_slot(original: Callable[..., None], manager: Any, *args: Any, **given: 
 
 
 def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> None:
-    """Around `LoRAManager.prepare_lora_batch`: a request of the batch that names no adapters is for the first policy."""
+    """Around `LoRAManager.prepare_lora_batch`: requests of the batch that name no adapters are for the first policy."""
     first = next(iter(manager.loras))
     batch.lora_ids = [first if name is None else name for name in batch.lora_ids]
     with unpinned():

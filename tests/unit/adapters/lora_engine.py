@@ -169,7 +169,9 @@ def published(
         publish(model, weights, version, encoding=encoding, policy=policy)
         proof = receiver.verify()
         receiver.commit(version=version)
-        same = (torch.equal(receiver.adapters[o].buffers()[n], b) for o, held in others.items() for n, b in held.items())
+        same = (
+            torch.equal(receiver.adapters[o].buffers()[n], b) for o, held in others.items() for n, b in held.items()
+        )
         holding[policy] = given[name]
         prepare_batch(manager, [asked_for for asked_for, _ in TOKENS])
         wanted = [(holding.get(name or "first"), ALPHAS[name or "first"]) for name, _ in TOKENS]
