@@ -1,0 +1,119 @@
+"""Engines that several policies publish to take requests once they hold the adapters of all, after every restart too."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slimx.engines.fleet.handle import Standing
+from slimx.orchestration.publications import Publications
+from slimx.orchestration.shared_engines import SharedEngines
+from slimx.reshard.parties import NoReceiverLeft, ReceiverLost
+from tests.refusals import refused
+
+
+class Fleet:
+    """A membership of one engine, which a test loses and starts again."""
+
+    def __init__(self) -> None:
+        self.engine = SimpleNamespace(name="e0", incarnation=1, standing=Standing.JOINING)
+        self.epoch = 0
+        self.engines = SimpleNamespace(members=self)
+
+    def candidates(self) -> list[Any]:
+        return [self.engine]
+
+    async def available(self) -> None: ...
+
+    async def admit(self, engine: Any) -> None:
+        engine.standing = Standing.MEMBER
+
+    def restart(self) -> None:
+        self.engine.incarnation += 1
+        self.engine.standing = Standing.JOINING
+
+
+class Noted:
+    """A publisher that notes what it was asked for, and by the way loses the engine where it is told to."""
+
+    def __init__(self, run: Policy, kind: str):
+        self.run, self.kind = run, kind
+
+    async def publish(self, version: int, *, trainer_step: int) -> SimpleNamespace:
+        run, fleet = self.run, self.run.fleet
+        run.sent.append((run.policy, version, self.kind))
+        await asyncio.sleep(0)  # where another policy's could begin
+        if (run.policy, version) in run.losing:
+            run.losing.remove((run.policy, version))
+            fleet.restart()
+            raise NoReceiverLeft("lost", code="publish.lost", about="e0")
+        await run.members.admit(fleet.engine)
+        run.served.append((run.policy, version, str(fleet.engine.standing)))
+        return SimpleNamespace(engines={"e0": None}, lost=[], manifest=SimpleNamespace(version=version))
+
+
+class Policy(Publications):
+    """Only what orders publications."""
+
+    def __init__(self, policy: str, fleet: Fleet, shared: SharedEngines, sent: list[Any], served: list[Any]):
+        self.policy, self.fleet, self.sent, self.served = policy, fleet, sent, served
+        self.losing: list[tuple[str, int]] = []
+        self.engines, self._shared, self._based = fleet.engines, shared, shared.based
+        self.config = SimpleNamespace(schedule=SimpleNamespace(colocate=False))
+        self._maker, self._note = SimpleNamespace(versions={}), sent.append
+        self.members = shared.enter(policy, self._deliver)
+        self.publisher, self.adapters = Noted(self, "all"), Noted(self, "adapters")
+
+
+@pytest.fixture
+def run() -> SimpleNamespace:
+    fleet = Fleet()
+    shared, sent, served = SharedEngines(fleet, ["actor", "judge"]), [], []
+    actor, judge = (Policy(name, fleet, shared, sent, served) for name in ("actor", "judge"))
+
+    async def step(number: int) -> None:
+        """Publish both at the same time, as a run does; what was sent."""
+        sent.clear(), served.clear()
+        await asyncio.gather(*(policy._publish(number) for policy in (actor, judge)))
+
+    return SimpleNamespace(fleet=fleet, actor=actor, judge=judge, sent=sent, served=served, step=step)
+
+
+async def test_the_base_comes_with_the_first_policy_and_requests_after_the_last(run: SimpleNamespace) -> None:
+    await run.step(0)
+    assert run.sent == [("actor", 0, "all"), ("judge", 0, "adapters")]
+    assert run.served == [("actor", 0, "joining"), ("judge", 0, "member")]
+    await run.step(1)
+    assert run.sent == [("actor", 1, "adapters"), ("judge", 1, "adapters")]
+
+
+async def test_an_engine_that_comes_back_gets_every_policys_adapters_before_requests(run: SimpleNamespace) -> None:
+    await run.step(0)
+    await run.step(1)
+    run.fleet.restart()
+    run.sent.clear(), run.served.clear()
+    await run.actor._publish(1)  # by the watch of the engines, which are the actor's
+    assert run.sent == [("actor", 1, "all"), ("judge", 1, "adapters")]
+    assert run.served == [("actor", 1, "joining"), ("judge", 1, "member")]
+
+
+async def test_an_engine_that_is_lost_between_two_policies_gets_the_first_ones_again(run: SimpleNamespace) -> None:
+    await run.step(0)
+    run.judge.losing = [("judge", 1)]
+    await run.step(1)
+    assert [each for each in run.sent if isinstance(each, tuple)] == [
+        ("actor", 1, "adapters"),
+        ("judge", 1, "adapters"),
+        ("judge", 1, "all"),
+        ("actor", 1, "adapters"),
+    ]
+    assert run.served[-1] == ("actor", 1, "member") and run.served[-2] == ("judge", 1, "joining")
+
+
+async def test_an_engine_that_was_lost_before_the_last_policys_part_is_told_as_lost(run: SimpleNamespace) -> None:
+    run.fleet.engine.standing = Standing.OUT
+    with refused("engine.lost", about="e0", kind=ReceiverLost):
+        await run.actor.members.admit(run.fleet.engine)
