@@ -62,6 +62,8 @@ class Publications:
         self.publisher = self.adapters = None
         self._based: dict[str, int] = {} if shared is None else shared.based
         """By engine the incarnation that was given the base of its adapters."""
+        self._brought = False
+        """True once the base of these trainers was published, and thereby compared with that of other policies."""
         self._shared = shared
         if self.engines is not None:
             members: Members = self.engines.members
@@ -109,13 +111,15 @@ class Publications:
             return done
 
     async def _publish_once(self, step: int) -> Publication:
-        """Publish the adapters alone if every engine holds their base, else all weights to every engine."""
+        """Publish the adapters alone if every engine holds their base, which these trainers have brought once, else all
+        weights to every engine."""
         if self.adapters is None:
             return await self.publisher.publish(step, trainer_step=step)
         present = {engine.name: engine.incarnation for engine in self.engines.members.candidates()}
-        if present.items() <= self._based.items():
+        if self._brought and present.items() <= self._based.items():
             return await self.adapters.publish(step, trainer_step=step)
         done = await self.publisher.publish(step, trainer_step=step)
+        self._brought = True
         self._based |= {name: present[name] for name in done.engines.keys() - done.lost}
         return done
 

@@ -1,10 +1,10 @@
 """Engines that generate for several policies: their publications take turns, and requests wait until all are there.
 
-    actor --all weights, its adapters--> engine (JOINING) <--its adapters-- judge       both there --> router (MEMBER)
+    actor --the base, its adapters--> engine (JOINING) <--its adapters-- judge       both there --> router (MEMBER)
 
-Each policy has a publisher of its own, whose versions count for it alone. An engine that was started again holds
-nothing of any: whichever policy comes first brings the base, and all others, whose present version is out already, come
-again.
+Each policy has a publisher of its own, whose versions count for it alone. In its first publication each brings the
+base, too, which the engine compares with what it holds. An engine that was started again holds nothing of any:
+whichever policy comes first brings the base, and all others, whose present version is out already, come again.
 """
 
 from __future__ import annotations

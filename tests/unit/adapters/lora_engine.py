@@ -7,9 +7,9 @@ MODEL is a directory with a checkpoint of one layer. Prints one JSON object: the
 torch finds no GPU, and the place in its files ("pinned"); the largest distance of its outputs from those of the merged
 weights, over tokens that ask for two adapters and for none ("distance"), and the largest that the adapters make
 ("effect"); the same after publications to the receiver of everything for the policy `first` ("whole"), of adapters for
-`second` ("alone") and of others for `first` ("again"), with what `verify` said then ("proof") and whether the other
-policy's slot kept its bytes ("kept"); what `verify` said after a number of either policy's adapters or of the base was
-changed ("spoilt"), and the codes of what was refused ("refused").
+`second` ("alone"), of everything for it ("whole, beside others") and of adapters for `first` ("again"), with what
+`verify` said then ("proof") and whether the other policy's slot kept its bytes ("kept"); what `verify` said after a
+number of either policy's adapters or of the base was changed ("spoilt"), and the codes of what was refused ("refused").
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from tests.unit.adapters.engines_on_meta import built
 from tests.unit.adapters.receiver_stand import publish
 
 RANK, ALPHAS = 4, {"first": 8.0, "second": 2.0}
-PUBLISHED = (("whole", "first", "first"), ("alone", "second", "second"), ("again", "first", "newer"))
+PUBLISHED = (
+    ("whole", "first", "first"),
+    ("alone", "second", "second"),
+    ("whole, beside others", "second", "newer"),
+    ("again", "first", "second"),
+)
 """What a publication is called, its policy and its adapters."""
 PARTS = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -163,7 +168,7 @@ def published(
     told["refused"].append(code_of(lambda: publish(model, checkpoint, policy="third")))
     holding: dict[str | None, Tensors] = {}
     for version, (how, policy, name) in enumerate(PUBLISHED, 1):
-        encoding = "hf" if how == "whole" else "adapters"
+        encoding = "hf" if how.startswith("whole") else "adapters"
         weights = given[name] if encoding == "adapters" else {**checkpoint, **given[name]}
         others = {other: copied(slot.buffers()) for other, slot in receiver.adapters.items() if other != policy}
         publish(model, weights, version, encoding=encoding, policy=policy)
@@ -178,7 +183,7 @@ def published(
         told[how] = compare(manager, checkpoint, wanted) | {"proof": proof, "kept": all(same)}
     told["attested"] = sglang_lora.attest(manager)
     other = {name: value + 1 for name, value in checkpoint.items()} | given["second"]
-    told["refused"].append(code_of(lambda: publish(model, other, 4, policy="second")))
+    told["refused"].append(code_of(lambda: publish(model, other, 9, policy="second")))
     told["spoilt"] = []
     of_slots = (receiver.adapters[policy].buffers()[f"{SPOILT}.lora_B"] for policy in ALPHAS)
     for held in (*of_slots, model.get_submodule(SPOILT).weight.data):

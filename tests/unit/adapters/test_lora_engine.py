@@ -70,14 +70,15 @@ def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_wi
     assert told["refused"] == refusals
     assert told["attested"] == {"rank": 4, "scales": {"first": 2.0, "second": 0.5}, "modules": [*FUSED]}
     counts = {}
-    for how in ("whole", "alone", "again"):
+    kinds = ("whole", "alone", "whole, beside others", "again")
+    for how in kinds:
         assert told[how]["distance"] <= 1e-5 < 0.1 < told[how]["effect"], told
         assert told[how]["kept"]
         proof = told[how]["proof"]
         assert not proof["differ"] and not proof["missing"]
         counts[how] = proof["tensors"]
-    modules = sum(FUSED.values())
-    assert counts == {"whole": told["weights"] + 2 * modules, "alone": 2 * modules, "again": 2 * modules}
+    few = 2 * sum(FUSED.values())
+    assert counts == dict(zip(kinds, 2 * [told["weights"] + few, few], strict=True))
     up = "model.layers.0.mlp.up_proj"
     adapter = f"base_model.model.{up}.lora_B.weight"
     wrong = [adapter, f"second:{adapter}", f"{up}.weight"]

@@ -1,4 +1,4 @@
-"""Engines that several policies publish to take requests once they hold the adapters of all, after every restart too."""
+"""Engines that several policies publish to take requests once they hold the adapters of all, after a restart too."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Policy(Publications):
         self.config = SimpleNamespace(schedule=SimpleNamespace(colocate=False))
         self._maker, self._note = SimpleNamespace(versions={}), sent.append
         self.members = shared.enter(policy, self._deliver)
-        self.publisher, self.adapters = Noted(self, "all"), Noted(self, "adapters")
+        self.publisher, self.adapters, self._brought = Noted(self, "all"), Noted(self, "adapters"), False
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def run() -> SimpleNamespace:
     return SimpleNamespace(fleet=fleet, actor=actor, judge=judge, sent=sent, served=served, step=step)
 
 
-async def test_the_base_comes_with_the_first_policy_and_requests_after_the_last(run: SimpleNamespace) -> None:
+async def test_each_policy_brings_the_base_once_and_requests_come_after_the_last(run: SimpleNamespace) -> None:
     await run.step(0)
-    assert run.sent == [("actor", 0, "all"), ("judge", 0, "adapters")]
+    assert run.sent == [("actor", 0, "all"), ("judge", 0, "all")]
     assert run.served == [("actor", 0, "joining"), ("judge", 0, "member")]
     await run.step(1)
     assert run.sent == [("actor", 1, "adapters"), ("judge", 1, "adapters")]
