@@ -16,15 +16,20 @@ from tests.refusals import refused
 
 
 class Fleet:
-    """A membership of one engine, which a test loses and starts again."""
+    """A membership of engines, of which a test loses one and starts it again."""
 
-    def __init__(self) -> None:
-        self.engine = SimpleNamespace(name="e0", incarnation=1, standing=Standing.JOINING)
+    def __init__(self, count: int = 1) -> None:
+        self.all = [SimpleNamespace(name=f"e{n}", incarnation=1, standing=Standing.JOINING) for n in range(count)]
+        self.engine = self.all[0]
+        """The one that is lost."""
         self.epoch = 0
         self.engines = SimpleNamespace(members=self)
 
     def candidates(self) -> list[Any]:
-        return [self.engine]
+        return self.all
+
+    def standings(self) -> list[str]:
+        return [str(engine.standing) for engine in self.all]
 
     async def available(self) -> None: ...
 
@@ -50,9 +55,11 @@ class Noted:
             run.losing.remove((run.policy, version))
             fleet.restart()
             raise NoReceiverLeft("lost", code="publish.lost", about="e0")
-        await run.members.admit(fleet.engine)
-        run.served.append((run.policy, version, str(fleet.engine.standing)))
-        return SimpleNamespace(engines={"e0": None}, lost=[], manifest=SimpleNamespace(version=version))
+        for engine in fleet.all:
+            await run.members.admit(engine)
+        run.served.append((run.policy, version, *fleet.standings()))
+        engines = dict.fromkeys(engine.name for engine in fleet.all)
+        return SimpleNamespace(engines=engines, lost=[], manifest=SimpleNamespace(version=version))
 
 
 class Policy(Publications):
@@ -69,8 +76,9 @@ class Policy(Publications):
 
 
 @pytest.fixture
-def run() -> SimpleNamespace:
-    fleet = Fleet()
+def run(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """A run of two policies and one engine, or as many as the parameter says."""
+    fleet = Fleet(getattr(request, "param", 1))
     shared, sent, served = SharedEngines(fleet, ["actor", "judge"]), [], []
     actor, judge = (Policy(name, fleet, shared, sent, served) for name in ("actor", "judge"))
 
@@ -117,3 +125,12 @@ async def test_an_engine_that_was_lost_before_the_last_policys_part_is_told_as_l
     run.fleet.engine.standing = Standing.OUT
     with refused("engine.lost", about="e0", kind=ReceiverLost):
         await run.actor.members.admit(run.fleet.engine)
+
+
+@pytest.mark.parametrize("run", [2], indirect=True)
+async def test_one_of_several_engines_that_comes_back_serves_after_the_last_policys_part(run: SimpleNamespace) -> None:
+    await run.step(0)
+    run.fleet.restart()
+    await run.step(1)
+    assert run.sent == [("actor", 1, "all"), ("judge", 1, "adapters")]
+    assert run.served == [("actor", 1, "joining", "member"), ("judge", 1, "member", "member")]
