@@ -120,52 +120,32 @@ async def test_a_server_answers_each_policy_with_its_own_adapters_and_its_own_ve
         await engine.stop()
 
 
-def two_policies(directory: Path, model: Path, prompts: Path, targets: list[str], count: int, steps: int) -> Path:
-    """The file of a run of two policies on one base, whose rollouts `count` servers generate."""
-    return write_config(
-        directory,
+def test_one_engine_generates_for_two_policies_each_with_its_own_adapters(task_of_sums: Path, tmp_path: Path) -> None:
+    """Log-probs are those of each policy's trainer; an engine that is killed gets the base and both adapters when it is
+    back; and a resumed run goes on with both."""
+    make_model("qwen2", model := tmp_path / "model")
+    config = write_config(
+        tmp_path,
         model,
-        prompts,
+        task_of_sums / "train.jsonl",
         trainer={
             "world_size": 1,
             "expert": 1,
-            "lora": {"rank": 4, "alpha": 8, "targets": targets},
+            "lora": {"rank": 4, "alpha": 8, "targets": TARGETS},
             "optimizer": {"lr": 1e-2},
         },
         rollout={
-            "prompts": str(prompts),
+            "prompts": str(task_of_sums / "train.jsonl"),
             "generate": "tests.integration.policy_hooks.answered_and_judged",
-            "engines": [{"name": "actor", "max_total_tokens": 8192, "count": count}],
         },
         reward={"function": "tests.integration.policy_hooks.opposed"},
         policies={
             "judge": {"engines_of": "actor", "trainer": {"lora": {"alpha": 16}, "optimizer": {"lr": 2e-2}}},
         },
         publish={"adapters": "alone"},
-        schedule={"steps": steps},
+        schedule={"steps": 4},
         checkpoint={"every": 2, "export_hf": True},
     )
-
-
-def test_two_servers_of_experts_generate_for_two_policies(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
-    """Every token, whichever server sampled it, has the log-prob of its policy's trainer."""
-    config = two_policies(tmp_path, tiny_model, task_of_sums / "train.jsonl", ["attention"], count=2, steps=3)
-    run = TrainProcess(config)
-    assert run.wait(3000) == 0, run.text()
-    run.assert_nothing_left()
-    said = steps(tmp_path / "run")
-    assert [*said] == [1, 2, 3]
-    for prefix in POLICIES:
-        for step, metrics in said.items():
-            assert metrics[f"{prefix}gap/tokens"] > 0 and metrics[f"{prefix}gap/max"] < 1e-4, (prefix, step)
-            assert metrics[f"{prefix}publish/engines_verified"] == metrics[f"{prefix}engines/serving"] == 2
-
-
-def test_one_engine_generates_for_two_policies_each_with_its_own_adapters(task_of_sums: Path, tmp_path: Path) -> None:
-    """Log-probs are those of each policy's trainer; an engine that is killed gets the base and both adapters when it is
-    back; and a resumed run goes on with both."""
-    make_model("qwen2", model := tmp_path / "model")
-    config = two_policies(tmp_path, model, task_of_sums / "train.jsonl", TARGETS, count=1, steps=4)
     run, directory = TrainProcess(config), tmp_path / "run"
     run.until(lambda: completed_steps(directory) >= 2)
     servers = engines(run)
