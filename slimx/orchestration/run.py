@@ -175,8 +175,9 @@ class Run:
             part.mark(f"step {step}: {phase}")
 
     def _serving(self) -> list[EngineGroup]:
-        """Engines of all policies, each group once."""
-        return [*dict.fromkeys(policy.engines for policy in self.policies.values() if policy.engines is not None)]
+        """Engines of all policies, those of several policies once."""
+        groups = {id(policy.engines): policy.engines for policy in self.policies.values()}
+        return [group for group in groups.values() if group is not None]
 
     def _groups(self) -> list[RankGroup]:
         """The trainers' ranks of all policies, and those of a critic of its own."""
