@@ -58,7 +58,9 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
         return Said([report.model_dump_json(indent=1)], report.violations)
     lines = [*_lines(report, prompt)]
     for name, each in reports.items():
-        lines += ["", f"policy      {name}: trainers and engines of its own", *_lines(each, [])]
+        of = config.policies[name].engines_of
+        whose = "trainers and engines of its own" if of is None else f"trainers of its own, engines of {of}"
+        lines += ["", f"policy      {name}: {whose}", *_lines(each, [])]
     if sums is not None:
         lines += ["", *describe_together(sums)]
     return Said(lines, report.violations)

@@ -18,7 +18,7 @@ from slimx.config import wording
 from slimx.config.rule import Refusal, broken, refuse
 from slimx.config.rules import RULES
 from slimx.config.rules.exact import tree_leaves
-from slimx.config.rules.policies import proven_for
+from slimx.config.rules.policies import fits_engines, proven_for
 from slimx.config.section import Section
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
@@ -79,6 +79,8 @@ class Config(Section):
         configs = self.by_policy
         for name, config in configs.items():
             refuse(proven_for(name, config.sections, self.policies))
+            if name in self.served_beside:
+                refuse(fits_engines(name, config.sections, self.sections))
         check_apart({name: config.rollout.engines for name, config in configs.items()})
         return self
 
@@ -105,12 +107,19 @@ class Config(Section):
                     out[name] = type(self).model_validate(derived(self.model_dump(exclude_unset=True), name, policy))
                 except ValidationError as error:
                     raise _of_policy(name, error.errors()[0]) from None
+                if policy.engines_of is not None:
+                    out[name] = _borrowing(out[name])
         return out
 
     @property
     def trained(self) -> list[str]:
         """Names of the trained policies: the keys of `by_policy`."""
         return [ACTOR, *(name for name, policy in self.policies.items() if policy.shares is None)]
+
+    @property
+    def served_beside(self) -> list[str]:
+        """Names of the policies for which the engines of `actor` generate, beside itself."""
+        return [name for name, policy in self.policies.items() if policy.engines_of is not None]
 
     @property
     def roles(self) -> dict[str, str]:
@@ -152,6 +161,12 @@ class Config(Section):
     def initial_weights(self) -> str:
         """Directory of the weights the run starts from, Hugging Face's or Megatron-LM's."""
         return self.trainer.load or self.model.path
+
+
+def _borrowing(config: Config) -> Config:
+    """`config` of a policy with groups of servers that are another's."""
+    groups = tuple(group.lent() for group in config.rollout.engines)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": groups})})
 
 
 def _of_policy(name: str, item: Any) -> Refusal:

@@ -7,6 +7,7 @@ from typing import Any
 
 from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.engines.delivery.deliveries import make_delivery
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.engines.fleet.group import EngineGroup
@@ -14,6 +15,7 @@ from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.weight_source import WeightSource
+from slimx.orchestration.shared_engines import SharedEngines
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
 from slimx.reshard.manifest import Encoding
@@ -42,9 +44,11 @@ class Publications:
         trainers: TrainerGroup,
         encoding: Encoding,
         records: Records,
+        shared: SharedEngines | None = None,
     ):
         """`config`: of the policy. `engines`: None where nothing is sampled. `maker` is told each version that is
-        published. `encoding`: how engines receive weights."""
+        published. `encoding`: how engines receive weights. `shared`: what is known of `engines` where other policies
+        publish to them, too."""
         self.policy, self.config, self.engines, self.trainers = policy, config, engines, trainers
         self.lasting: Lasting = _once
         """Waits for work that needs trainers, which may be replaced meanwhile."""
@@ -56,14 +60,20 @@ class Publications:
         else:
             self.delivery = make_delivery(trainers, self.config)
         self.publisher = self.adapters = None
-        self._based: dict[str, int] = {}
+        self._based: dict[str, int] = {} if shared is None else shared.based
         """By engine the incarnation that was given the base of its adapters."""
+        self._brought = False
+        """True once the base of these trainers was published, and thereby compared with that of other policies."""
+        self._shared = shared
         if self.engines is not None:
+            members: Members = self.engines.members
+            if shared is not None:
+                members = shared.enter(policy, self._deliver)
             vacate = self._give_turn if self.config.schedule.colocate else None
-            self.publisher = self._publisher(source, self.engines.members, self.delivery, vacate)
+            self.publisher = self._publisher(source, members, self.delivery, vacate)
             if "adapters" in trainers.plans:
                 source = WeightSource(trainers, "adapters")
-                self.adapters = self._publisher(source, self.engines.members, self.delivery, encoding="adapters")
+                self.adapters = self._publisher(source, members, self.delivery, encoding="adapters")
 
     def _direct(self, engines: EngineGroup) -> DirectDelivery:
         """The delivery by which every trainer rank writes to every engine."""
@@ -84,6 +94,10 @@ class Publications:
         return await self.lasting(lambda: self._publish(step))
 
     async def _publish(self, step: int) -> Publication:
+        return await (self._deliver(step) if self._shared is None else self._shared.publish(self.policy, step))
+
+    async def _deliver(self, step: int) -> Publication:
+        """Publish until at least one engine has taken part to the end."""
         while True:
             if self.config.schedule.colocate:
                 await self._seat()
@@ -97,13 +111,15 @@ class Publications:
             return done
 
     async def _publish_once(self, step: int) -> Publication:
-        """Publish the adapters alone if every engine holds their base, else all weights to every engine."""
+        """Publish the adapters alone if every engine holds their base, which these trainers have brought once, else all
+        weights to every engine."""
         if self.adapters is None:
             return await self.publisher.publish(step, trainer_step=step)
         present = {engine.name: engine.incarnation for engine in self.engines.members.candidates()}
-        if present.items() <= self._based.items():
+        if self._brought and present.items() <= self._based.items():
             return await self.adapters.publish(step, trainer_step=step)
         done = await self.publisher.publish(step, trainer_step=step)
+        self._brought = True
         self._based |= {name: present[name] for name in done.engines.keys() - done.lost}
         return done
 
@@ -128,7 +144,7 @@ class Publications:
         publication that follows brings the next one. A delivery that keeps versions brings the present one to whichever
         engine comes back, at any time when engines are awake.
         """
-        if self.engines is None:
+        if self.engines is None or (self._shared is not None and self.policy != ACTOR):  # whose engines these are
             return await work
         members = self.engines.members
         awake = members.turn.theirs
@@ -181,6 +197,7 @@ class Publications:
             deadline_s=options.deadline,
             step_deadline_s=options.engine_deadline,
             staging=options.staging,
+            policy=self.policy,
             encoding=encoding or self._encoding,
             rule=options.quantise or "none",
             vacate=vacate,

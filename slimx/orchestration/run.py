@@ -24,6 +24,7 @@ from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.service import EngineService
+from slimx.orchestration.shared_engines import SharedEngines
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves
@@ -59,8 +60,12 @@ class Run:
         self.leaving = leaving or asyncio.Event()
         self.maker = service.make_maker()
         self.rollouts = self._make_rollouts(prepared, self.maker, service.groups)
+        shared = None
+        if config.served_beside:
+            shared = SharedEngines(service.engines.members, [ACTOR, *config.served_beside])
         self.policies = {
-            name: self._policy(name, policy, service, trainers[name]) for name, policy in prepared.policies.items()
+            name: self._policy(name, policy, service, trainers[name], shared)
+            for name, policy in prepared.policies.items()
         }
         """The trained policies, first the run's own, of which the parts below are."""
         own = self.policies[ACTOR]
@@ -86,16 +91,22 @@ class Run:
         self.step = self.current = 0
 
     def _policy(
-        self, name: str, prepared: PreparedPolicy, service: EngineService, trainers: TrainerGroup
+        self,
+        name: str,
+        prepared: PreparedPolicy,
+        service: EngineService,
+        trainers: TrainerGroup,
+        shared: SharedEngines | None,
     ) -> TrainedPolicy:
-        config, engines = prepared.config, service.groups.get(name)
+        config, engines = prepared.config, service.engines_of(name)
+        way = (config, engines, self.maker, trainers, prepared.encoding, self.records)
         return TrainedPolicy(
             name=name,
             config=config,
             trainers=trainers,
             engines=engines,
             client=service.clients.get(name),
-            publications=Publications(name, config, engines, self.maker, trainers, prepared.encoding, self.records),
+            publications=Publications(name, *way, shared),
             packer=make_packer(config, prepared.spec, prepared.sizes),
             sizes=prepared.sizes,
             routes=route_shape(prepared.spec) if config.trainer.moe.routing_replay == "R3" else None,
@@ -164,8 +175,9 @@ class Run:
             part.mark(f"step {step}: {phase}")
 
     def _serving(self) -> list[EngineGroup]:
-        """Engines of all policies."""
-        return [policy.engines for policy in self.policies.values() if policy.engines is not None]
+        """Engines of all policies, those of several policies once."""
+        groups = {id(policy.engines): policy.engines for policy in self.policies.values()}
+        return [group for group in groups.values() if group is not None]
 
     def _groups(self) -> list[RankGroup]:
         """The trainers' ranks of all policies, and those of a critic of its own."""

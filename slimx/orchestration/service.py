@@ -88,6 +88,10 @@ class EngineService:
         """Engines of the run's own policy; None where nothing is sampled."""
         return self.groups.get(ACTOR)
 
+    def engines_of(self, policy: str) -> EngineGroup | None:
+        """Engines that generate for `policy`, its own or another's; None where nothing is sampled."""
+        return self.groups.get(ACTOR if policy in self.config.served_beside else policy)
+
     @property
     def client(self) -> GenerationClient | None:
         """The way to `engines`."""
@@ -100,7 +104,8 @@ class EngineService:
         if self.config.rollout.policy_engines:
             self._place(ACTOR, self.config, self.sources, router="router", shared=shared)
         for name, policy in self.further.items():
-            self._place(name, policy.config, policy, router=f"router-{name}")
+            if name not in self.config.served_beside:
+                self._place(name, policy.config, policy, router=f"router-{name}")
         return self.groups
 
     def _place(self, name: str, config: Config, model: Sources | PreparedPolicy, **options: Any) -> None:
@@ -120,7 +125,8 @@ class EngineService:
         for group in groups:
             group.members.on_lost = self._lost
             group.members.before_ending = partial(keep_stacks, self.directory, self.note)
-        for name, group in self.groups.items():
+        for name in (ACTOR, *self.further) if self.groups else ():
+            group = self.engines_of(name)
             rollout, model = self.config.rollout, self.further.get(name, self.sources)
             client = self.clients[name] = GenerationClient(
                 group.router.url,
@@ -132,9 +138,10 @@ class EngineService:
                 on_lost=group.members.look,
                 outage=group.members.outage,
                 api_key=group.keys.api_key,
+                adapters=name if self.config.served_beside else None,
             )
             await self._stack.enter_async_context(client)
-            group.members.probe = prober(client.shape, self.config)
+            group.members.probe = prober(client.shape, self.config, client.adapters)
         self.proxy = ChatProxy(self.config.rollout.proxy.host, self.config.rollout.proxy.port, context=context)
         self._stack.push_async_callback(self.proxy.stop)
 
@@ -156,13 +163,20 @@ class EngineService:
         return await while_served(work, self.engines.members.failed)
 
 
-def prober(shape: ModelShape, config: Config) -> Callable[[EngineHandle], Awaitable[None]]:
-    """A probe that asks one engine itself, past the router, once for a token, with all that rollouts ask for."""
+def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Callable[[EngineHandle], Awaitable[None]]:
+    """A probe that asks one engine itself, past the router, once for a token, with all that rollouts ask for.
+    `adapters`: as for the client."""
     rollout = config.rollout
 
     async def probe(engine: EngineHandle) -> None:
         asked = GenerationClient(
-            engine.url, shape, rollout.health.timeout, retry_s=0, retries=0, api_key=engine.keys.api_key
+            engine.url,
+            shape,
+            rollout.health.timeout,
+            retry_s=0,
+            retries=0,
+            api_key=engine.keys.api_key,
+            adapters=adapters,
         )
         async with asked as client:
             await client.generate(GenerationRequest([0], {"max_new_tokens": 1}, 0, rollout.routed_experts))

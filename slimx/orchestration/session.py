@@ -316,6 +316,7 @@ async def start_parts(
     for name, engines in service.place(shared).items():
         starting.append(check_reach(trainers[name], engines))
         starting.append(timed(prefix_of(name) + "engines", engines.start()))
+    starting += [check_reach(trainers[name], service.engines) for name in config.served_beside]
     await together(starting)
 
 

@@ -31,6 +31,8 @@ class PlannedGroup(Record):
     """Machines that each server spans."""
     external: bool = False
     """True if its servers run already."""
+    borrowed: bool = False
+    """True if they are another policy's, with which they are counted."""
 
 
 class RankPlace(Record):

@@ -222,7 +222,7 @@ async def test_a_publication_gives_the_new_models_logprobs(
         old = await client.score(PROMPT)
         await publish(engine, new, 8, staging="bucket")
         scores = await client.score(PROMPT)
-    assert (old.version, scores.version, engine.version) == (7, 8, 8)
+    assert (old.version, scores.version, engine.versions) == (7, 8, {"actor": 8})
     np.testing.assert_allclose(scores.logprobs, logprobs_of(oracle, new, PROMPT), atol=1e-4)
     assert np.abs(scores.logprobs - old.logprobs).max() > 0.1
     assert (await engine.verify())["checked"] == len(new)

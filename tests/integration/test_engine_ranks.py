@@ -225,7 +225,7 @@ async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
 
     async def stage(of: Manifest, packed: PackedBucket) -> None:
         """Past the engine, which would refuse it before its ranks are asked."""
-        which = {"version": of.version, "epoch": of.membership_epoch, "bucket": 0}
+        which = {"policy": of.policy, "version": of.version, "epoch": of.membership_epoch, "bucket": 0}
         await engine.control.ask("slimx.stage", which | {"ranks": packed.parts("local", 2)})
 
     async def commit(version: int) -> None:

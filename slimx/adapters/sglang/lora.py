@@ -1,14 +1,14 @@
-"""A server of one policy that computes with its adapters: they lie in one slot, which publications write.
+"""A server that computes with the adapters of its policies: each has a slot, which its publications write.
 
 Written for sglang 0.5.23, in force where the server was started with `--publish-adapters`. SGLang serves adapters that
-requests name and that it loads itself. Here the slot is pinned and zero from the start, so that nothing evicts what was
-proven, and every batch uses it: whoever asks such a server asks the policy.
+requests name and that it loads itself. Here every slot is pinned and zero from the start, so that nothing evicts what
+was proven. Whoever asks a server of one policy asks that policy; where there are several, requests name theirs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,11 +20,11 @@ from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
 
 OPTION = "--publish-adapters"
-"""Option of `slimx.engines.server.launch` with the adapters' alpha; children of a server have the same `sys.argv`."""
+"""Option of `slimx.engines.server.launch` with each policy's alpha; children of a server have the same `sys.argv`."""
 START = "sglang.srt.lora.lora_manager.LoRAManager.init_state"
 PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
-UID = "slimx"
-"""SGLang's name for the policy's adapters."""
+HEALTH_CHECK = "HEALTH_CHECK"
+"""Begin of the ids of requests by which SGLang asks itself for a token."""
 
 
 class Unpinned(TorchFunctionMode):
@@ -41,10 +41,30 @@ def unpinned() -> AbstractContextManager[Any]:
     return nullcontext() if torch.cuda.is_available() else Unpinned()
 
 
-def asked(argv: Sequence[str]) -> float | None:
-    """The alpha that the command line of `slimx.engines.server.launch` gives; None: no adapters are published to it."""
+def asked(argv: Sequence[str]) -> dict[str, float] | None:
+    """The alpha of each policy that the command line of `slimx.engines.server.launch` gives, by name, which is SGLang's
+    name for its adapters, too; None: no adapters are published to it."""
     own = argv[: argv.index("--")] if "--" in argv else argv
-    return float(own[own.index(OPTION) + 1]) if OPTION in own else None
+    if OPTION not in own:
+        return None
+    pairs = (each.split("=") for each in own[own.index(OPTION) + 1].split(","))
+    return {name: float(alpha) for name, alpha in pairs}
+
+
+def check_named(policies: Mapping[str, float], request: Any) -> None:
+    """Refuse a request that names no adapters where it has to, or those of nobody, which would end the scheduler.
+
+    Raises ValueError, which SGLang answers with status 400."""
+    named = request.lora_id
+    if named is None and (len(policies) == 1 or str(request.rid).startswith(HEALTH_CHECK)):
+        return
+    if named not in policies:
+        raise ValueError(
+            f"this server computes with the adapters of {', '.join(policies)}, and the request "
+            + ("names none" if named is None else f"names {named}")
+            + "; ask through the policy's engine (ctx.policies[NAME].engine), or name one of them in the request: "
+            'custom_labels={"slimx": "{\\"lora_id\\": \\"NAME\\"}"}'
+        )
 
 
 def register(registry: Any, kinds: Any) -> None:
@@ -54,40 +74,49 @@ def register(registry: Any, kinds: Any) -> None:
 
 
 def with_slot(original: Callable[..., None], manager: Any, *args: Any, **given: Any) -> None:
-    """Around `LoRAManager.init_state`: then load zeros as the policy's adapters, and have the receiver write there."""
+    """Around `LoRAManager.init_state`: then load zeros as each policy's adapters, and have the receiver write there."""
     from sglang.srt.lora.lora_registry import LoRARef
 
+    policies = asked(sys.argv) or {}
     with unpinned():
         original(manager, *args, **given)
-        config = {
-            "peft_type": "LORA",
-            "r": manager.max_lora_rank,
-            "lora_alpha": asked(sys.argv),
-            "target_modules": sorted(manager.target_modules),
-        }
-        # What has no tensors is zero.
-        told = manager.load_lora_adapter_from_tensors(LoRARef(UID, UID, UID, pinned=True), {}, config)
-        if not told.success:
-            raise SlimxError(
-                f"SGLang does not take adapters of rank {manager.max_lora_rank}: {told.error_message}",
-                code="plugin.adapters",
-                about="trainer.lora",
-            )
-        manager.fetch_new_loras({None, UID})
-    slot = manager.memory_pool.get_buffer_id(UID)
-    receiver_of(manager.base_model).adapters = ServedAdapters(manager, slot)
+        for name, alpha in policies.items():
+            config = {
+                "peft_type": "LORA",
+                "r": manager.max_lora_rank,
+                "lora_alpha": alpha,
+                "target_modules": sorted(manager.target_modules),
+            }
+            # What has no tensors is zero.
+            told = manager.load_lora_adapter_from_tensors(LoRARef(name, name, name, pinned=True), {}, config)
+            if not told.success:
+                raise SlimxError(
+                    f"SGLang does not take adapters of rank {manager.max_lora_rank}: {told.error_message}",
+                    code="plugin.adapters",
+                    about="trainer.lora",
+                )
+        manager.fetch_new_loras({None, *policies})
+    slots = {name: manager.memory_pool.get_buffer_id(name) for name in policies}
+    served = {name: ServedAdapters(manager, slot) for name, slot in slots.items()}
+    receiver_of(manager.base_model).adapters = served
 
 
 def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> None:
-    """Around `LoRAManager.prepare_lora_batch`: every request of the batch is for the policy."""
-    batch.lora_ids = [UID] * len(batch.lora_ids)
+    """Around `LoRAManager.prepare_lora_batch`: requests of the batch that name no adapters are for the first policy."""
+    first = next(iter(manager.loras))
+    batch.lora_ids = [first if name is None else name for name in batch.lora_ids]
     with unpinned():
         original(manager, batch)
 
 
 def attest(manager: Any) -> dict[str, Any] | None:
-    """The rank, scale and modules of the adapters that this rank computes with; None for a server without any."""
-    if manager is None or UID not in manager.loras:
+    """The rank and modules of the adapters that this rank computes with, and their scale by policy; None for a server
+    without any."""
+    policies = asked(sys.argv)
+    if manager is None or policies is None:
         return None
-    loaded = manager.loras[UID]
-    return {"rank": loaded.config.r, "scale": loaded.scaling, "modules": sorted(manager.target_modules)}
+    return {
+        "rank": max(manager.loras[name].config.r for name in policies),
+        "scales": {name: manager.loras[name].scaling for name in policies},
+        "modules": sorted(manager.target_modules),
+    }

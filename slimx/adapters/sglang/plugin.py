@@ -33,7 +33,7 @@ from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
 NAME, SPAWN = "slimx", "--spawn"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
@@ -137,6 +137,8 @@ def take_fields(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     labels = getattr(request, "custom_labels", None) or {}
     for name, value in json.loads(labels.pop(NAME, "{}")).items():
         setattr(request, name, value)
+    if (policies := sglang_lora.asked(sys.argv)) is not None:
+        sglang_lora.check_named(policies, request)
 
 
 def check_weights(
@@ -202,8 +204,8 @@ def _trace(runner: Any, on: bool) -> dict[str, Any]:
 
 
 def _own_part(argument: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The arguments of `RankReceiver.stage` from those of the action: {version, epoch, bucket, ranks: {number or "all":
-    {fd_path, size, tensors}}}."""
+    """The arguments of `RankReceiver.stage` from those of the action: {policy, version, epoch, bucket, ranks: {number
+    or "all": {fd_path, size, tensors}}}."""
     ranks = argument.pop("ranks")
     part = ranks.get(str(rank), ranks.get(EVERY_RANK))
     if part is None:

@@ -33,10 +33,11 @@ def proven(
 ) -> Iterator[Told]:
     if all(policy.shares is not None for policy in policies.values()):
         return
+    apart = any(policy.shares is None and policy.engines_of is None for policy in policies.values())
     for key, given in (
         ("run.fork", run.fork is not None),
         ("numerics.mode", numerics.exact),
-        ("trainer.lora", trainer.lora is not None),
+        ("trainer.lora", trainer.lora is not None and apart),
         ("rollout.engines", not rollout.sampled),
         ("rollout.engines.urls", any(group.urls for group in rollout.policy_engines)),
         ("rollout.replay", rollout.replay is not None),
@@ -57,6 +58,50 @@ def proven(
                 f"{key} as it is set was never proven with several trained policies; leave it at its default, or take "
                 "the further ones out of policies",
             )
+
+
+def fits_engines(name: str, own: Mapping[str, Any], run: Mapping[str, Any]) -> list[SlimxError]:
+    """Refusals of the sections `own` of the policy `name`, which the engines of the run's own policy generate for:
+    these hold one base, that of the run's own sections, and slots of one shape."""
+    publish, model, trainer = run["publish"], run["model"], run["trainer"]
+    theirs, lora = own["trainer"], trainer.lora
+    if publish.adapters != "alone" or lora is None:
+        return [
+            SlimxError(
+                f"policies.{name}.engines_of has the actor's engines generate for it, which hold one set of weights; "
+                "train adapters beside them (trainer.lora) and publish these alone (publish.adapters=alone), or leave "
+                "it out",
+                code="policies.engines_of",
+                about="publish.adapters" if lora is not None else "trainer.lora",
+            )
+        ]
+    found: list[SlimxError] = []
+    for key, here, there in (
+        ("model", own["model"], model),
+        ("trainer.load", theirs.load, trainer.load),
+        ("trainer.lora", theirs.lora is None, False),
+        ("trainer.lora.rank", theirs.lora and theirs.lora.rank, lora.rank),
+        ("trainer.lora.targets", theirs.lora and theirs.lora.targets, lora.targets),
+    ):
+        if here != there:
+            found.append(
+                SlimxError(
+                    f"policies.{name}.{key} is not the actor's, whose engines generate for it (engines_of): they hold "
+                    "one base, and adapters of one shape; make it equal, or give the policy engines of its own",
+                    code="policies.engines_of",
+                    about=f"policies.{name}.{key}",
+                )
+            )
+    if sum(group.servers for group in run["rollout"].policy_engines) > 1:
+        found.append(
+            SlimxError(
+                f"rollout.engines has several servers, and policies.{name}.engines_of was proven with one alone; "
+                "start one",
+                code="policies.engines_of",
+                about="rollout.engines",
+            )
+        )
+    return found
 
 
 @rule("policies.shared_credit", about="algorithm.credit")

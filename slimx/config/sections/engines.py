@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
 from slimx.config.rule import Refusal
 from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, Seconds, Section, Size, shortened
@@ -66,6 +66,19 @@ class Engines(Section):
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs, passed through after a check."""
 
+    _lent: bool = PrivateAttr(default=False)
+
+    def lent(self) -> Engines:
+        """The group as a policy sees it that uses another's servers (`policies.NAME.engines_of`)."""
+        group = self.model_copy()
+        group._lent = True
+        return group
+
+    @property
+    def borrowed(self) -> bool:
+        """True if the servers are another policy's, which starts them and is counted with them."""
+        return self._lent
+
     @property
     def where(self) -> str:
         """The group's name in a sentence."""
@@ -89,8 +102,8 @@ class Engines(Section):
 
     @property
     def started(self) -> int:
-        """Servers that slimx starts."""
-        return 0 if self.urls else self.count
+        """Servers that slimx starts for the policy whose group this is."""
+        return 0 if self.urls or self.borrowed else self.count
 
     @model_validator(mode="after")
     def _alone(self) -> Engines:

@@ -34,17 +34,28 @@ class Policy(Section):
     engines: tuple[Engines, ...] | None = None
     """Groups of servers of this policy, with names of their own; null: groups like those of the policy `actor`, named
     after this policy."""
+    engines_of: str | None = None
+    """`actor`: its engines generate for this policy, too, and hold the base that both have once, with the adapters of
+    each beside it (publish.adapters=alone; trainer.lora of equal rank and targets); null: this policy has engines of
+    its own."""
 
     @model_validator(mode="after")
     def _one_or_the_other(self) -> Policy:
         given = [key for key in ("model", "trainer", "algorithm") if getattr(self, key)]
-        given += ["engines"] * (self.engines is not None)
+        given += [key for key in ("engines", "engines_of") if getattr(self, key) is not None]
         if self.shares is not None and given:
             raise Refusal(
                 f"policies: a role that shares the weights of {self.shares} has no {given[0]} of its own; leave "
                 "shares or the other keys out",
                 code="policies.shares",
                 about=f"policies.{given[0]}",
+            )
+        if self.engines is not None and self.engines_of is not None:
+            raise Refusal(
+                f"policies: engines_of={self.engines_of} has another policy's engines generate, and engines names some "
+                "of its own; leave one out",
+                code="policies.engines_of",
+                about="policies.engines",
             )
         if "credit" in self.algorithm:
             raise Refusal(
@@ -74,6 +85,12 @@ def check_names(policies: Mapping[str, Policy]) -> None:
                 code="policies.shares",
                 about=f"policies.{name}.shares",
             )
+        if policy.engines_of not in (None, ACTOR):
+            raise Refusal(
+                f"policies.{name}.engines_of is {policy.engines_of!r}, whose engines were never shared; name {ACTOR}",
+                code="policies.engines_of",
+                about=f"policies.{name}.engines_of",
+            )
 
 
 def check_apart(engines: Mapping[str, Sequence[Engines]]) -> None:
@@ -81,6 +98,8 @@ def check_apart(engines: Mapping[str, Sequence[Engines]]) -> None:
     owners: dict[str, str] = {}
     for policy, groups in engines.items():
         for group in groups:
+            if group.borrowed:
+                continue
             if (other := owners.setdefault(group.name, policy)) != policy:
                 raise Refusal(
                     f"policies.{policy}: its engines have a group {group.name}, and so have those of {other}; give it "
@@ -118,7 +137,7 @@ def _engines(rollout: Mapping[str, Any], name: str, policy: Policy) -> list[dict
     if policy.engines is not None:
         return [group.model_dump(exclude_unset=True) for group in policy.engines]
     groups = [dict(each) for each in rollout.get("engines", ({},)) if not each.get("frozen")]
-    for group in groups:
+    for group in groups if policy.engines_of is None else ():
         group["name"] = name if len(groups) == 1 else f"{name}-{group.get('name', ACTOR)}"
         if "path" in policy.model:
             group.pop("model", None)  # a copy of the actor's

@@ -15,6 +15,7 @@ from slimx.cluster.place import Placement
 from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.policies import ACTOR
 from slimx.engines.fleet.actor import EngineActor
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
@@ -62,7 +63,11 @@ def served_lora(config: Config) -> ServedLora | None:
     lora = config.trainer.lora
     if lora is None or not config.serves_adapters:
         return None
-    return ServedLora(lora.rank, lora.alpha, served_modules(lora.targets))
+    alphas = {ACTOR: lora.alpha}
+    if config.served_beside:
+        by_policy = config.by_policy
+        alphas |= {name: by_policy[name].trainer.lora.alpha for name in config.served_beside}
+    return ServedLora(lora.rank, alphas, served_modules(lora.targets))
 
 
 class EngineGroup:

@@ -51,12 +51,12 @@ async def attested(control: EngineControl, spec: EngineSpec, process: ServerProc
 
 def check_adapters(ranks: list[Json], spec: EngineSpec) -> None:
     """Refuse a server that computes with other adapters than publications bring it."""
-    wanted = None if spec.adapters is None else (spec.adapters.rank, spec.adapters.alpha / spec.adapters.rank)
+    wanted = None if spec.adapters is None else (spec.adapters.rank, spec.adapters.scales)
     for number, rank in enumerate(ranks):
-        told = rank["adapters"] and (rank["adapters"]["rank"], rank["adapters"]["scale"])
+        told = rank["adapters"] and (rank["adapters"]["rank"], rank["adapters"]["scales"])
         if told != wanted:
             raise SlimxError(
-                f"engine {spec.name} rank {number} has adapters of (rank, scale) {told}, publications bring {wanted}; "
+                f"engine {spec.name} rank {number} has adapters of (rank, scales) {told}, publications bring {wanted}; "
                 "start it as slimx does, with --publish-adapters and --max-lora-rank",
                 code="engine.adapters",
                 about=f"{spec.name} rank {number}",

@@ -18,7 +18,7 @@ from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.process import ServerProcess
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the plugin's actions that this file speaks."""
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
 """The server's custom weight loader, by dotted path."""
@@ -195,8 +195,9 @@ class EngineControl:
         """By rank {open, version, staged, bytes, missing, first_missing, outcome: {loaded, error?}} of its receiver."""
         return await self.ask("slimx.status")
 
-    async def set_version(self, version: int) -> None:
-        """Stamp the weights: tokens sampled from now on carry `version`. Running requests go on."""
+    async def set_version(self, version: int | str) -> None:
+        """Stamp the weights: tokens sampled from now on carry `version` (slimx.engines.server.stamp). Running requests
+        go on."""
         await self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     # Wire -----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from slimx.engines.server.attestation import attested
 from slimx.engines.server.control import EngineControl, PauseMode, Tag
 from slimx.engines.server.external import ForeignProcess, close_open
 from slimx.engines.server.spec import EngineSpec, server_argv, server_env
+from slimx.engines.server.stamp import stamp
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
@@ -67,8 +68,8 @@ class Engine:
         """Tags whose memory is released."""
         self.attestation: list[Json] = []
         self.pause_mode: PauseMode = "retract"
-        self.version: int | None = None
-        """Version of the verified weights; None before the first publication."""
+        self.versions: dict[str, int] = {}
+        """Version of the verified weights, or adapters, of each policy that was published here."""
         self.publication: Manifest | None = None
         """The publication that is open."""
         self.staging: Staging = "model"
@@ -101,7 +102,7 @@ class Engine:
         """Start the server process; `wait_ready` next."""
         self.move(State.STARTING)
         self.asleep.clear()
-        self.version = self.publication = None
+        self.versions, self.publication = {}, None
         self.updating = False
         self.process.start()
 
@@ -243,6 +244,7 @@ class Engine:
         async with self._ending_on_error():
             manifest = self._open("stage")
             argument = {
+                "policy": manifest.policy,
                 "version": manifest.version,
                 "epoch": manifest.membership_epoch,
                 "bucket": bucket,
@@ -258,11 +260,11 @@ class Engine:
     async def load(self) -> None:
         """Copy all staged tensors in place. DIRTY from before the first copy, and an error ends the publication."""
         self.require("load", State.PAUSED, State.DIRTY)
-        self._open("load")
+        manifest = self._open("load")
         if self.staging == "model":
             await self._check_staged()
         self.move(State.DIRTY)
-        self.version = None
+        self.versions.pop(manifest.policy, None)
         async with self._ending_on_error():
             if not self.updating:
                 await self.control.open_update(draft=self.spec.draft)
@@ -325,12 +327,15 @@ class Engine:
         versions.
         """
         self.require("commit", State.PAUSED)
+        policy = self._open("commit").policy
         await self.control.ask("slimx.commit", {"version": version})
         self.publication = None
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
             await self.control.flush_cache()
-        await self.control.set_version(version)
-        self.version = version
+        held = self.versions | {policy: version}
+        several = self.spec.adapters is not None and len(self.spec.adapters.alphas) > 1
+        await self.control.set_version(stamp(held) if several else version)
+        self.versions = held
 
     def _open(self, what: str) -> Manifest:
         if self.publication is None:

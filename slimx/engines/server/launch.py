@@ -1,5 +1,5 @@
 """Process entry of an engine, a stock SGLang server: `python -m slimx.engines.server.launch [--parent PID]
-[--exact-leaves N] [--publish-draft] [--publish-adapters ALPHA] [--spawn] [--keys FILE] -- ARGUMENTS`.
+[--exact-leaves N] [--publish-draft] [--publish-adapters POLICY=ALPHA,...] [--spawn] [--keys FILE] -- ARGUMENTS`.
 
 On a GPU SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as
 `__mp_main__`: what must stand before `import sglang` stands at the top level here, and stays cheap. On the CPU they are
@@ -96,9 +96,9 @@ if __name__ == "__main__":
     )
     parser.add_argument(
         "--publish-adapters",
-        type=float,
-        metavar="ALPHA",
-        help="receive low-rank adapters of this alpha beside the weights, and compute with both; read by the plugin",
+        metavar="POLICY=ALPHA,...",
+        help="receive low-rank adapters of these policies beside the weights, and compute with both; read by the "
+        "plugin",
     )
     parser.add_argument(
         "--spawn",

@@ -35,12 +35,19 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class ServedLora:
-    """The adapters that a server of the policy computes with, beside weights to which they are not merged."""
+    """The adapters that a server computes with, beside weights to which they are not merged: those of each policy in a
+    slot of its own, all of one rank and of the same modules."""
 
     rank: int
-    alpha: float
+    alphas: dict[str, float]
+    """By policy. A request that names none, where there is one, gets its adapters."""
     modules: tuple[str, ...]
     """Names of the modules that have one, as checkpoints have them."""
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The factor of B A of each policy."""
+        return {name: alpha / self.rank for name, alpha in self.alphas.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
             "enable_lora": True,
             "max_lora_rank": spec.adapters.rank,
             "lora_target_modules": list(spec.adapters.modules),
-            "max_loras_per_batch": 2,  # the policy's, and the slot without any that SGLang keeps
+            "max_loras_per_batch": len(spec.adapters.alphas) + 1,  # with the slot without any that SGLang keeps
         }
         if spec.device == "cpu":
             ours["lora_backend"] = "torch_native"
@@ -213,7 +220,8 @@ def server_argv(spec: EngineSpec) -> list[str]:
     """The command that runs the server in this environment's Python."""
     own = [] if spec.exact_leaves is None else ["--exact-leaves", str(spec.exact_leaves)]
     own += ["--publish-draft"] if spec.draft else []
-    own += [] if spec.adapters is None else ["--publish-adapters", str(spec.adapters.alpha)]
+    if spec.adapters is not None:
+        own += ["--publish-adapters", ",".join(f"{name}={alpha}" for name, alpha in spec.adapters.alphas.items())]
     own += ["--keys", STDIN]
     return [sys.executable, "-m", "slimx.engines.server.launch", *own, "--", *command_line(server_args(spec))]
 

@@ -116,13 +116,14 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Q
 
 
 def adapter_slots(config: Config, spec: ModelSpec) -> int:
-    """Bytes of the adapters beside an engine's weights (`publish.adapters`): the policy's, and the slot without any
-    that SGLang keeps. An engine that computes with them has one rank."""
+    """Bytes of the adapters beside an engine's weights (`publish.adapters`): those of each policy that it generates
+    for, and the slot without any that SGLang keeps. An engine that computes with them has one rank."""
     lora = config.trainer.lora
     if lora is None or not config.serves_adapters:
         return 0
     parts = adapter_targets(spec.table, lora.targets, lora.rank)
-    return 2 * ITEMSIZE[config.numerics.dtype] * sum(math.prod(part.shape) for part in parts)
+    slots = 2 + len(config.served_beside)
+    return slots * ITEMSIZE[config.numerics.dtype] * sum(math.prod(part.shape) for part in parts)
 
 
 def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: str | None, *, drafting: int = 0) -> int:

@@ -186,6 +186,7 @@ def _of_layout(
     engines = tuple(
         engine_memory(config, spec, group, machine, staged=staged, beside=beside)
         for group in config.rollout.policy_engines
+        if not group.borrowed
     )
     critic_own = own is not None
     phases = phase_memory(
@@ -229,6 +230,7 @@ def _group(group: Engines, sizes: EngineSizes) -> PlannedGroup:
         role=group.role,
         nodes=group.nodes,
         external=bool(group.urls),
+        borrowed=group.borrowed,
     )
 
 

@@ -320,6 +320,7 @@ def _trainer(sizes: Sizes) -> str:
 def _engines(group: PlannedGroup) -> str:
     role = "" if group.role == "regular" else f" ({group.role})"
     where = " that run already" if group.external else f" over {group.nodes} nodes each" if group.nodes > 1 else ""
+    where += ", counted with the policy that starts them" if group.borrowed else ""
     return f"{group.name}{role}: {group.count} x {group.sizes.world} ranks{where}: {_engine(group.sizes)}"
 
 

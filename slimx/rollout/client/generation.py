@@ -44,13 +44,15 @@ class GenerationClient:
         on_lost: Callable[[], Awaitable[None]] = _nothing,
         outage: Outage | None = None,
         api_key: str | None = None,
+        adapters: str | None = None,
     ) -> None:
         """`url`: the router's, or a server's; it asks for `api_key`. `deadline_s`: seconds for one request, waiting in
         queues included.
 
         A request that is lost with its engine is sent again `retries` times, one that finds no engine for `retry_s`
         seconds. `on_lost` is awaited before it is: it should take the lost engine out of the router. While `outage`
-        lasts, requests wait, and no deadline runs.
+        lasts, requests wait, and no deadline runs. `adapters`: the policy whose adapters requests name, at servers that
+        compute with those of several.
         """
         self.url, self.shape, self.deadline_s = url.rstrip("/"), shape, deadline_s
         self.on_lost, self.outage = on_lost, outage or Outage()
@@ -58,7 +60,8 @@ class GenerationClient:
         self.headers = bearer(api_key)
         self.retried = 0
         """Requests that were sent again because an engine was lost, so far."""
-        self._reader = Reader(self.url, shape)
+        self.adapters = adapters
+        self._reader = Reader(self.url, shape, adapters)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GenerationClient:
@@ -114,8 +117,10 @@ class GenerationClient:
             fields["return_routed_experts"] = True
         return self._body(request.token_ids, parameters, fields)
 
-    def _body(self, token_ids: Sequence[int], parameters: dict[str, Any], fields: dict[str, bool]) -> dict[str, Any]:
+    def _body(self, token_ids: Sequence[int], parameters: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """`fields`: of the request, which the router would drop."""
+        if self.adapters is not None:
+            fields = {"lora_id": self.adapters, **fields}
         ids = [int(token) for token in token_ids]
         if not ids or min(ids) < 0 or max(ids) >= self.shape.vocab_size:
             wrong = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)

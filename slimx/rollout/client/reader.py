@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from slimx.data.support import Support
+from slimx.engines.server.stamp import stamped
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, ModelShape, VersionSpan
 from slimx.rollout.client.request import GenerationRequest
@@ -18,10 +19,11 @@ Meta = dict[str, Any]
 
 
 class Reader:
-    """Reads the `meta_info` of answers of a model of `shape`; `url` names the server in errors."""
+    """Reads the `meta_info` of answers of a model of `shape`; `url` names the server in errors. `adapters`: the policy
+    whose version is read where servers have several."""
 
-    def __init__(self, url: str, shape: ModelShape) -> None:
-        self.url, self.shape = url, shape
+    def __init__(self, url: str, shape: ModelShape, adapters: str | None = None) -> None:
+        self.url, self.shape, self.adapters = url, shape, adapters
 
     def completion(self, meta: Meta, request: GenerationRequest, seconds: float) -> Completion:
         """The whole answer to `request`. Raises SlimxError where something that was asked for is missing."""
@@ -61,9 +63,9 @@ class Reader:
         return wire.reshape(shape).astype(np.uint8 if self.shape.experts <= 256 else np.uint16)
 
     def version(self, version: str) -> int:
-        """The number of a weight version."""
+        """The number of a weight version, out of what a server is stamped with."""
         try:
-            return int(version)
+            return int(stamped(version, self.adapters))
         except ValueError:
             raise SlimxError(
                 f"{self.url} sampled with weights of version {version!r}: nothing was ever published to that server; "
@@ -118,8 +120,16 @@ class Reader:
     def _versions(self, meta: Meta, start: int, stop: int) -> list[VersionSpan]:
         """The versions of the tokens `start` to `stop`, counted from `start`."""
         told = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": stop}]
-        spans = [(max(span["start"], start), min(span["end"], stop), span["version"]) for span in told]
-        return [(begin - start, end - start, self.version(version)) for begin, end, version in spans if end > begin]
+        out: list[VersionSpan] = []
+        for span in told:
+            begin, end = max(span["start"], start) - start, min(span["end"], stop) - start
+            if end <= begin:
+                continue
+            version = self.version(span["version"])
+            if out and out[-1][2] == version:  # it was another policy's adapters that changed in between
+                begin = out.pop()[0]
+            out.append((begin, end, version))
+        return out
 
 
 def _last(meta: Meta, name: str, count: int) -> list[Any]:

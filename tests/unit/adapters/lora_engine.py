@@ -1,14 +1,15 @@
 """SGLang's own LoRA layers around a tiny Qwen3 on the CPU: as SGLang makes them, without pinned memory, and as servers
 have them that slimx publishes adapters to.
 
-    python -m tests.unit.adapters.lora_engine MODEL --publish-adapters ALPHA
+    python -m tests.unit.adapters.lora_engine MODEL --publish-adapters first=ALPHA,second=ALPHA
 
 MODEL is a directory with a checkpoint of one layer. Prints one JSON object: the error with which SGLang ends where
 torch finds no GPU, and the place in its files ("pinned"); the largest distance of its outputs from those of the merged
 weights, over tokens that ask for two adapters and for none ("distance"), and the largest that the adapters make
-("effect"); the same after publications of everything ("whole") and of other adapters ("alone") to the receiver, with
-what `verify` said then and after a number of the adapters or of the base was changed ("proof", "spoilt"), and the codes
-of what was refused before ("refused").
+("effect"); the same after publications to the receiver of everything for the policy `first` ("whole"), of adapters for
+`second` ("alone"), of everything for it ("whole, beside others") and of adapters for `first` ("again"), with what
+`verify` said then ("proof") and whether the other policy's slot kept its bytes ("kept"); what `verify` said after a
+number of either policy's adapters or of the base was changed ("spoilt"), and the codes of what was refused ("refused").
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ from tests.unit.adapters.engines_on_meta import built
 from tests.unit.adapters.receiver_stand import publish
 
 RANK, ALPHAS = 4, {"first": 8.0, "second": 2.0}
+PUBLISHED = (
+    ("whole", "first", "first"),
+    ("alone", "second", "second"),
+    ("whole, beside others", "second", "newer"),
+    ("again", "first", "second"),
+)
+"""What a publication is called, its policy and its adapters."""
 PARTS = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "self_attn.o_proj": ("o_proj",),
@@ -71,7 +79,7 @@ def managed(model: torch.nn.Module) -> Any:
 def adapters(checkpoint: Tensors) -> dict[str, Tensors]:
     """Adapters in PEFT's names beside every projection of `checkpoint`, by name."""
     generator, out = torch.Generator().manual_seed(1), {}
-    for name in ALPHAS:
+    for name in (*ALPHAS, "newer"):
         out[name] = {}
         for weight, value in checkpoint.items():
             module = weight.removesuffix(".weight")
@@ -92,10 +100,10 @@ def serve(manager: Any, given: dict[str, Tensors]) -> None:
     """Load adapters as the server's endpoint does, and prepare a batch of `TOKENS`."""
     from sglang.srt.lora.lora_registry import LoRARef
 
-    for name, tensors in given.items():
-        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHAS[name], "target_modules": TARGETS}
+    for name, alpha in ALPHAS.items():
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha, "target_modules": TARGETS}
         reference = LoRARef(lora_id=name, lora_name=name, lora_path="__tensor__", pinned=True)
-        told = manager.load_lora_adapter_from_tensors(reference, tensors, config)
+        told = manager.load_lora_adapter_from_tensors(reference, given[name], config)
         assert told.success, told.error_message
     prepare_batch(manager, [name for name, _ in TOKENS])
 
@@ -155,20 +163,38 @@ def published(
     told: dict[str, Any] = {"refused": [code_of(lambda: publish(plain, given["first"], encoding="adapters"))]}
     sglang_lora.register(HookRegistry, HookType)
     HookRegistry.apply_hooks()
-    manager, alpha = managed(model), sglang_lora.asked(sys.argv)
-    told["refused"].append(code_of(lambda: publish(model, given["first"], encoding="adapters")))
-    for version, (how, name) in enumerate({"whole": "first", "alone": "second"}.items(), 1):
-        weights = given[name] if how == "alone" else {**checkpoint, **given[name]}
-        publish(model, weights, version, encoding="adapters" if how == "alone" else "hf")
-        proof = receiver_of(model).verify()
-        prepare_batch(manager, [None] * len(TOKENS))
-        told[how] = compare(manager, checkpoint, [(given[name], alpha)] * len(TOKENS)) | {"proof": proof}
+    manager, receiver = managed(model), receiver_of(model)
+    told["refused"].append(code_of(lambda: publish(model, given["first"], encoding="adapters", policy="first")))
+    told["refused"].append(code_of(lambda: publish(model, checkpoint, policy="third")))
+    holding: dict[str | None, Tensors] = {}
+    for version, (how, policy, name) in enumerate(PUBLISHED, 1):
+        encoding = "hf" if how.startswith("whole") else "adapters"
+        weights = given[name] if encoding == "adapters" else {**checkpoint, **given[name]}
+        others = {other: copied(slot.buffers()) for other, slot in receiver.adapters.items() if other != policy}
+        publish(model, weights, version, encoding=encoding, policy=policy)
+        proof = receiver.verify()
+        receiver.commit(version=version)
+        same = (
+            torch.equal(receiver.adapters[o].buffers()[n], b) for o, held in others.items() for n, b in held.items()
+        )
+        holding[policy] = given[name]
+        prepare_batch(manager, [asked_for for asked_for, _ in TOKENS])
+        wanted = [(holding.get(name or "first"), ALPHAS[name or "first"]) for name, _ in TOKENS]
+        told[how] = compare(manager, checkpoint, wanted) | {"proof": proof, "kept": all(same)}
     told["attested"] = sglang_lora.attest(manager)
+    other = {name: value + 1 for name, value in checkpoint.items()} | given["second"]
+    told["refused"].append(code_of(lambda: publish(model, other, 9, policy="second")))
     told["spoilt"] = []
-    for held in (receiver_of(model).adapters.buffers()[f"{SPOILT}.lora_B"], model.get_submodule(SPOILT).weight.data):
+    of_slots = (receiver.adapters[policy].buffers()[f"{SPOILT}.lora_B"] for policy in ALPHAS)
+    for held in (*of_slots, model.get_submodule(SPOILT).weight.data):
         held.view(-1)[-1] += 1
-        told["spoilt"].append(receiver_of(model).verify()["differ"])
+        told["spoilt"].append(receiver.verify()["differ"])
     return told
+
+
+def copied(buffers: Tensors) -> Tensors:
+    """What the buffers hold now."""
+    return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def code_of(work: Callable[[], None]) -> str | None:

@@ -41,7 +41,8 @@ def publish(model: nn.Module, weights: Weights, version: int = 1, **change: Any)
             entries.append(form | {"nbytes": tensor.nbytes, "checksum": f"{checksum_tensor(tensor):016x}"})
             end += tensor.nbytes
         where = {"fd_path": f"/proc/self/fd/{file.fileno()}", "size": end, "tensors": entries}
-        receiver.stage(version=version, epoch=version, bucket=0, **where)
+        policy = change.get("policy", "actor")
+        receiver.stage(policy=policy, version=version, epoch=version, bucket=0, **where)
     load_staged(model, [])
     assert "error" not in receiver.outcome, receiver.outcome
 

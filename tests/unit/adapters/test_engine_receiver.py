@@ -54,7 +54,7 @@ class Sent:
 
     def argument(self, version: int = 1, epoch: int = 0, bucket: int = 0) -> dict[str, Any]:
         where = {"fd_path": f"/proc/self/fd/{self.fd}", "size": self.size, "tensors": self.entries}
-        return {"version": version, "epoch": epoch, "bucket": bucket} | where
+        return {"policy": "actor", "version": version, "epoch": epoch, "bucket": bucket} | where
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Slot:
             end = -(-(end + tensor.nbytes) // 64) * 64
         assert end <= self.memory.size
         where = {"fd_path": self.memory.path, "size": end, "tensors": entries}
-        return {"version": version, "epoch": 0, "bucket": bucket} | where
+        return {"policy": "actor", "version": version, "epoch": 0, "bucket": bucket} | where
 
 
 def test_of_a_bucket_only_the_ranks_own_part_is_copied(model, monkeypatch) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from slimx.adapters.sglang.lora import check_named
 from slimx.models.families import read_model
 from tests.unit.sglang_process import SGLang
 
-ALPHA = 8.0
+SERVED = "first=8.0,second=2.0"
 FUSED = {"down_proj": 1, "gate_up_proj": 2, "o_proj": 1, "qkv_proj": 3}
 """SGLang's modules with adapters, and of how many of the checkpoint's each is."""
 HF = {
@@ -44,7 +47,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, sglang: SGLang) -> dict[str, 
     shapes = read_model(path).table.checkpoint_shapes()
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
     save_file(weights, path / "model.safetensors")
-    done = sglang.run("-m", "tests.unit.adapters.lora_engine", str(path), "--publish-adapters", str(ALPHA))
+    done = sglang.run("-m", "tests.unit.adapters.lora_engine", str(path), "--publish-adapters", SERVED)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) | {"weights": len(weights)}
 
@@ -61,17 +64,40 @@ def test_sglang_pins_memory_for_adapters_and_computes_what_merged_weights_do_wit
 
 @pytest.mark.costly
 def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_with_it(told: dict[str, Any]) -> None:
-    """Requests that name no adapter get the policy's, and every publication vouches for base and adapters."""
-    assert told["refused"] == ["receiver.no_adapters", "receiver.no_base"]
-    assert told["attested"] == {"rank": 4, "scale": ALPHA / 4, "modules": [*FUSED]}
+    """Each policy's publication writes its slot alone, and vouches for the base and for every slot. Requests that name
+    no adapter get the first policy's; another policy cannot bring another base."""
+    refusals = ["receiver.no_adapters", "receiver.no_base", "receiver.policy", "receiver.other_base"]
+    assert told["refused"] == refusals
+    assert told["attested"] == {"rank": 4, "scales": {"first": 2.0, "second": 0.5}, "modules": [*FUSED]}
     counts = {}
-    for how in ("whole", "alone"):
+    kinds = ("whole", "alone", "whole, beside others", "again")
+    for how in kinds:
         assert told[how]["distance"] <= 1e-5 < 0.1 < told[how]["effect"], told
+        assert told[how]["kept"]
         proof = told[how]["proof"]
         assert not proof["differ"] and not proof["missing"]
         counts[how] = proof["tensors"]
-    modules = sum(FUSED.values())
-    assert counts == {"whole": told["weights"] + 2 * modules, "alone": 2 * modules}
+    few = 2 * sum(FUSED.values())
+    assert counts == dict(zip(kinds, 2 * [told["weights"] + few, few], strict=True))
     up = "model.layers.0.mlp.up_proj"
     adapter = f"base_model.model.{up}.lora_B.weight"
-    assert [set(differ) for differ in told["spoilt"]] == [{adapter}, {adapter, f"{up}.weight"}]
+    wrong = [adapter, f"second:{adapter}", f"{up}.weight"]
+    assert [set(differ) for differ in told["spoilt"]] == [set(wrong[:count]) for count in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("policies", "named", "rid", "taken"),
+    [
+        ({"actor": 8.0}, None, "r", True),
+        ({"actor": 8.0}, "judge", "r", False),
+        ({"actor": 8.0, "judge": 8.0}, "judge", "r", True),
+        ({"actor": 8.0, "judge": 8.0}, None, "r", False),
+        ({"actor": 8.0, "judge": 8.0}, None, "HEALTH_CHECK_1", True),
+    ],
+)
+def test_requests_to_several_policies_name_theirs(
+    policies: dict[str, float], named: str | None, rid: str, taken: bool
+) -> None:
+    """An unnamed one would silently be another policy's, and a wrong name would end SGLang's scheduler."""
+    with contextlib.nullcontext() if taken else pytest.raises(ValueError, match=", ".join(policies)):
+        check_named(policies, SimpleNamespace(lora_id=named, rid=rid))

@@ -9,6 +9,9 @@ import pytest
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.policies import ACTOR
+from slimx.engines.fleet.group import served_lora
+from slimx.engines.server.spec import ServedLora
+from slimx.layout.adapters import served_modules
 from tests.refusals import invalid
 
 
@@ -67,6 +70,7 @@ def test_several_groups_of_engines_keep_their_names_behind_the_policys() -> None
         ({"judge": {"shares": "nobody"}}, "policies.shares", "policies.judge.shares"),
         ({"judge": {"shares": "solver"}, "solver": {"shares": "actor"}}, "policies.shares", "policies.judge.shares"),
         ({"judge": {"shares": "actor", "trainer": {"world_size": 1}}}, "policies.shares", "policies.trainer"),
+        ({"judge": {"shares": "actor", "engines_of": "actor"}}, "policies.shares", "policies.engines_of"),
         ({"judge": {"trainer": {"world_sise": 1}}}, "config.unknown_key", "policies.judge.trainer.world_sise"),
         ({"judge": {"algorithm": {"credit": "fair"}}}, "policies.credit", "policies.algorithm.credit"),
         ({"judge": {"trainer": {"world_size": 0}}}, "policies.value", "policies.judge.trainer.world_size"),
@@ -114,3 +118,53 @@ def test_what_several_policies_were_never_proven_with_is_refused_by_name(key: st
 def test_it_is_refused_where_a_further_policy_says_it_too(judge: dict[str, Any], about: str) -> None:
     with invalid("policies.proven", about=about):
         config_of({"judge": judge})
+
+
+LORA = {"rank": 4, "alpha": 8, "targets": ["attention"]}
+
+
+def sharing(judge: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    """A run whose engines generate for a judge, too."""
+    given: dict[str, dict[str, Any]] = {
+        "trainer": {"load": None, "lora": LORA},
+        "publish": {"adapters": "alone", "transport": "memory"},
+        "rollout": {"prompts": "p", "engines": [{}]},
+    }
+    return config_of({"judge": {"engines_of": "actor", **judge}}, **{**given, **sections})
+
+
+def test_a_policy_whose_adapters_anothers_engines_have_starts_none() -> None:
+    config = sharing({"trainer": {"lora": {"alpha": 4}}})
+    judge = config.by_policy["judge"]
+    (theirs,), (own,) = judge.rollout.policy_engines, config.rollout.policy_engines
+    assert theirs.name == own.name and theirs.borrowed and not own.borrowed
+    assert (theirs.started, own.started) == (0, 1)
+    assert served_lora(config) == ServedLora(4, {"actor": 8.0, "judge": 4.0}, served_modules(("attention",)))
+
+
+@pytest.mark.parametrize(
+    ("judge", "sections", "about"),
+    [
+        ({"engines_of": "wise"}, {}, "policies.judge.engines_of"),
+        ({"engines": [{"name": "j"}]}, {}, "policies.engines"),
+        ({"model": {"path": "other"}}, {}, "policies.judge.model"),
+        ({"trainer": {"load": "warm"}}, {}, "policies.judge.trainer.load"),
+        ({"trainer": {"lora": {"rank": 8}}}, {}, "policies.judge.trainer.lora.rank"),
+        ({"trainer": {"lora": {"targets": ["mlp"]}}}, {}, "policies.judge.trainer.lora.targets"),
+        ({}, {"publish": {"transport": "memory"}}, "publish.adapters"),
+        ({}, {"trainer": {"load": None}, "publish": {}}, "trainer.lora"),
+        ({}, {"rollout": {"prompts": "p", "engines": [{"count": 2}]}}, "rollout.engines"),
+    ],
+)
+def test_policies_that_one_engine_cannot_have_beside_each_other_are_refused(
+    judge: dict[str, Any], sections: dict[str, Any], about: str
+) -> None:
+    with invalid("policies.engines_of", about=about):
+        sharing(judge, **sections)
+
+
+def test_one_base_has_no_policy_beside_it_that_has_engines_of_its_own() -> None:
+    config = sharing({}).model_dump(exclude_unset=True)
+    config["policies"]["writer"] = {}
+    with invalid("policies.proven", about="trainer.lora"):
+        Config.model_validate(config)

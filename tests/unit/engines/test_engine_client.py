@@ -66,6 +66,31 @@ async def test_versions_fall_back_to_one_span_and_must_be_numbers() -> None:
         await runner.cleanup()
 
 
+async def test_a_client_names_its_policys_adapters_and_reads_the_version_of_these() -> None:
+    stamps = ("actor=1,judge=5", "actor=2,judge=5", "actor=2,judge=6")
+    spans = [{"version": text, "start": number, "end": number + 1} for number, text in enumerate(stamps)]
+    tokens = [[-1.5, 4, None], [-0.5, 3, None], [-0.5, 2, None]]
+    scored = meta(weight_version=stamps[2], output_token_logprobs=[], input_token_logprobs=[[None, 1, None]])
+    runner, url, bodies = await serve(
+        [
+            (200, meta(weight_versions=spans, output_token_logprobs=tokens)),
+            (200, scored),
+            (200, meta(weight_version="actor=1")),
+        ]
+    )
+    try:
+        async with GenerationClient(url, ModelShape(10), adapters="judge") as client:
+            request = GenerationRequest([1], {}, seed=9, policy="judge")
+            # That the actor's changed in between is not a change of the judge's.
+            assert (await client.generate(request)).versions == [(0, 2, 5), (2, 3, 6)]
+            assert (await client.score([1])).version == 6
+            with refused("answer.version", about=url):
+                await client.generate(request)
+        assert {body["custom_labels"]["slimx"] for body in bodies} == {'{"lora_id": "judge"}'}
+    finally:
+        await runner.cleanup()
+
+
 async def test_a_dense_model_is_asked_for_no_routes_whatever_the_run_wants() -> None:
     scored = meta(input_token_logprobs=[[None, 1, None], [-0.5, 2, None]], output_token_logprobs=[])
     runner, url, bodies = await serve([(200, meta()), (200, scored)])
@@ -237,8 +262,8 @@ async def test_local_buckets_tell_each_rank_its_own_tensors(tmp_path: Path) -> N
     part = {"fd_path": "/m", "size": 4, "tensors": [TENSOR.to_json()]}
     own = {"0": part | {"tensors": []}, "1": part}
     assert seen == [
-        {"version": 3, "epoch": 2, "bucket": 5, "ranks": own},
-        {"version": 3, "epoch": 2, "bucket": 6, "ranks": {"all": part}},
+        {"policy": "actor", "version": 3, "epoch": 2, "bucket": 5, "ranks": own},
+        {"policy": "actor", "version": 3, "epoch": 2, "bucket": 6, "ranks": {"all": part}},
     ]
 
 
@@ -300,4 +325,4 @@ async def test_weights_are_updated_in_one_session_per_publication(tmp_path: Path
     update = ["stage", "/update_weights_from_tensor", "status"]
     first = ["begin", "stage", "/begin_weight_update", *update[1:]]
     last = ["/end_weight_update", "verify", "commit", "/flush_cache", "/update_weight_version"]
-    assert asked == [*first, *update, *last] and engine.version == 3
+    assert asked == [*first, *update, *last] and engine.versions == {"actor": 3}

@@ -120,24 +120,28 @@ def test_users_arguments_reach_the_command_line_but_not_over_ours() -> None:
 
 
 def test_a_server_that_computes_with_adapters_is_told_so_and_must_attest_them() -> None:
-    spec = replace(CPU, adapters=ServedLora(4, 8.0, ("q_proj", "o_proj")))
+    spec = replace(CPU, adapters=ServedLora(4, {"actor": 8.0}, ("q_proj", "o_proj")))
     argv = server_argv(spec)
-    assert (asked(argv), asked(server_argv(CPU))) == (8.0, None)
+    assert (asked(argv), asked(server_argv(CPU))) == ({"actor": 8.0}, None)
     line = " ".join(argv)
     for told in ("--enable-lora ", "--max-lora-rank 4", "--lora-target-modules q_proj o_proj --", "torch_native"):
         assert told in line
     assert "enable_lora" not in server_args(CPU) and "lora_backend" not in server_args(replace(spec, device="cuda"))
-    attested = {"rank": 4, "scale": 2.0, "modules": ["o_proj", "qkv_proj"]}
+    attested = {"rank": 4, "scales": {"actor": 2.0}, "modules": ["o_proj", "qkv_proj"]}
     check_adapters([{"adapters": attested}], spec)
     check_adapters([{"adapters": None}], CPU)
     for own, other in (
         (spec, None),
         (CPU, attested),
-        (spec, attested | {"scale": 1.0}),
+        (spec, attested | {"scales": {"actor": 1.0}}),
+        (spec, attested | {"scales": {"judge": 2.0}}),
         (spec, attested | {"rank": 8}),
     ):
         with refused("engine.adapters", about="e rank 0"):
             check_adapters([{"adapters": other}], own)
+    two = replace(spec, adapters=replace(spec.adapters, alphas={"actor": 8.0, "judge": 2.0}))
+    assert asked(server_argv(two)) == two.adapters.alphas and server_args(two)["max_loras_per_batch"] == 3
+    check_adapters([{"adapters": attested | {"scales": {"actor": 2.0, "judge": 0.5}}}], two)
 
 
 def test_unknown_and_ill_typed_arguments_are_refused_with_the_nearest_name() -> None:

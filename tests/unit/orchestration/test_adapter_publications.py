@@ -28,6 +28,7 @@ class Published(Publications):
         self.engines = SimpleNamespace(members=SimpleNamespace(candidates=lambda: self.present))
         self.publisher, self.adapters = Noted("all", self), Noted("adapters", self)
         self._based: dict[str, int] = {}
+        self._brought = False
         self.sent: list[tuple[int, str]] = []
 
 

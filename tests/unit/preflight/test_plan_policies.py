@@ -83,3 +83,23 @@ def test_weights_that_would_go_another_way_than_memory_are_refused(plan, argumen
     assert refused == [["publish.transport"] * each for each in problems]
     (alone,), _ = planned(plan.directory, "policies.judge={shares: actor}", *arguments[:1])
     assert not any(problem.code == "policies.transport" for problem in alone.problems)
+
+
+def test_engines_that_generate_for_two_policies_are_counted_once_with_a_slot_for_each(plan):
+    lora = "lora: {rank: 4, alpha: 8, targets: [attention]}"
+    adapters = (f"trainer={{world_size: 2, expert: 1, {lora}}}", "publish.adapters=alone", "cluster.gpu=h100")
+    code, text = plan(SHALLOW, RUN[1], *adapters, "--json")
+    assert code == 0, text
+    alone = json.loads(text)
+    code, text = plan(SHALLOW, RUN[1], *adapters, "policies.judge.engines_of=actor", "--json")
+    assert code == 0, text
+    report = json.loads(text)
+    judge, sums = report["policies"]["judge"], report["together"]
+    assert sums["gpus"] == 2 + 1 + 2 and judge["rank_map"]["engines"] == judge["engine_memory"] == []
+    assert [rank["gpu"] for rank in judge["rank_map"]["trainer"]] == [3, 4]
+    assert [group["borrowed"] for of in (report, judge) for group in of["engines"]] == [False, True]
+    (before,), (held,) = alone["engine_memory"], report["engine_memory"]
+    slot = report["publication"]["adapter_bytes"]
+    assert held["weights"] - before["weights"] == slot == judge["publication"]["adapter_bytes"] > 0
+    code, text = plan(SHALLOW, RUN[1], *adapters, "policies.judge.engines_of=actor")
+    assert code == 0 and "engines of actor" in text

@@ -22,7 +22,9 @@ from slimx.adapters.sglang.weights.buckets import check_entry, open_bucket
 from slimx.adapters.sglang.weights.layout import hf_layout
 from slimx.adapters.sglang.weights.places import (
     BASE,
+    Destination,
     Layout,
+    Parameters,
     held_sums,
     local_layout,
     restore_cache_scales,
@@ -69,6 +71,11 @@ class OpenPublication:
     verified: bool = False
 
     @property
+    def adapters(self) -> dict[str, int]:
+        """Those of `loaded` that are the policy's adapters."""
+        return {name: share for name, share in self.loaded.items() if is_adapter(name)}
+
+    @property
     def missing(self) -> list[str]:
         """Tensors that this rank needs and that are neither staged nor loaded."""
         return [name for name in self.layout.held if name not in self.staged and name not in self.loaded]
@@ -87,9 +94,12 @@ class RankReceiver:
         self.outcome: Answer = {}
         """The end of the last copy: {"loaded": count} or {"loaded": count, "error": text}."""
         self.copied: OpenPublication | None = None
-        """The publication that copied last: its `loaded` is all that vouches for what the model holds."""
-        self.adapters: ServedAdapters | None = None
-        """The places of the policy's adapters, in a server that computes with them."""
+        """The publication that copied last: its `loaded` is all that vouches for the weights, and for its policy's
+        adapters."""
+        self.adapters: dict[str, ServedAdapters] = {}
+        """The places of each policy's adapters, in a server that computes with them."""
+        self.others: dict[str, dict[str, int]] = {}
+        """By policy, of all but that of `copied`: the shares that its slot should hold since it was copied to last."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
         """The places of experts, and the layout that follows from them."""
 
@@ -129,17 +139,35 @@ class RankReceiver:
                 code="receiver.uncovered",
                 about=name,
             )
+        if self.adapters and new.policy not in self.adapters:
+            raise SlimxError(
+                f"{new} came to a server that computes with adapters of {', '.join(self.adapters)}; start it with "
+                "those of all policies that are published to it (--publish-adapters)",
+                code="receiver.policy",
+                about=new.policy,
+            )
         base = self._base(new, layout) if new.encoding == "adapters" else {}
         self.open, self.epoch = OpenPublication(new, staging, layout, loaded=base), new.membership_epoch
         return self.status()
 
-    def stage(self, *, version: int, epoch: int, bucket: int, fd_path: str, size: int, tensors: list[Answer]) -> Answer:
+    def stage(
+        self,
+        *,
+        policy: str,
+        version: int,
+        epoch: int,
+        bucket: int,
+        fd_path: str,
+        size: int,
+        tensors: list[Answer],
+    ) -> Answer:
         """Open one bucket of `size` bytes at `fd_path` and keep this rank's tensors once every checksum agrees.
 
         Each entry of `tensors` is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex
         digits). Nothing of the model is touched. Any error ends the publication on this rank.
         """
-        publication = self._belonging(version, epoch)
+        publication = self._belonging(policy, version, epoch)
+        beside = self._beside(publication)
         try:
             for entry in tensors:
                 check_entry(entry, publication.layout.places, publication.taken, bucket, size)
@@ -155,6 +183,13 @@ class RankReceiver:
                         f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, {expected:016x} "
                         "at the publisher; its bytes changed on the way: publish again",
                         code="receiver.checksum",
+                        about=name,
+                    )
+                if beside.get(name, share) != share:
+                    raise SlimxError(
+                        f"tensor {name} of {publication.manifest} differs from the weight beside which other policies' "
+                        "adapters were published here; let all of them begin with the same weights",
+                        code="receiver.other_base",
                         about=name,
                     )
                 publication.staged[name] = Staged(views[name], share)
@@ -182,6 +217,9 @@ class RankReceiver:
         ready = {name: staged for name, staged in publication.staged.items() if _complete(publication, name)}
         if self.copied is not publication:
             restore_cache_scales(self.model)
+            if self.copied is not None:
+                self.others[self.copied.manifest.policy] = self.copied.adapters
+            self.others.pop(publication.manifest.policy, None)
         # From here the model holds neither the old weights nor the new: nothing else vouches for it any more.
         self.copied, self.version = publication, None
         publication.waiting, publication.verified = 0, False
@@ -192,7 +230,8 @@ class RankReceiver:
         else:
             adapters = {name: staged for name, staged in ready.items() if is_adapter(name)}
             if adapters:
-                self.adapters.write(publication.layout, self._counted(adapters))
+                slot = self.adapters[publication.manifest.policy]
+                slot.write(publication.layout, self._counted(adapters))
             if base := {name: staged for name, staged in ready.items() if name not in adapters}:
                 self.model.load_weights(self._counted(base))
         publication.loaded.update((name, staged.share) for name, staged in ready.items())
@@ -206,10 +245,12 @@ class RankReceiver:
             self._derive()
 
     def verify(self) -> Answer:
-        """Compare what the model HOLDS now with what was copied last, and with the base of what came as adapters alone.
+        """Compare what the model HOLDS now with what was copied last, with the base of what came as adapters alone, and
+        with what was copied last of every other policy's adapters.
 
         Answer: {"encoding", "tensors": count in the publication, "differ": [names], "missing": [held, but never
-        copied], "derived": [tensors that the model computed from the others]}.
+        copied], "derived": [tensors that the model computed from the others]}. Another policy's adapter has the
+        policy's name in front, and a colon.
         """
         if self.copied is None:
             raise SlimxError(
@@ -218,11 +259,14 @@ class RankReceiver:
                 about="verify",
             )
         places, loaded = self.copied.layout.places, self.copied.loaded
-        parameters = self._parameters()
-        sums = held_sums(places, loaded, parameters)
-        differ = [name for name, share in loaded.items() if sums[name] != {share}]
+        parameters = self._parameters(self.copied.manifest.policy)
+        differ = _differing(places, loaded, parameters)
         missing = [name for name in self.copied.layout.held if name not in loaded]
         missing += sorted(parameters.keys() - {held.parameter for place in places.values() for held in place.held})
+        for policy, known in self.others.items() if self.adapters else ():
+            slot = self.adapters[policy].buffers()
+            differ += [f"{policy}:{name}" for name in _differing(places, known, slot)]
+            missing += [f"{policy}:{name}" for name in self.copied.adapters if name not in known]
         self.copied.verified = self.copied is self.open and not differ and not missing
         return {
             "encoding": self.copied.manifest.encoding,
@@ -294,18 +338,28 @@ class RankReceiver:
         moved = None if experts is None else experts.physical_to_logical_map_cpu
         if self._layout is None or (moved is not None and not torch.equal(moved, self._layout[0])):
             self._layout = None if moved is None else moved.clone(), hf_layout(self.model, experts)
-            if self.adapters is not None:
-                self.adapters.place(self._layout[1])
+            for slot in [*self.adapters.values()][:1]:  # all slots are alike
+                slot.place(self._layout[1])
         return self._layout[1]
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        """All that publications write, by the names that places have."""
-        return weights_of(self.model) | ({} if self.adapters is None else self.adapters.buffers())
+    def _parameters(self, policy: str) -> dict[str, torch.Tensor]:
+        """All that publications of `policy` write, by the names that places have."""
+        return weights_of(self.model) | (self.adapters[policy].buffers() if self.adapters else {})
+
+    def _beside(self, publication: OpenPublication) -> dict[str, int]:
+        """The shares of the weights beside which other policies' adapters stand: those that `publication` must bring,
+        too; {} while there are none."""
+        if self.copied is None or not self.adapters:
+            return {}
+        own = publication.manifest.policy
+        if not {self.copied.manifest.policy, *self.others} - {own}:
+            return {}
+        return {name: share for name, share in self.copied.loaded.items() if not is_adapter(name)}
 
     def _base(self, new: Manifest, layout: Layout) -> dict[str, int]:
         """The shares of the weights that adapters of publication `new` stand beside, as they were copied last. Refuses
         adapters where nothing vouches for those."""
-        if self.adapters is None:
+        if not self.adapters:
             raise SlimxError(
                 f"{new} brings adapters alone, and this server computes with none; start it with --publish-adapters",
                 code="receiver.no_adapters",
@@ -322,11 +376,12 @@ class RankReceiver:
             )
         return {name: known[name] for name in base}
 
-    def _belonging(self, version: int, epoch: int) -> OpenPublication:
+    def _belonging(self, policy: str, version: int, epoch: int) -> OpenPublication:
         manifest = self.open.manifest if self.open else None
-        if manifest is None or (manifest.version, manifest.membership_epoch) != (version, epoch):
+        of = (policy, version, epoch)
+        if manifest is None or (manifest.policy, manifest.version, manifest.membership_epoch) != of:
             raise SlimxError(
-                f"a bucket of version {version}, epoch {epoch} came, but {self._what_is_open()}",
+                f"a bucket of version {version} of {policy}, epoch {epoch} came, but {self._what_is_open()}",
                 code="receiver.not_open",
                 about=f"version {version}",
             )
@@ -380,6 +435,12 @@ def _complete(publication: OpenPublication, name: str) -> bool:
     """Returns True if all that the model loads only together with `name` is there."""
     partners = publication.layout.together.get(name, ())
     return all(partner in publication.staged for partner in partners)
+
+
+def _differing(places: dict[str, Destination], known: dict[str, int], parameters: Parameters) -> list[str]:
+    """Those of `known`, tensors with their shares, of which `parameters` hold something else."""
+    sums = held_sums(places, known, parameters)
+    return [name for name, share in known.items() if sums[name] != {share}]
 
 
 def _derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str]:

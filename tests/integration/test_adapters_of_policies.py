@@ -1,0 +1,187 @@
+"""Two policies whose adapters one engine has, beside the base that both share: a server, and a whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
+from slimx.engines.server.engine import Engine
+from slimx.engines.server.spec import EngineSpec, ServedLora
+from slimx.layout.adapters import adapter_targets, peft_name, served_modules
+from slimx.models.families import read_model
+from slimx.orchestration.state.saves import read_state
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.rollout.client.completion import ModelShape
+from slimx.rollout.client.generation import GenerationClient
+from slimx.rollout.client.request import GenerationRequest
+from slimx.runtime.ports import free_port
+from tests.integration.conftest import START_S, Bucket, Weights
+from tests.integration.engine_families import make_model
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.test_run_lora import engines, exported
+from tests.refusals import refused
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+TARGETS = ["attention", "mlp"]
+ALPHAS = {"actor": 8.0, "judge": 16.0}
+POLICIES = ("", "policy/judge/")
+"""Beginning of the names of each policy's metrics."""
+PROMPT = [5, 9, 40, 77, 3, 12]
+
+
+async def publish(engine: Engine, policy: str, version: int, weights: Weights, encoding: Encoding = "adapters") -> None:
+    """The whole publication of `weights` in one bucket; the engine is READY before and after."""
+    of = Manifest(policy=policy, version=version, encoding=encoding, trainer_step=version, membership_epoch=0)
+    await engine.begin(of)
+    with Bucket(weights) as bucket:
+        await engine.stage(bucket.packed, 0)
+        await engine.pause()
+        await engine.load()
+    assert (await engine.verify())["checked"] == len(weights)
+    await engine.commit(version)
+    await engine.resume()
+
+
+def logprobs_of(model: Path, adapters: Weights, alpha: float, ids: list[int]) -> np.ndarray:
+    """[L - 1] of the model in directory `model` with `adapters` merged, by transformers."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    weights = load_file(model / "model.safetensors")
+    merged = {
+        name: value + alpha / 4 * adapters[peft_name(name, "B")] @ adapters[peft_name(name, "A")]
+        for name, value in weights.items()
+        if peft_name(name, "B") in adapters
+    }
+    assert merged
+    with torch.no_grad():
+        loaded.load_state_dict(merged, strict=False)
+        rows = loaded(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+async def test_a_server_answers_each_policy_with_its_own_adapters_and_its_own_version(tmp_path: Path) -> None:
+    """In one batch; requests that name no policy are refused, or another one would answer."""
+    make_model("qwen2", model := tmp_path / "model")
+    spec = read_model(model)
+    generator = torch.Generator().manual_seed(7)
+    parts = [*adapter_targets(spec.table, TARGETS, 4)]
+    first, second, newer = (
+        {part.name: 0.1 * torch.randn(part.shape, generator=generator) for part in parts} for _ in range(3)
+    )
+    served = ServedLora(4, ALPHAS, served_modules(TARGETS))
+    engine = Engine(
+        EngineSpec(
+            "two",
+            str(model),
+            "float32",
+            "cpu",
+            free_port(),
+            max_total_tokens=4096,
+            routed_experts=False,
+            adapters=served,
+        ),
+        tmp_path / "server.log",
+    )
+    key = engine.spec.keys.api_key
+    engine.start()
+    try:
+        await engine.wait_ready(START_S)
+        await publish(engine, "actor", 3, load_file(model / "model.safetensors") | first, "hf")
+        for version, judged in ((3, second), (4, newer)):
+            await publish(engine, "judge", version, judged)
+            for policy, adapters, own in (("actor", first, 3), ("judge", judged, version)):
+                async with (
+                    GenerationClient(engine.spec.url, ModelShape.of(spec), api_key=key, adapters=policy) as client,
+                    GenerationClient(engine.spec.url, ModelShape.of(spec), api_key=key, adapters="actor") as other,
+                ):
+                    request = GenerationRequest(PROMPT, {"max_new_tokens": 12, "ignore_eos": True}, seed=3)
+                    completion, *_ = await asyncio.gather(
+                        client.generate(request), *(other.generate(request) for _ in range(3))
+                    )
+                assert completion.versions == [(0, 12, own)]
+                ids = [*PROMPT, *completion.token_ids.tolist()]
+                wanted = logprobs_of(model, adapters, ALPHAS[policy], ids)[len(PROMPT) - 1 :]
+                np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+                theirs = logprobs_of(model, first if policy == "judge" else judged, 8.0, ids)[len(PROMPT) - 1 :]
+                assert np.abs(completion.logprobs - theirs).max() > 1e-2, "the adapters matter"
+        async with GenerationClient(engine.spec.url, ModelShape.of(spec), api_key=key) as unnamed:
+            with refused("request.refused") as caught:
+                await unnamed.generate(request)
+        assert caught.value.status == 400
+    finally:
+        await engine.stop()
+
+
+def test_one_engine_generates_for_two_policies_each_with_its_own_adapters(task_of_sums: Path, tmp_path: Path) -> None:
+    """Log-probs are those of each policy's trainer; an engine that is killed gets the base and both adapters when it is
+    back; and a resumed run goes on with both."""
+    make_model("qwen2", model := tmp_path / "model")
+    config = write_config(
+        tmp_path,
+        model,
+        task_of_sums / "train.jsonl",
+        trainer={
+            "world_size": 1,
+            "expert": 1,
+            "lora": {"rank": 4, "alpha": 8, "targets": TARGETS},
+            "optimizer": {"lr": 1e-2},
+        },
+        rollout={
+            "prompts": str(task_of_sums / "train.jsonl"),
+            "generate": "tests.integration.policy_hooks.answered_and_judged",
+        },
+        reward={"function": "tests.integration.policy_hooks.opposed"},
+        policies={
+            "judge": {"engines_of": "actor", "trainer": {"lora": {"alpha": 16}, "optimizer": {"lr": 2e-2}}},
+        },
+        publish={"adapters": "alone"},
+        schedule={"steps": 4},
+        checkpoint={"every": 2, "export_hf": True},
+    )
+    run, directory = TrainProcess(config), tmp_path / "run"
+    run.until(lambda: completed_steps(directory) >= 2)
+    servers = engines(run)
+    ports = {server.cmdline()[server.cmdline().index("--port") + 1] for server in servers}
+    assert len(ports) == 1, "one server for both"
+    for server in servers:
+        server.kill()
+    assert run.wait(3000) == 0, run.text()
+    run.assert_nothing_left()
+    resumed = TrainProcess(config, "schedule.steps=5")
+    assert resumed.wait(3000) == 0, resumed.text()
+
+    said = steps(directory)
+    assert [*said] == [1, 2, 3, 4, 5]
+    parts = [*adapter_targets(read_model(model).table, TARGETS, 4)]
+    few = sum(4 * math.prod(part.shape) for part in parts) / 2**20
+    for prefix in POLICIES:
+        for step, metrics in said.items():
+            assert metrics[f"{prefix}gap/tokens"] > 0 and metrics[f"{prefix}gap/max"] < 1e-4, (prefix, step)
+        assert [said[step][f"{prefix}publish/mib"] for step in (1, 2, 5)] == [pytest.approx(few)] * 3
+        assert [said[step][f"{prefix}publish/tensors_verified"] for step in (1, 2)] == [len(parts)] * 2
+    timeline = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
+    assert any(line["track"] == "engine actor-0" and line["name"] == "restart" for line in timeline)
+
+    for step, file in step_files(directory / DIRECTORY).items():
+        for group in read_step(file)[1]:
+            for trajectory in group.trajectories:
+                sampled = [span for span in trajectory.spans if span.source == "sampled"]
+                assert {(span.policy, span.version) for span in sampled} == {(trajectory.policy, step - 1)}
+    base = load_file(model / "model.safetensors")
+    actor, judge = exported(directory / "hf"), exported(directory / "hf" / "policies" / "judge")
+    for name in base:
+        if name.endswith("_proj.weight"):
+            one, other = actor[name] - base[name], judge[name] - base[name]
+            assert one.any() and other.any() and not torch.equal(one, other)
+        else:
+            assert torch.equal(actor[name], judge[name])
+    state = read_state(directory / "checkpoints" / "iter_0000004")
+    assert state.lora["alpha"] == 8 and state.policies["judge"]["lora"]["alpha"] == 16
