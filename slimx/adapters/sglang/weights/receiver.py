@@ -11,7 +11,6 @@ publication on this rank only; the client aborts it on the others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -19,18 +18,10 @@ from torch import nn
 
 from slimx.adapters.sglang.weights.adapters import ServedAdapters, is_adapter
 from slimx.adapters.sglang.weights.buckets import check_entry, open_bucket
+from slimx.adapters.sglang.weights.held import derive, derived, differing
 from slimx.adapters.sglang.weights.layout import hf_layout
-from slimx.adapters.sglang.weights.places import (
-    BASE,
-    Destination,
-    Layout,
-    Parameters,
-    held_sums,
-    local_layout,
-    restore_cache_scales,
-    staged_sums,
-    weights_of,
-)
+from slimx.adapters.sglang.weights.open_publication import OpenPublication, Staged
+from slimx.adapters.sglang.weights.places import Layout, local_layout, restore_cache_scales, staged_sums, weights_of
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.parties import Staging
@@ -40,45 +31,6 @@ Answer = dict[str, Any]
 
 ATTRIBUTE = "_slimx_receiver"
 RULES = ("none", *get_args(Rule))
-
-
-@dataclass(slots=True)
-class Staged:
-    """One tensor whose bytes are proven."""
-
-    view: torch.Tensor
-    """[shape], in the publisher's memory; of a bucket on a GPU, in this rank's own (`buckets`)."""
-    share: int
-    """The share of this rank's part in the tensor's checksum."""
-
-
-@dataclass(slots=True)
-class OpenPublication:
-    """The publication that is open on this rank."""
-
-    manifest: Manifest
-    staging: Staging
-    """"model": nothing is copied before everything is staged. "bucket": each load copies what is staged by then."""
-    layout: Layout
-    taken: set[str] = field(default_factory=set)
-    """Names that came, those for other ranks among them."""
-    waiting: int = 0
-    """Buckets staged since the last load. A rank may have no tensor in them."""
-    staged: dict[str, Staged] = field(default_factory=dict)
-    loaded: dict[str, int] = field(default_factory=dict)
-    """Tensors that were copied -> share that the model should hold. Where adapters come alone, the base's are there
-    from the beginning."""
-    verified: bool = False
-
-    @property
-    def adapters(self) -> dict[str, int]:
-        """Those of `loaded` that are the policy's adapters."""
-        return {name: share for name, share in self.loaded.items() if is_adapter(name)}
-
-    @property
-    def missing(self) -> list[str]:
-        """Tensors that this rank needs and that are neither staged nor loaded."""
-        return [name for name in self.layout.held if name not in self.staged and name not in self.loaded]
 
 
 class RankReceiver:
@@ -214,7 +166,7 @@ class RankReceiver:
                 code="receiver.not_staged",
                 about=missing[0],
             )
-        ready = {name: staged for name, staged in publication.staged.items() if _complete(publication, name)}
+        ready = publication.ready()
         if self.copied is not publication:
             restore_cache_scales(self.model)
             if self.copied is not None:
@@ -242,7 +194,7 @@ class RankReceiver:
             if name not in ready
         }
         if publication.manifest.encoding == "local" and not publication.missing:
-            self._derive()
+            derive(self.model)
 
     def verify(self) -> Answer:
         """Compare what the model HOLDS now with what was copied last, with the base of what came as adapters alone, and
@@ -260,12 +212,12 @@ class RankReceiver:
             )
         places, loaded = self.copied.layout.places, self.copied.loaded
         parameters = self._parameters(self.copied.manifest.policy)
-        differ = _differing(places, loaded, parameters)
+        differ = differing(places, loaded, parameters)
         missing = [name for name in self.copied.layout.held if name not in loaded]
         missing += sorted(parameters.keys() - {held.parameter for place in places.values() for held in place.held})
         for policy, known in self.others.items() if self.adapters else ():
             slot = self.adapters[policy].buffers()
-            differ += [f"{policy}:{name}" for name in _differing(places, known, slot)]
+            differ += [f"{policy}:{name}" for name in differing(places, known, slot)]
             missing += [f"{policy}:{name}" for name in self.copied.adapters if name not in known]
         self.copied.verified = self.copied is self.open and not differ and not missing
         return {
@@ -273,7 +225,7 @@ class RankReceiver:
             "tensors": len(self.copied.taken),
             "differ": differ,
             "missing": missing,
-            "derived": sorted(_derived(self.model, parameters.values())),
+            "derived": sorted(derived(self.model, parameters.values())),
         }
 
     def commit(self, *, version: int) -> Answer:
@@ -396,18 +348,6 @@ class RankReceiver:
             yield name, staged.view
         self.outcome["loaded"] = len(ready)
 
-    def _derive(self) -> None:
-        """The step that SGLang does after loads that pass `load_weights` by (model_loader.loader.post_load_weights):
-        MLA's w_kc and w_vc. `load_weights` does it by itself; process_weights_after_loading runs in /end_weight_update
-        for both. Norms that are centred on zero (GemmaRMSNorm) keep 1 + weight beside the weight, which their weight
-        loader makes.
-        """
-        for module in self.model.modules():
-            if hasattr(module, "refresh_gemma_weight"):
-                module.refresh_gemma_weight()
-        if hasattr(self.model, "post_load_weights"):
-            self.model.post_load_weights()
-
 
 def receiver_of(model: nn.Module) -> RankReceiver:
     """The model's receiver, made at the first use. It hangs on the model, so that it lives and ends with it."""
@@ -429,26 +369,3 @@ def load_staged(model: nn.Module, named_tensors: Iterable[Any]) -> None:
     except Exception as error:
         receiver.outcome["error"] = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
         receiver.open = None
-
-
-def _complete(publication: OpenPublication, name: str) -> bool:
-    """Returns True if all that the model loads only together with `name` is there."""
-    partners = publication.layout.together.get(name, ())
-    return all(partner in publication.staged for partner in partners)
-
-
-def _differing(places: dict[str, Destination], known: dict[str, int], parameters: Parameters) -> list[str]:
-    """Those of `known`, tensors with their shares, of which `parameters` hold something else."""
-    sums = held_sums(places, known, parameters)
-    return [name for name, share in known.items() if sums[name] != {share}]
-
-
-def _derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str]:
-    """Tensors that hang on modules beside `published`, all parameters, their views and buffers."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
-    for name, module in model.named_modules():
-        if hasattr(module, BASE):  # where SGLang notes the places of its modules' outputs
-            continue
-        for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in own:
-                yield f"{name}.{attribute}" if name else attribute
