@@ -1,4 +1,4 @@
-"""Shared by the tests of rewards: a judged response, and reward hooks, which break in the ways that hooks break or log."""
+"""Shared by the tests of rewards: a judged response, and reward hooks that log, or break as hooks break."""
 
 from __future__ import annotations
 
