@@ -17,8 +17,10 @@ from tests.workers import SharedFixtures, made_once
 WITH_SGLANG = {
     "test_bailing_moe_v2.py",
     "test_delta_net.py",
+    "test_drafted.py",
     "test_exact_coverage.py",
     "test_fp8_engines.py",
+    "test_int4_engines.py",
     "test_lora_engine.py",
     "test_meetings.py",
     "test_resolved_backends.py",
@@ -30,6 +32,13 @@ WITH_SGLANG = {
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedFixtures:
     return SharedFixtures(config, log, (WITH_SGLANG,))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a file that takes `sglang` and could go to another worker, which would import SGLang again."""
+    taking = {item.path.name for item in items if "sglang" in getattr(item, "fixturenames", ())}
+    if apart := sorted(taking - WITH_SGLANG):
+        raise pytest.UsageError(f"{', '.join(apart)}: takes the fixture sglang; add it to WITH_SGLANG in {__file__}")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""Runs programs in forks of one process that has imported SGLang for the CPU, which takes 7 s of a core.
+"""Runs programs in forks of one process that has imported SGLang for the CPU with the models that slimx publishes to,
+which takes 10 s of a core.
 
     python -m tests.unit.sglang_process DESCRIPTOR
 
@@ -94,7 +95,10 @@ def main() -> None:
     prepare(["--device", "cpu"])
     prepare_imports()
     import sglang.srt.configs.model_config
+    import sglang.srt.models.registry
     import sglang.srt.server_args  # noqa: F401
+
+    import slimx.models.families  # noqa: F401
 
     connection = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError):

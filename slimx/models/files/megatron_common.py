@@ -9,10 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from slimx.models.files.safe_pickle import read_object
-
 VERSION = 3.0
 """Megatron-LM's `checkpoint_version`: the order of query, key and value in a fused weight."""
 _OBJECT = "common_state/shard_0_1"
@@ -35,6 +31,8 @@ def preloaded(
     and output layer are one weight. `arguments`: more of Megatron-LM's. The names are those of
     megatron/training/arguments.py, core_r0.16.0.
     """
+    import torch  # here, as below: who only asks where checkpoints are does without
+
     plain = {k: v for k, v in transformer.items() if isinstance(v, int | float | str | torch.dtype | None)}
     return {
         "args": argparse.Namespace(
@@ -59,6 +57,10 @@ def preloaded(
 
 def read_common(path: Path) -> dict[str, Any]:
     """Read what the torch_dist checkpoint `path` says of itself; no class but the arguments' is let in."""
+    import torch
+
+    from slimx.models.files.safe_pickle import read_object
+
     file = path / "common.pt"
     inside = None if file.is_file() else read_object(path, _OBJECT)
     with torch.serialization.safe_globals([argparse.Namespace]):

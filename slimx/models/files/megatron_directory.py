@@ -22,7 +22,6 @@ from slimx.layout.ranks import Sizes
 from slimx.layout.table import Entry, Table
 from slimx.models.files.index import read_object
 from slimx.models.files.megatron_common import saved_vocabulary
-from slimx.models.files.safe_pickle import read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _CONVOLUTION = re.compile(r"(?<=\.mixer\.)conv1d_")
@@ -102,6 +101,8 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
     that is missing, or that the table does not know: what it does not know would be lost without a word.
 
     `prediction`: layers of multi-token prediction that the checkpoint may hold, though the table has fewer."""
+    from slimx.models.files.safe_pickle import read_metadata  # here: most ask for names alone, and this takes seconds
+
     path = find_checkpoint(path)
     described = read_metadata(path / ".metadata").state_dict_metadata
     shapes = {key: tuple(value.size) for key, value in described.items() if hasattr(value, "size")}

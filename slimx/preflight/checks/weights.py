@@ -8,11 +8,11 @@ from pathlib import Path
 from slimx.config.rule import rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.models.families import ModelSpec
+from slimx.models.files.megatron_directory import check_fit, is_megatron
 
 
 @rule("weights.tensors", about="trainer.load")
 def has_tensors(spec: ModelSpec, weights: Path) -> Iterator[str]:
-    from slimx.models.files.megatron_directory import check_fit, is_megatron
     from slimx.models.files.reader import CheckpointReader
 
     if is_megatron(weights):
@@ -26,8 +26,6 @@ def has_tensors(spec: ModelSpec, weights: Path) -> Iterator[str]:
 
 @rule("weights.reward_model", about="trainer.load")
 def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Iterator[str]:
-    from slimx.models.files.megatron_directory import is_megatron
-
     if algorithm.scores and is_megatron(weights):
         yield (
             f"a reward model cannot start from {weights}, which is Megatron-LM's; convert it with `slimx convert` and "
@@ -39,7 +37,6 @@ def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Iterator[st
 def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Iterator[str]:
     if critic_spec is None or critic_weights is None:
         return
-    from slimx.models.files.megatron_directory import is_megatron
     from slimx.models.files.reader import CheckpointReader
 
     if is_megatron(critic_weights):

@@ -1,5 +1,5 @@
 """Imports that a start does without: SGLang's models that nothing is published to, megatron-core's compiler and
-trackers, files of installed packages."""
+trackers, files of installed packages, and torch where nothing is computed."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ def test_every_family_has_its_class_among_the_models_that_servers_import():
 def test_a_process_that_trains_nothing_imports_megatron_core_without_compiler_and_trackers():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNCOMPILED], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "False", "True"] and done.returncode == 0, done.stderr
+
+
+@pytest.mark.costly
+def test_commands_that_plan_or_only_look_at_a_run_import_nothing_heavy():
+    script = """
+import sys
+import slimx.preflight.plan.report, slimx.commands.rollouts, slimx.commands.status, slimx.commands.watch.server
+print(*(name for name in ("torch", "ray", "sglang", "megatron", "transformers") if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert done.stdout == "\n" and done.returncode == 0, done.stderr
 
 
 def test_a_rank_that_is_asked_where_it_runs_imports_no_torch_yet():

@@ -6,6 +6,7 @@ The CUDA part where nvcc is, which CI need not have. It runs nothing: `make gpu`
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[3]
+PATH = f"{os.environ['PATH']}:/usr/local/cuda/bin"
 ARCHITECTURES = {"sm_90", "sm_100"}
 KERNELS = {
     **{"pack": r"7reshardILNS_6KernelE0EE", "checksum": r"7reshardILNS_6KernelE1EE", "scales": "13triton_scales"},
@@ -29,20 +31,38 @@ ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'(.*?)Compile ti
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 nvcc_needed = pytest.mark.skipif(
-    shutil.which("nvcc") is None and shutil.which("nvcc", path="/usr/local/cuda/bin") is None,
+    shutil.which("nvcc", path=PATH) is None,
     reason="there is no nvcc: install CUDA 12.8 or later to compile the CUDA kernels",
 )
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The CUDA library of weights as setup.py compiles it beside that of exact mode, and what the compiler said."""
+    """The CUDA library of weights as setup.py compiles it beside that of exact mode, and what the compiler said.
+
+    That takes most of a minute of both cores, so build/ keeps it for the same sources and compiler."""
     checkout = copy_of_sources(tmp_path_factory.mktemp("checkout"))
     setup = checkout / "setup.py"
     strict = '"-fmad=false", "-Xptxas", "-v", "-Werror", "all-warnings", "-Xcompiler", "-Werror"'
     setup.write_text(setup.read_text().replace('"-fmad=false"', strict))
-    said = build(checkout, "1", "build_ext", "--inplace")
-    return checkout / "slimx" / "_lib" / "libslimx_cuda.so", said
+    kept = ROOT / "build" / "cuda-libraries" / digest(checkout)
+    if not (kept / "said.txt").exists():
+        said = build(checkout, "1", "build_ext", "--inplace")
+        shutil.rmtree(kept.parent, ignore_errors=True)  # of other sources, or of a test that was ended
+        shutil.copytree(checkout / "slimx" / "_lib", kept)
+        (kept / "said.txt").write_text(said)
+    return kept / "libslimx_cuda.so", (kept / "said.txt").read_text()
+
+
+def digest(checkout: Path) -> str:
+    """A name for what the compilers read, and for themselves."""
+    whole = hashlib.sha256()
+    for file in sorted(path for path in checkout.rglob("*") if path.is_file()):
+        whole.update(f"{file.relative_to(checkout)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    for compiler in ("nvcc", "g++"):
+        command = [shutil.which(compiler, path=PATH), "--version"]
+        whole.update(subprocess.run(command, capture_output=True, check=True).stdout)
+    return whole.hexdigest()[:32]
 
 
 def copy_of_sources(folder: Path) -> Path:
@@ -57,8 +77,7 @@ def build(checkout: Path, cuda: str, *command: str) -> str:
     compiler = checkout / "no-compiler"  # of the CPU library, which is not what is tested
     compiler.write_text('#!/bin/sh\nfor target; do :; done\ntouch "$target"\n')
     compiler.chmod(0o755)
-    path = f"{os.environ['PATH']}:/usr/local/cuda/bin"
-    environment = {"PATH": path, "SLIMX_CUDA": cuda, "CXX": str(compiler)}
+    environment = {"PATH": PATH, "SLIMX_CUDA": cuda, "CXX": str(compiler)}
     arguments = [sys.executable, "setup.py", *command]
     done = subprocess.run(arguments, cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -17,6 +17,7 @@ from slimx.reshard.transports import device
 
 CSRC = Path(__file__).parents[3] / "csrc"
 EMULATION = Path(__file__).with_name("cuda_emulation")
+THREADS = Path(__file__).parents[1] / "emulated_threads.h"
 EMULATOR = "emulator.so"
 DEVICE = torch.device("cpu")
 """The device of torch in whose memory tensors of the emulated device lie."""
@@ -25,9 +26,10 @@ DEVICE = torch.device("cpu")
 def build_emulator(folder: Path) -> None:
     """Compile the kernels of csrc/*.cuh with the emulated device.cuh in place of theirs: `folder`/EMULATOR."""
     folder.mkdir()
-    for source in (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), *EMULATION.iterdir()):
+    for source in (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), *EMULATION.iterdir(), THREADS):
         shutil.copy(source, folder)
     flags = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]
+    flags += ["-U_FORTIFY_SOURCE"]  # its longjmp, which Ubuntu's compiler takes by default, leaves no stack for another
     checks = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-static-libubsan"]
     command = ["g++", *flags, *checks, "-shared", "-fPIC", "emulator.cpp", "-o", EMULATOR]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Shared by the tests of rewards: a judged response, and reward hooks that break in the ways that hooks break."""
+"""Shared by the tests of rewards: a judged response, and reward hooks that log, or break as hooks break."""
 
 from __future__ import annotations
 
@@ -65,3 +65,8 @@ async def misbehaving(ctx: RewardContext, _: Trajectory, *, worth: float = 1.0) 
 def hooks_of(**reward: Any) -> Any:
     sections = {"run": {"dir": "d"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
     return load_hooks(Config.model_validate({**sections, "reward": reward}))
+
+
+async def logs(ctx: RewardContext, _: Trajectory) -> float:
+    ctx.log("seen", 7)
+    return 0.5

@@ -147,16 +147,11 @@ def test_held_out_answers_have_parts_and_numbers_of_their_own():
     assert [name for name in found if find(name) is None] == []
 
 
-async def logging_hook(ctx: RewardContext, _: Trajectory) -> float:
-    ctx.log("seen", 7)
-    return 0.5
-
-
 @pytest.mark.costly
 async def test_a_reward_in_a_process_logs_as_one_in_a_thread_does():
     logged = {}
     for isolation in ("thread", "process"):
-        config = Reward(function=f"{__name__}.logging_hook", isolation=isolation, workers=1)
+        config = Reward(function=f"{reward_stand.__name__}.logs", isolation=isolation, workers=1)
         runner = reward_runner(config, load_reward(config, RunFacts()), "no tokenizer", RunFacts())
         assert isinstance(runner, RewardProcesses) == (isolation == "process")
         try:

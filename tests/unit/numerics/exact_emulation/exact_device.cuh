@@ -1,5 +1,5 @@
 // exact_device.cuh: stands in for csrc/exact_device.cuh, so that the source of the CUDA kernels of exact mode runs on a
-// CPU: a thread block is as many threads of the machine, which meet at a barrier. Blocks follow one another.
+// CPU: a thread block is as many emulated threads. Blocks follow one another.
 //
 // It finds wrong results and missing barriers that matter; it says nothing of speed, nor of a GPU's own rounding.
 #pragma once
@@ -8,38 +8,35 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-#include <barrier>
-#include <memory>
-#include <thread>
+#include <functional>
 #include <vector>
 
 #include "arithmetic.h"
+#include "emulated_threads.h"
 
 #define __global__
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(...)
-#define __syncthreads() slimx::meet()
+#define __syncthreads() slimx::meet_block()
 
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct Index {
-  unsigned x = 0, y = 0, z = 0;
-};
-inline thread_local Index threadIdx, blockIdx;
 
 using cudaError_t = int;
 inline const char* cudaGetErrorString(int) { return "no error of a device that is not there"; }
 
 namespace slimx {
 
-inline std::unique_ptr<std::barrier<>> barrier;
 inline std::vector<float> shared_memory;
+inline std::function<void()> kernel;
+inline Meeting block;
+inline int block_threads;
 
-inline void meet() { barrier->arrive_and_wait(); }
+inline void meet_block() { meet(block, block_threads); }
 
 inline float chain(float a, float b, float c) {
   const Arithmetic<true> zeros_for_denormals;
@@ -82,22 +79,17 @@ inline void store_floats(float* to, float a, float b, float c, float d) {
 inline float* shared_floats() { return shared_memory.data(); }
 
 template <class... Of, class... Given>
-int launch(void (*kernel)(Of...), dim3 blocks, int threads, int64_t shared, void*, Given... given) {
+int launch(void (*of)(Of...), dim3 blocks, int threads, int64_t shared, void*, Given... given) {
   shared_memory.assign(shared / 4, NAN);
-  barrier = std::make_unique<std::barrier<>>(threads);
-  std::vector<std::thread> team;
-  for (int t = 0; t < threads; ++t)
-    team.emplace_back([=] {
-      threadIdx.x = t;
-      for (unsigned z = 0; z < blocks.z; ++z)
-        for (unsigned y = 0; y < blocks.y; ++y)
-          for (unsigned x = 0; x < blocks.x; ++x) {
-            blockIdx = {x, y, z};
-            meet();  // shared memory is the next block's
-            kernel(given...);
-          }
-    });
-  for (std::thread& t : team) t.join();
+  kernel = [=] { of(given...); };
+  body = [] { kernel(); };
+  block_threads = threads;
+  for (unsigned z = 0; z < blocks.z; ++z)
+    for (unsigned y = 0; y < blocks.y; ++y)
+      for (unsigned x = 0; x < blocks.x; ++x) {
+        blockIdx = {x, y, z};
+        run_block(threads);
+      }
   return 0;
 }
 

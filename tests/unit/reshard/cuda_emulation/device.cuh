@@ -1,5 +1,5 @@
 // device.cuh: stands in for csrc/device.cuh, so that the source of the CUDA kernels runs on a CPU: a thread block is
-// 256 fibers that take turns in random order, which shuffles what the program does not order.
+// 256 emulated threads.
 //
 // It finds wrong results, misaligned vector accesses, stage slots that are read before their copies were waited for,
 // and barriers that some threads never reach. It says nothing of speed, nor of the rounding of a GPU's own
@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "emulated_threads.h"
 #include "tiles.cuh"
 
 #define __global__
@@ -28,11 +29,6 @@ struct uint4 {
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-
-struct Index {
-  unsigned x;
-};
-extern Index threadIdx, blockIdx, gridDim;
 
 void __syncthreads();
 

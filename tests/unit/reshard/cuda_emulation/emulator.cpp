@@ -1,23 +1,16 @@
-// emulator.cpp: the fibers behind device.cuh, and the emulated kernels as a library.
+// emulator.cpp: what stands behind device.cuh, and the emulated kernels as a library.
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <ucontext.h>
 #include <unistd.h>
 
 #include <map>
-#include <numeric>
-#include <random>
 #include <vector>
 
 #include "delta.cuh"
 #include "interface.cuh"
 #include "kernel.cuh"
-
-Index threadIdx, blockIdx, gridDim;
 
 namespace slimx {
 
@@ -25,85 +18,16 @@ alignas(kSlot) uint8_t memory[shared_bytes(2 * kUnits)];
 
 namespace {
 
-[[noreturn]] void fail(const char* what) {
-  fprintf(stderr, "emulated kernel, thread %u of block %u: %s\n", threadIdx.x, blockIdx.x, what);
-  abort();
-}
-
 struct Copy {
   void* to;
   const void* from;
   int bytes;
 };
 
-struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(64 << 10);
-  std::vector<Copy> copies;
-  bool ended = false;
-};
-
-struct Meeting {
-  int arrived = 0, round = 0;
-};
-
-Fiber fibers[kThreads];
-ucontext_t scheduler;
 Meeting warps[kThreads / kWarp], block;
 uint32_t exchanged[kThreads];
-void (*body)();
-bool moved;  // whether any fiber got anywhere since all last had their turn
-std::mt19937 dice;
-int stage_end;  // of `memory`, as the launch would have it
-
-void yield() {
-  const unsigned self = threadIdx.x;
-  swapcontext(&fibers[self].context, &scheduler);
-  threadIdx.x = self;
-}
-
-void meet(Meeting& m, int size) {
-  const int round = m.round;
-  if (++m.arrived == size) {
-    m.arrived = 0;
-    ++m.round;
-    moved = true;
-  }
-  while (m.round == round) yield();
-}
-
-void enter() {
-  body();
-  fibers[threadIdx.x].ended = moved = true;
-}
-
-void run_block() {
-  for (Fiber& f : fibers) {
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
-    f.context.uc_link = &scheduler;
-    f.ended = false;
-    makecontext(&f.context, enter, 0);
-  }
-  int asleep[kThreads / kWarp] = {};  // rounds that a warp sits out, so that others run ahead of it
-  std::vector<unsigned> order(kThreads);
-  std::iota(order.begin(), order.end(), 0u);
-  for (bool all = false; !all;) {
-    std::shuffle(order.begin(), order.end(), dice);
-    for (int& rounds : asleep) rounds = rounds ? rounds - 1 : dice() % 64 ? 0 : dice() % 50;
-    all = true;
-    moved = *std::max_element(asleep, asleep + kThreads / kWarp) > 0;
-    for (const unsigned k : order) {
-      if (fibers[k].ended) continue;
-      all = false;
-      if (asleep[k / kWarp]) continue;
-      threadIdx.x = k;
-      swapcontext(&scheduler, &fibers[k].context);
-    }
-    if (!all && !moved) fail("waits for threads that never come");
-  }
-}
+std::vector<Copy> copies[kThreads];  // by thread: what it has staged and not waited for
+int stage_end;                       // of `memory`, as the launch would have it
 
 }  // namespace
 
@@ -114,12 +38,12 @@ void must_be_aligned(const void* p, int bytes) {
 void later(void* to, const void* from, int bytes) {
   if (static_cast<uint8_t*>(to) + bytes > memory + stage_end) fail("a slot beyond the stage");
   memset(to, 0xEE, bytes);
-  fibers[threadIdx.x].copies.push_back({to, from, bytes});
+  copies[threadIdx.x].push_back({to, from, bytes});
 }
 
 void wait_for_stage() {
-  for (const Copy& c : fibers[threadIdx.x].copies) memcpy(c.to, c.from, c.bytes);
-  fibers[threadIdx.x].copies.clear();
+  for (const Copy& c : copies[threadIdx.x]) memcpy(c.to, c.from, c.bytes);
+  copies[threadIdx.x].clear();
 }
 
 void gather(uint32_t mine, uint32_t* all) {
@@ -201,7 +125,7 @@ int slimx_cuda_run(const SlimxPiece* pieces, const int64_t* first, int64_t n, co
   pieces_ = pieces, first_ = first, n_ = n, tiles_ = launch->tiles, bucket_ = bucket, sums_ = sums, flags_ = flags;
   body = launch->kernel == int32_t(Kernel::kChecksum) ? kernel<Kernel::kChecksum> : kernel<Kernel::kPack>;
   gridDim.x = launch->blocks;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block();
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(kThreads);
   return 0;
 }
 
@@ -212,7 +136,7 @@ int slimx_cuda_delta(const uint8_t* base, const uint8_t* fresh, int64_t bytes, i
   gridDim.x = unsigned(std::min<int64_t>(slimx_delta_chunks(bytes), 3));
   for (const auto kernel : {item == 2 ? encode<2> : encode<1>, join}) {
     body = kernel;
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block();
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(kThreads);
   }
   return 0;
 }
