@@ -34,13 +34,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedF
     return SharedFixtures(config, log, (WITH_SGLANG,))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a file that takes `sglang` and could go to another worker, which would import SGLang again."""
-    taking = {item.path.name for item in items if "sglang" in getattr(item, "fixturenames", ())}
-    if apart := sorted(taking - WITH_SGLANG):
-        raise pytest.UsageError(f"{', '.join(apart)}: takes the fixture sglang; add it to WITH_SGLANG in {__file__}")
-
-
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLang]:
     """Runs programs in forks of a process that has imported SGLang."""
