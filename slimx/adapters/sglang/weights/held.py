@@ -1,4 +1,4 @@
-"""What one rank's model holds: proofs of it, and tensors that the model computes from published ones.
+"""Proves what one rank's model holds, and makes the tensors that it computes from published ones.
 
 Written for sglang 0.5.23.
 """

@@ -51,7 +51,7 @@ class OpenPublication:
         return [name for name in self.layout.held if name not in self.staged and name not in self.loaded]
 
     def ready(self) -> dict[str, Staged]:
-        """What is staged and can be copied: all that the model loads only together with it is staged, too."""
+        """Returns the staged tensors that can be copied: those whose partners in the model's loader are staged, too."""
         return {name: staged for name, staged in self.staged.items() if self._complete(name)}
 
     def _complete(self, name: str) -> bool:
