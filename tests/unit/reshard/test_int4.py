@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from slimx.models.files.int4 import GROUP, dequantise
 from slimx.reshard.kernels import int4
 from tests.refusals import refused
-from tests.unit.reshard.cuda_stand import CSRC, EMULATION
+from tests.unit.reshard.cuda_stand import CSRC, EMULATION, THREADS
 
 EPSILON = 2.0**-7
 SCHEME = QuantizationScheme(
@@ -155,7 +155,7 @@ def test_the_kernel_for_gpus_gives_the_same_bytes(tmp_path: Path, monkeypatch: p
 
 def emulate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel's own source, its threads one after another, round what lies in the host's memory."""
-    for source in (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), EMULATION / "device.cuh"):
+    for source in (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), EMULATION / "device.cuh", THREADS):
         shutil.copy(source, folder)
     (folder / "int4.cpp").write_text(EMULATOR)
     flags = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]
@@ -181,7 +181,6 @@ def emulate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 EMULATOR = """
 #include "int4.cuh"
 #include "int4_interface.cuh"
-Index threadIdx, blockIdx, gridDim;
 int slimx_int4_cuda_abi(void) { return SLIMX_INT4_ABI; }
 const char* slimx_int4_cuda_error_string(int) { return "an error"; }
 template <class T>
