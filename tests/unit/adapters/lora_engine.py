@@ -40,7 +40,7 @@ PUBLISHED = (
     ("whole, beside others", "second", "newer"),
     ("again", "first", "second"),
 )
-"""What a publication is called, its policy and its adapters."""
+"""Publications in their order: name, policy, and name of the adapters."""
 PARTS = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "self_attn.o_proj": ("o_proj",),
@@ -193,7 +193,7 @@ def published(
 
 
 def copied(buffers: Tensors) -> Tensors:
-    """What the buffers hold now."""
+    """Returns a copy of what the buffers hold now."""
     return {name: buffer.clone() for name, buffer in buffers.items()}
 
 

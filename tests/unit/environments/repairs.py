@@ -1,4 +1,4 @@
-"""What a policy does to the ten repairs of `examples/repair`: calls that solve them, and some that do not."""
+"""Calls of tools for the ten repairs of `examples/repair`: some that solve them, and some that do not."""
 
 from __future__ import annotations
 
