@@ -26,7 +26,7 @@ from reshard_layer import Job, Pieces, Shards, checksums, straightforward  # noq
 
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan  # noqa: E402
-from slimx.reshard.kernels.record import OP, PIECE, RULE  # noqa: E402
+from slimx.reshard.kernels.record import OP, PIECE, QUANTISES, RULE, scale_bytes  # noqa: E402
 from tests import reshard_reference as reference
 
 LAYER = [
@@ -61,6 +61,7 @@ MATRICES = [
     Form("bf16 to fp32", OP.BF16_TO_FP32, 2, 4),
     Form("fp8 from fp32", OP.QUANTISE_FP8, 4, 1, RULE.IEEE, (128, 128)),
     Form("mxfp8", OP.QUANTISE_MXFP8, 2, 1, RULE.MXFP8, (1, 32)),
+    Form("int4", OP.QUANTISE_INT4, 2, 1, RULE.INT4, (1, 32)),
     Form("dequantise fp8", OP.DEQUANTISE_FP8, 1, 2, RULE.NONE, (128, 128)),
     Form("dequantise mxfp8", OP.DEQUANTISE_MXFP8, 1, 2, RULE.NONE, (1, 32)),
 ]
@@ -154,15 +155,16 @@ def one_matrix(form: Form, rounds: int, device: torch.device) -> None:
     piece["src"], piece["rows"], piece["cols"] = source.data_ptr(), SIDE, SIDE
     along, across = SIDE * form.item, form.item
     piece["src_ld"], piece["src_step"] = (across, along) if form.transposed else (along, across)
-    piece["dst_ld"] = piece["pos_ld"] = SIDE * form.out
+    line = SIDE * form.out // (2 if form.op == OP.QUANTISE_INT4 else 1)
+    piece["dst_ld"] = piece["pos_ld"] = line
     piece["op"], piece["rule"], piece["item"], piece["out"] = form.op, form.rule, form.item, form.out
-    size, scale_tensor, scales = SIDE * SIDE * form.out, -1, None
+    size, scale_tensor, scales = SIDE * line, -1, None
     if form.block[0]:
         piece["block_rows"], piece["block_cols"] = form.block
-        width = 1 if form.op in (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8) else 4
+        width = int(scale_bytes(piece)[0])
         shape = (SIDE // form.block[0], SIDE // form.block[1] * width)
         piece["scale_ld"] = piece["scale_pos_ld"] = shape[1]
-        if form.op in (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8):
+        if form.op in QUANTISES:
             piece["scale"], scale_tensor, size = size, 1, size + shape[0] * shape[1]
         else:
             scales = torch.full(shape, 0x3F, dtype=torch.uint8, device=device)

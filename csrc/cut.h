@@ -21,17 +21,26 @@ inline bool is_transposed(const SlimxPiece& p) { return p.src_step != p.item; }
 
 inline bool has_blocks(const SlimxPiece& p) { return p.op >= SLIMX_QUANTISE_FP8; }
 
+// Bytes of `cols` elements of p where they are written.
+inline int64_t written(const SlimxPiece& p, int64_t cols) {
+  return (p.op == SLIMX_QUANTISE_INT4 ? cols / 2 : cols) * p.out;
+}
+
+inline int64_t scale_bytes(const SlimxPiece& p) {
+  if (p.op == SLIMX_QUANTISE_INT4) return 2;
+  return p.op == SLIMX_QUANTISE_MXFP8 || p.op == SLIMX_DEQUANTISE_MXFP8 ? 1 : 4;
+}
+
 // Rows [row, row + rows) and columns [col, col + cols) of p, where blocks begin, as a piece of their own.
 inline SlimxPiece part(const SlimxPiece& p, int64_t row, int64_t rows, int64_t col, int64_t cols) {
   SlimxPiece tile = p;
   tile.src += row * p.src_ld + col * p.src_step;
-  tile.dst += row * p.dst_ld + col * p.out;
-  tile.pos += row * p.pos_ld + col * p.out;
+  tile.dst += row * p.dst_ld + written(p, col);
+  tile.pos += row * p.pos_ld + written(p, col);
   tile.rows = rows;
   tile.cols = cols;
   if (has_blocks(p)) {
-    const bool mx = p.op == SLIMX_QUANTISE_MXFP8 || p.op == SLIMX_DEQUANTISE_MXFP8;
-    const int64_t across = col / p.block_cols * (mx ? 1 : 4), down = row / p.block_rows;
+    const int64_t across = col / p.block_cols * scale_bytes(p), down = row / p.block_rows;
     tile.scale += down * p.scale_ld + across;
     tile.scale_pos += down * p.scale_pos_ld + across;
   }
@@ -47,7 +56,7 @@ inline int64_t whole_units(int64_t room, int64_t unit, int64_t all) {
 inline void cut(std::vector<SlimxPiece>& tiles, SlimxPiece p, bool copy) {
   if (p.rows == 0 || p.cols == 0) return;
   if (p.cols == 1) p.src_step = p.item;
-  const int64_t from = p.cols * p.item, to = p.cols * p.out;
+  const int64_t from = p.cols * p.item, to = written(p, p.cols);
   const bool one_run = p.src_ld == from && p.pos_ld == to && (!copy || p.dst_ld == to);
   if (one_run && !is_transposed(p) && !has_blocks(p)) {
     p.cols *= p.rows;

@@ -3,6 +3,7 @@
 
 #include "copy.cuh"
 #include "quantise.cuh"
+#include "quantise_int4.cuh"
 
 namespace slimx {
 
@@ -76,7 +77,11 @@ __global__ void __launch_bounds__(kThreads, 4)
       default:
         if constexpr (kKernel == Kernel::kPack) {
           const bool quantises = p.op == SLIMX_QUANTISE_FP8 || p.op == SLIMX_QUANTISE_MXFP8;
-          if (quantises && p.item == 2)
+          if (p.op == SLIMX_QUANTISE_INT4 && p.item == 2)
+            quantise_int4_tile<2>(p, cut, begin, count, shared, bucket, found);
+          else if (p.op == SLIMX_QUANTISE_INT4)
+            quantise_int4_tile<4>(p, cut, begin, count, shared, bucket, found);
+          else if (quantises && p.item == 2)
             quantise_tile<2>(p, cut, begin, count, shared, bucket, found, scratch, turn);
           else if (quantises)
             quantise_tile<4>(p, cut, begin, count, shared, bucket, found, scratch, turn);

@@ -24,6 +24,7 @@ typedef enum {
   SLIMX_RULE_TE = 3,      // q = rne(x * r) and s = 1 / r, where r = 448 / amax (Transformer Engine)
   SLIMX_RULE_UE8M0 = 4,   // s = 2^ceil(log2(max(amax, 1e-4) / 448)), at its fixed point: slimx_scale (DeepGEMM)
   SLIMX_RULE_MXFP8 = 5,   // s = 2^(e - 127), e = the exponent of amax * rne(1 / 448) rounded up (OCP MX)
+  SLIMX_RULE_INT4 = 6,    // of INT4 codes: int4.h
 } SlimxRule;
 
 // ---- bits -----------------------------------------------------------------------------------------------------------

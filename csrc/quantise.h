@@ -4,6 +4,7 @@
 // magnitude of each block, then for the codes. All loops run along whole rows, across blocks, as memory does.
 #pragma once
 
+#include "int4.h"
 #include "tile.h"
 
 namespace slimx {
@@ -132,6 +133,27 @@ SLIMX_INLINE Share quantise_tile(const SlimxPiece& p, uint8_t* bucket, const flo
                                    p.scale_pos + row * p.scale_pos_ld)
                         .sum;
     share.values += write_codes<Isa>(p, bucket, start, stop, band);
+  }
+  return share;
+}
+
+// T: the type of a source element. A tile has no more than kBlocks groups in a row.
+template <class Isa, class T>
+SLIMX_INLINE Share quantise_int4_tile(const SlimxPiece& p, uint8_t* bucket) {
+  alignas(64) uint8_t codes[kBlocks * SLIMX_INT4_GROUP / 2];
+  uint16_t scales[kBlocks];
+  const int64_t groups = p.cols / SLIMX_INT4_GROUP;
+  Share share;
+  for (int64_t r = 0; r < p.rows; ++r) {
+    prefetch_row(p, r, 0, p.cols * sizeof(T));
+    const T* row = reinterpret_cast<const T*>(source_row(p, r));
+    for (int64_t g = 0; g < groups; ++g)
+      share.nonfinite |= slimx_int4_group<T>(row + g * SLIMX_INT4_GROUP, codes + g * (SLIMX_INT4_GROUP / 2), scales + g,
+                                             nullptr) != 0;
+    share.values += put<Isa, true>(codes, bucket + p.dst + r * p.dst_ld, p.cols / 2, p.pos + r * p.pos_ld).sum;
+    share.scales += put<Isa, true>(reinterpret_cast<const uint8_t*>(scales), bucket + p.scale + r * p.scale_ld,
+                                   groups * int64_t(sizeof(uint16_t)), p.scale_pos + r * p.scale_pos_ld)
+                        .sum;
   }
   return share;
 }

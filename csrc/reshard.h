@@ -33,7 +33,7 @@ extern "C" {
 #endif
 
 // Changes with the records, the functions or the checksum, so that a stale library is refused when it is loaded.
-#define SLIMX_ABI 3
+#define SLIMX_ABI 4
 
 // What becomes of an element. A source element is a bf16 (item 2), an fp32 (item 4) or an e4m3 code (item 1).
 //
@@ -48,11 +48,12 @@ typedef enum {
   SLIMX_QUANTISE_MXFP8 = 5,    // bf16 or fp32 -> e4m3 codes and E8M0 scales by MXFP8, blocks of 1 x 32; flags
   SLIMX_DEQUANTISE_FP8 = 6,    // e4m3 codes and fp32 scales -> bf16 or fp32; flags
   SLIMX_DEQUANTISE_MXFP8 = 7,  // e4m3 codes and E8M0 scales -> bf16 or fp32, blocks of 1 x 32; flags
+  SLIMX_QUANTISE_INT4 = 8,     // bf16 or fp32 -> INT4 codes, two in a byte, and bf16 scales (int4.h); flags
 } SlimxOp;
 
 // One rectangle of elements, what becomes of it, and its place in its destination tensor; 128 bytes. A tensor is
 // covered by any number of pieces. Everything but COPY wants natural alignment: src, src_ld and src_step to `item`,
-// dst, dst_ld, pos and pos_ld to `out`, and fp32 scales to 4 in every field.
+// dst, dst_ld, pos and pos_ld to `out`, and scales to their size in every field.
 typedef struct {
   uint64_t src;      // address of the first byte to read
   int64_t src_ld;    // bytes from one source row to the next
@@ -71,13 +72,13 @@ typedef struct {
   int32_t tensor;        // index of the values into `sums` and `flags`
   int32_t scale_tensor;  // index of the scales into `sums` (quantise), -1 for other ops
   // Elements of a block, 0 where the op has none. A piece starts on a block boundary of its tensor, and a block at its
-  // end may be partial only at the tensor's own edge: every block lies in one piece.
+  // end may be partial only at the tensor's own edge: every block lies in one piece. Those of INT4 are whole, 1 x 32.
   int32_t block_rows;
   int32_t block_cols;
   uint8_t op;         // SlimxOp
   uint8_t rule;       // SlimxRule; NONE for ops that do not quantise
   uint8_t item;       // bytes of one source element
-  uint8_t out;        // bytes of one destination element
+  uint8_t out;        // bytes of one destination element; of INT4, of two
   uint32_t reserved;  // 0
 } SlimxPiece;
 

@@ -62,6 +62,8 @@ SLIMX_INLINE Share run_tile(SlimxPiece p, uint8_t* bucket, const float* triton_s
     case SLIMX_QUANTISE_MXFP8:
       return bf16_in ? quantise_tile<Isa, uint16_t, uint8_t>(p, bucket, triton_scales)
                      : quantise_tile<Isa, uint32_t, uint8_t>(p, bucket, triton_scales);
+    case SLIMX_QUANTISE_INT4:
+      return bf16_in ? quantise_int4_tile<Isa, uint16_t>(p, bucket) : quantise_int4_tile<Isa, uint32_t>(p, bucket);
     case SLIMX_DEQUANTISE_FP8:
     case SLIMX_DEQUANTISE_MXFP8:
       return bf16_out ? dequantise_tile<Isa, uint16_t>(p, bucket) : dequantise_tile<Isa, uint32_t>(p, bucket);

@@ -14,7 +14,7 @@ constexpr int kUnits = 8;   // of a row-major tile, for each thread
 constexpr int kVector = 8;  // elements of a unit, where memory is aligned for that
 constexpr int kTileUnits = kUnits * kThreads;
 constexpr int kEdge = 128;   // longest side of a quantisation block that a thread block holds in its stage
-constexpr int kMxCols = 32;  // of an MXFP8 block that the vector path takes
+constexpr int kMxCols = 32;  // of an MXFP8 block, or an INT4 group, that the vector path takes
 
 enum class Kernel : int32_t { kPack, kChecksum };
 
@@ -26,7 +26,7 @@ enum class Path : uint8_t {
   kCopy2,         //
   kCopy1,         //
   kCopyItems,     // units of one element of any size, at any address
-  kVectors,       // element-wise ops and MXFP8: units of kVector elements
+  kVectors,       // element-wise ops, MXFP8 and INT4: units of kVector elements
   kElements,      // element-wise ops: units of one element
   kBlock,         // one quantisation block, in the stage
   kBlocksByWarp,  // any other quantisation blocks, each read twice by one warp
@@ -96,8 +96,8 @@ SLIMX_INLINE Cut cut_elements(const SlimxPiece& p) {
 SLIMX_INLINE Cut cut_quantised(const SlimxPiece& p) {
   const int32_t rows = ceil_div(p.rows, p.block_rows), cols = ceil_div(p.cols, p.block_cols);
   const bool vectors = vectors_fit(p);
-  if (p.op == SLIMX_QUANTISE_MXFP8 && vectors && p.block_rows == 1 && p.block_cols == kMxCols && p.cols % kMxCols == 0)
-    return cut_vectors(p);
+  const bool narrow = p.op == SLIMX_QUANTISE_MXFP8 || p.op == SLIMX_QUANTISE_INT4;
+  if (narrow && vectors && p.block_rows == 1 && p.block_cols == kMxCols && p.cols % kMxCols == 0) return cut_vectors(p);
   const bool large = p.block_rows >= kEdge / 8;  // small blocks would leave most threads idle
   const bool held = large && p.block_rows <= kEdge && p.block_cols <= kEdge && p.block_cols % kVector == 0;
   if (p.op == SLIMX_QUANTISE_FP8 && vectors && held) return {Path::kBlock, rows, cols, 1};
@@ -113,6 +113,7 @@ SLIMX_INLINE Cut cut_of(const SlimxPiece& p, Kernel kernel) {
       return cut_copy(p, true);
     case SLIMX_QUANTISE_FP8:
     case SLIMX_QUANTISE_MXFP8:
+    case SLIMX_QUANTISE_INT4:
       return cut_quantised(p);
     case SLIMX_DEQUANTISE_FP8:
     case SLIMX_DEQUANTISE_MXFP8:

@@ -153,6 +153,21 @@ def quantise(
     return torch.where(_spread(poisoned, block, x.shape), NAN_E4M3, codes), scales
 
 
+def quantise_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, cols] bf16 or fp32 -> codes [rows, cols / 2] uint8, two in a byte, and bf16 scales [rows, cols / 32].
+
+    A group with an element, or a value, that is not finite has a scale of NaN and the codes of 0.
+    """
+    x = to_bf16(x.float())
+    amax = block_amax(x.float(), (1, 32))
+    s = to_bf16(_divide(amax, 7.0))
+    poisoned = ~amax.isfinite() | ~to_bf16(s.float() * 7.0).isfinite()
+    s = torch.where(s.float() < 2.0**-126, 2.0**-7, s.float())
+    q = to_bf16(_divide(x.float(), _spread(s, (1, 32), x.shape))).float().clamp(-8, 7).round() + 8
+    codes = torch.where(_spread(poisoned, (1, 32), x.shape), 8, q).to(torch.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4, to_bf16(torch.where(poisoned, torch.nan, s))
+
+
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Codes [rows, cols] uint8 times their blocks' scales (fp32, or uint8 exponents), in fp32, then to `dtype`."""
     s = from_e8m0(scales) if scales.dtype == torch.uint8 else scales
@@ -243,7 +258,10 @@ def _do(p: np.void, table: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray 
         return source, None, True
     dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
     x, scales = torch.from_numpy(source).view(dtype[int(p["item"])]), None
-    if p["op"] in (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8):
+    if p["op"] == OP.QUANTISE_INT4:
+        out, scales = quantise_int4(x)
+        finite = scales.isfinite().all()
+    elif p["op"] in (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8):
         finite = x.isfinite().all()
         out, scales = quantise(x, RULE(p["rule"]), block, table)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from slimx.convert.compare import compare_int4
 from slimx.convert.safetensors import Tensor, Unit
 from slimx.convert.sources import Reading, row_blocks
 from slimx.errors import SlimxError
-from slimx.layout.rounded import experts
+from slimx.layout.rounded import experts, rounds
 from slimx.layout.table import Table
+from slimx.models.families import ModelSpec
 from slimx.models.files import int4
 from slimx.reshard.kernels import int4 as kernel
 
@@ -65,7 +66,19 @@ def quantised(name: str, shape: tuple[int, ...]) -> Unit:
     return Unit(tensors, parts, compare)
 
 
-def with_quantisation(hf: Mapping[str, Any], plain: Sequence[str]) -> dict[str, Any]:
+def served_plain(spec: ModelSpec) -> Iterator[str]:
+    """Names of the matrices that SGLang's layers hold as they are. It fuses some of the checkpoint's into one and looks
+    for that one's name among those which are not quantised; nothing where SGLang does not serve the model."""
+    try:
+        table = spec.engine_table()
+    except SlimxError:
+        return
+    for entry in table.entries():
+        if not rounds(entry.row) and any(len(shape) > 1 for _, shape in entry.row.sources):
+            yield entry.row.name.format(layer=entry.layer, expert=entry.expert)
+
+
+def with_quantisation(hf: Mapping[str, Any], plain: Iterable[str]) -> dict[str, Any]:
     """The config.json `hf` of a model in INT4 but for the matrices `plain`, as SGLang and transformers read it."""
     group = {
         "targets": ["Linear"],
@@ -78,6 +91,6 @@ def with_quantisation(hf: Mapping[str, Any], plain: Sequence[str]) -> dict[str, 
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": [name.removesuffix(".weight") for name in plain],
+        "ignore": sorted({name.removesuffix(".weight") for name in plain}),
     }
     return {**hf, "quantization_config": described}

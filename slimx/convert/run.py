@@ -189,7 +189,9 @@ def hf_to_int4(
         file_bytes=file_bytes,
         what=f"hf-to-int4 {_content(source)} {dtype}",
         template=source,
-        config=_stored_as(int4.with_quantisation(without_quantisation(spec.hf), plain), dtypes),
+        config=_stored_as(
+            int4.with_quantisation(without_quantisation(spec.hf), [*plain, *int4.served_plain(spec)]), dtypes
+        ),
     )
 
 

@@ -14,11 +14,12 @@ AMAX = 0x7F80
 def matrix_plan(op: OP, rule: RULE, elements: np.ndarray, block: tuple[int, int]) -> Plan:
     """One piece that quantises `elements` [rows, cols], bits of bf16 (uint16) or fp32 (uint32)."""
     rows, cols = elements.shape
-    size, item = 1 if op == OP.QUANTISE_MXFP8 else 4, elements.itemsize
+    size, item = {OP.QUANTISE_MXFP8: 1, OP.QUANTISE_INT4: 2}.get(op, 4), elements.itemsize
     scale, width = MARGIN + -(-rows * cols // 16) * 16, -(-cols // block[1]) * size
+    line = cols // 2 if op == OP.QUANTISE_INT4 else cols
     piece = np.zeros(1, dtype=PIECE)
     piece["src_ld"], piece["src_step"], piece["item"], piece["out"] = cols * item, item, item, 1
-    piece["dst"], piece["dst_ld"], piece["pos_ld"] = MARGIN, cols, cols
+    piece["dst"], piece["dst_ld"], piece["pos_ld"] = MARGIN, line, line
     piece["rows"], piece["cols"], piece["op"], piece["rule"] = rows, cols, op, rule
     piece["scale"], piece["scale_ld"], piece["scale_pos_ld"] = scale, width, width
     piece["block_rows"], piece["block_cols"], piece["scale_tensor"] = *block, 1
@@ -28,7 +29,7 @@ def matrix_plan(op: OP, rule: RULE, elements: np.ndarray, block: tuple[int, int]
 
 def one_block_per_amax(op: OP, rule: RULE) -> Plan:
     """A block for every finite bf16 amax: the amax itself among smaller elements of both signs."""
-    block = (1, 32) if op == OP.QUANTISE_MXFP8 else (16, 8)
+    block = (16, 8) if op == OP.QUANTISE_FP8 else (1, 32)
     count = block[0] * block[1]
     rng = np.random.default_rng(0)
     share = rng.random((AMAX, count)) * np.where(rng.random((AMAX, count)) < 0.5, -1, 1)

@@ -60,8 +60,9 @@ def test_every_bf16_amax_has_the_cpu_s_scale_and_codes(device: torch.device, rul
     on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
 
 
-def test_every_bf16_amax_has_the_cpu_s_mxfp8_scale(device: torch.device) -> None:
-    plan = one_block_per_amax(OP.QUANTISE_MXFP8, RULE.MXFP8)
+@pytest.mark.parametrize("op", [OP.QUANTISE_MXFP8, OP.QUANTISE_INT4])
+def test_every_bf16_amax_has_the_cpu_s_scale_in_narrow_blocks(device: torch.device, op: OP) -> None:
+    plan = one_block_per_amax(op, RULE[op.name.removeprefix("QUANTISE_")])
     on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
 
 

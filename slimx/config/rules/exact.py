@@ -146,6 +146,9 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
     if not numerics.exact or publish.quantise is None:
         return
     given = f"{MODE}, publish.quantise is {publish.quantise}"
+    if not publish.in_fp8:
+        yield "publish.quantise", f"{given}, and both sides compute with fp8 blocks alone: set numerics.mode=fast"
+        return
     if numerics.dtype != "bfloat16":
         yield "numerics.dtype", f"{given}, and SGLang has fp8 weights beside bfloat16 only: set numerics.dtype=bfloat16"
     if publish.encoding == "hf":

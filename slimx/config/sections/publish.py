@@ -27,9 +27,10 @@ class Publish(Section):
     adapters: Literal["merged", "alone"] = "merged"
     """With trainer.lora. merged: engines get weights with their adapters in them, and know of none; alone: they get the
     base once, and then adapters at each version, which they compute with beside it (docs/operations.md)."""
-    quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = None
+    quantise: Literal["ieee", "triton", "te", "ue8m0", "int4"] | None = None
     """Rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode those that the
-    trainer computes with, too; null: none."""
+    trainer computes with, too. int4: routed experts become INT4, each 32 columns with a scale, for engines on GPUs that
+    start from what `slimx convert hf-to-int4` writes. null: none."""
     transport: Transport = "auto"
     """auto: memory or cuda_ipc on one machine, nixl between several; `slimx plan` says which, and why. memory: engines
     on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; nixl: over the network, from every trainer
@@ -51,8 +52,13 @@ class Publish(Section):
     """Seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined."""
 
     @property
+    def in_fp8(self) -> bool:
+        """True if linear weights are published in fp8."""
+        return self.quantise not in (None, "int4")
+
+    @property
     def changes(self) -> tuple[int, int] | None:
-        """Bytes of the elements among which changes are looked for (most of what is published is fp8 codes, or bf16),
+        """Bytes of the elements among which changes are looked for (most of what is published is codes, or bf16),
         and every how many versions one is whole; None: all are."""
         return None if self.delta is None else (2 if self.quantise is None else 1, self.delta.every_full)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slimx.config.rule import Told, rule
+from slimx.config.sections.publish import Publish
 from slimx.config.sections.trainer import Trainer
 from slimx.layout.ranks import Sizes
 from slimx.layout.rounded import rounds
@@ -13,12 +14,16 @@ from slimx.models.files.int4 import GROUP
 
 
 @rule("qat.experts", about="trainer.qat")
-def has_experts(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
-    if trainer.qat is not None and not any(rounds(row) for row in spec.table.rows):
-        yield (
-            f"trainer.qat={trainer.qat} rounds routed experts whose matrices the checkpoint stores one by one, and "
-            f"{spec.path} has none; leave trainer.qat out"
-        )
+def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Iterator[Told]:
+    if any(rounds(row) for row in spec.table.rows):
+        return
+    for key, value in (("trainer.qat", trainer.qat), ("publish.quantise", publish.quantise)):
+        if value == "int4":
+            yield (
+                key,
+                f"{key}={value} rounds routed experts whose matrices the checkpoint stores one by one, and "
+                f"{spec.path} has none; leave {key} out",
+            )
 
 
 @rule("qat.groups", about="trainer.qat")

@@ -101,8 +101,7 @@ def publishes_to_plain_layouts(
     if machine.gpu is not GPUS["gb300"] or numerics.exact:
         return
     for group in rollout.policy_engines:
-        fp8 = publish.quantise is not None
-        for field, plain in unpublishable(group.sglang, experts=spec.experts > 0, fp8=fp8):
+        for field, plain in unpublishable(group.sglang, experts=spec.experts > 0, fp8=publish.in_fp8):
             yield (
                 f"rollout.engines.sglang.{field}",
                 f"{group.where}: on cluster.gpu=gb300 SGLang would hold weights in a layout that cannot be published "
@@ -113,7 +112,7 @@ def publishes_to_plain_layouts(
 @rule("engines.fp8_model", about="rollout.engines.model")
 def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Iterator[str]:
     """Engines that start from bf16 weights have no place for fp8 ones. A copy that is made later is not looked at."""
-    for group in rollout.policy_engines if publish.quantise else ():
+    for group in rollout.policy_engines if publish.in_fp8 else ():
         file = Path(group.model or spec.path) / "config.json"
         if file.is_file() and "quantization_config" not in read_object(file):
             yield (
@@ -124,17 +123,26 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Iterat
 
 
 @rule("engines.int4_model", about="rollout.engines.model")
-def starts_in_bf16(rollout: Rollout, spec: ModelSpec) -> Iterator[str]:
-    """Engines that start from INT4 have no place for the values that are published, and SGLang's Marlin arranges codes
-    anew, so that what it holds could not be read back and proven. Kimi-K2.5 has no engines at all."""
+def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Iterator[str]:
+    """Engines that start from INT4 have places for codes alone, and others have none. A copy that is made later is not
+    looked at."""
+    published = publish.quantise == "int4"
     for group in rollout.policy_engines:
         file = Path(group.model or spec.path) / "config.json"
-        described = read_object(file).get("quantization_config") if file.is_file() else None
-        if described and described.get("quant_method") == "compressed-tensors":
+        if not file.is_file():
+            continue
+        described = read_object(file).get("quantization_config") or {}
+        starts = described.get("quant_method") == "compressed-tensors"
+        if starts and not published:
             yield (
-                f"{group.where} starts from {file.parent}, which is in INT4, and weights are published in bf16 or fp8: "
-                "codes that SGLang has arranged for its kernels cannot be read back to prove them; write a bf16 copy "
-                "(`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name it in the group's model"
+                f"{group.where} starts from {file.parent}, which is in INT4, and weights are published in "
+                f"{'fp8' if publish.in_fp8 else 'bf16'}; set publish.quantise=int4, or write a bf16 copy (`slimx convert "
+                "hf-to-megatron`, then `megatron-to-hf`) and name it in the group's model"
+            )
+        if published and not starts:
+            yield (
+                f"publish.quantise=int4 sends INT4 codes, and {group.where} starts from {file.parent}, which is not in "
+                "INT4; write a copy with `slimx convert hf-to-int4` and name it in the group's model"
             )
 
 

@@ -13,6 +13,7 @@ from slimx.layout.adapters import adapter_targets
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes
+from slimx.layout.rounded import in_int4
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
@@ -40,13 +41,16 @@ def engine_memory(
     `beside`: bytes that a trainer rank has left on the GPU when the server starts. `table`: as `engine_table` makes it,
     where it is known already."""
     sizes = engine_sizes(group)
-    quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
+    quantisation = Quantisation.by(config.publish.quantise) if config.publish.quantise else None
+    held = table or engine_table(spec, group)
+    if config.publish.quantise == "int4":
+        held = in_int4(held)
     itemsize = ITEMSIZE[config.numerics.dtype]
     record = EngineMemory(
         group=group.name,
         count=group.servers,
         ranks=sizes.world,
-        weights=engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation)
+        weights=engine_weights(held, config.numerics.dtype, sizes, quantisation)
         + (0 if group.frozen else adapter_slots(config, spec)),
         static_fraction=None,
         static=None,
@@ -107,9 +111,8 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Q
         rows, cols = matrix(shard.shape)
         nbytes = rows * cols * ITEMSIZE[shard.row.dtype or dtype]
         if shard.row.quantised and quantisation is not None:
-            high, wide = quantisation.block
-            blocks = -(-rows // high) * -(-cols // wide)
-            nbytes = rows * cols + blocks * ITEMSIZE[quantisation.scale_dtype]
+            codes, scales = (math.prod(shape) for shape in quantisation.shapes((rows, cols)))
+            nbytes = codes * ITEMSIZE[quantisation.code_dtype] + scales * ITEMSIZE[quantisation.scale_dtype]
         for stage, layers in enumerate(shard.layers):
             held[[stage * sizes.tensor + rank for rank in shard.ranks]] += nbytes * layers
     return int(held.max())

@@ -27,7 +27,7 @@ from slimx.reshard.kernels.record import (
 )
 
 LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cpu.so"
-ABI = 3
+ABI = 4
 
 
 TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")

@@ -20,7 +20,7 @@ from slimx.library import load_library
 from slimx.reshard.kernels.record import NONFINITE, check_destinations, check_ops, check_sources, check_sums
 
 LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cuda.so"
-ABI = 301
+ABI = 401
 """SLIMX_CUDA_ABI in csrc/interface.cuh."""
 LONGEST = 2**31 - 1
 """Rows of a piece, and bytes of one of its rows: the kernel counts them in 32 bits."""

@@ -30,6 +30,8 @@ class OP(IntEnum):
     """e4m3 codes and fp32 block scales to bf16 or fp32; flags."""
     DEQUANTISE_MXFP8 = 7
     """The same with E8M0 scales of 1 x 32 blocks."""
+    QUANTISE_INT4 = 8
+    """bf16 or fp32 to INT4 codes, two in a byte, and bf16 scales of 1 x 32 blocks, all of them whole; flags."""
 
 
 class RULE(IntEnum):
@@ -41,6 +43,7 @@ class RULE(IntEnum):
     TE = 3
     UE8M0 = 4
     MXFP8 = 5
+    INT4 = 6
 
 
 Problem = tuple[str, np.ndarray, str]
@@ -70,14 +73,15 @@ PIECE = np.dtype(
         ("op", np.uint8),  # OP
         ("rule", np.uint8),  # RULE, NONE for ops that do not quantise
         ("item", np.uint8),  # bytes of one source element
-        ("out", np.uint8),  # bytes of one destination element
+        ("out", np.uint8),  # bytes of one destination element; of INT4, of two
         ("reserved", np.uint32),  # 0
     ],
     align=True,
 )
 assert PIECE.itemsize == 128, "SlimxPiece in csrc/reshard.h"
 
-QUANTISES, DEQUANTISES = (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8), (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8)
+QUANTISES = (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8, OP.QUANTISE_INT4)
+DEQUANTISES = (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8)
 _FORMS = {
     *((OP.COPY_CHECKED, size, size) for size in (2, 4)),
     (OP.FP32_TO_BF16, 4, 2),
@@ -90,6 +94,7 @@ _RULES = {
     *((op, RULE.NONE) for op in OP if op not in QUANTISES),
     *((OP.QUANTISE_FP8, rule) for rule in (RULE.IEEE, RULE.TRITON, RULE.TE, RULE.UE8M0)),
     (OP.QUANTISE_MXFP8, RULE.MXFP8),
+    (OP.QUANTISE_INT4, RULE.INT4),
 }
 
 
@@ -140,9 +145,15 @@ def rectangle(
 
 
 def scale_bytes(pieces: np.ndarray) -> np.ndarray:
-    """Bytes of one block scale of each piece, 0 where its op has none."""
-    mx = np.isin(pieces["op"], (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8))
-    return np.where(pieces["op"] < OP.QUANTISE_FP8, 0, np.where(mx, 1, 4))
+    """Bytes [pieces] of one block scale of each piece, 0 where its op has none."""
+    op = pieces["op"]
+    mx = np.isin(op, (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8))
+    return np.select([op < OP.QUANTISE_FP8, mx, op == OP.QUANTISE_INT4], [0, 1, 2], 4)
+
+
+def written_cols(pieces: np.ndarray) -> np.ndarray:
+    """Destination elements [pieces] of `out` bytes in a row of each piece: an INT4 one has two columns."""
+    return np.where(pieces["op"] == OP.QUANTISE_INT4, pieces["cols"] // 2, pieces["cols"])
 
 
 def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
@@ -175,7 +186,7 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
 
 def check_sums(pieces: np.ndarray) -> None:
     """Raises SlimxError where the bytes of a source, as they are, do not fit the rows of its tensor."""
-    _refuse(pieces, _too_long(pieces, "item"))
+    _refuse(pieces, _too_long(pieces, pieces["cols"], pieces["item"]))
 
 
 def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
@@ -186,7 +197,7 @@ def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
     rules = np.isin(op << 8 | rule, [o << 8 | r for o, r in _RULES])
     high, wide, blocks = pieces["block_rows"], pieces["block_cols"], op >= OP.QUANTISE_FP8
     no_blocks = np.where(blocks, (high < 1) | (wide < 1), (high != 0) | (wide != 0))
-    mx = scale_bytes(pieces) == 1
+    mx, int4 = scale_bytes(pieces) == 1, op == OP.QUANTISE_INT4
     quantises, target = np.isin(op, QUANTISES), pieces["scale_tensor"]
     no_sum = np.where(quantises, (target < 0) | (target >= len(sums)), target != -1)
     triton_fp32 = (rule == RULE.TRITON) & (item == 4)
@@ -198,6 +209,8 @@ def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
         ("kernel.rule", ~rules, "has a rule that its op does not know"),
         ("kernel.blocks", no_blocks, "has blocks its op cannot use"),
         ("kernel.mxfp8_blocks", mx & ((high != 1) | (wide != 32)), "is MXFP8 with blocks other than 1 x 32"),
+        ("kernel.int4_blocks", int4 & ((high != 1) | (wide != 32)), "is INT4 with blocks other than 1 x 32"),
+        ("kernel.int4_groups", int4 & (pieces["cols"] % 32 != 0), "is INT4 with columns that 32 does not divide"),
         ("kernel.scale_sum", no_sum, f"names scales outside the {len(sums)} sums, or has none to write"),
         ("kernel.triton_item", triton_fp32, "quantises fp32 by the rule triton, which is defined for bf16"),
         ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address of its scales"),
@@ -214,17 +227,17 @@ def _unaligned(pieces: np.ndarray, item: np.ndarray, out: np.ndarray) -> np.ndar
     return wrong | odd(("scale", "scale_ld", "scale_pos", "scale_pos_ld"), scale_bytes(pieces))
 
 
-def _too_long(pieces: np.ndarray, size: str) -> Problem:
-    """Pieces of more columns than fit between two rows of their tensor, whose elements have pieces[`size`] bytes."""
-    fit = pieces["pos_ld"] // np.maximum(pieces[size].astype(np.int64), 1)
-    return "kernel.rows", (pieces["rows"] > 1) & (fit < pieces["cols"]), "has rows longer than its tensor's"
+def _too_long(pieces: np.ndarray, cols: np.ndarray, size: np.ndarray) -> Problem:
+    """Pieces of more `cols`, of `size` bytes each, than fit between two rows of their tensor; all are [pieces]."""
+    fit = pieces["pos_ld"] // np.maximum(size.astype(np.int64), 1)
+    return "kernel.rows", (pieces["rows"] > 1) & (fit < cols), "has rows longer than its tensor's"
 
 
 def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
     """Raises SlimxError for a piece that would write outside a bucket of `nbytes`, or twice in one place."""
-    out = pieces["out"].astype(np.int64)
-    _refuse(pieces, _too_long(pieces, "out"))
-    _check_room(pieces, ("dst", "dst_ld"), pieces["rows"], pieces["cols"], out, nbytes)
+    out, cols = pieces["out"].astype(np.int64), written_cols(pieces)
+    _refuse(pieces, _too_long(pieces, cols, out))
+    _check_room(pieces, ("dst", "dst_ld"), pieces["rows"], cols, out, nbytes)
     quantises = np.isin(pieces["op"], QUANTISES) & (pieces["cols"] > 0)
     down, across = (
         np.where(quantises, -(-pieces[extent] // np.maximum(pieces[block], 1)), 0)

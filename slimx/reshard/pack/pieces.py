@@ -9,9 +9,9 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.layout.parts import matrix
-from slimx.reshard.kernels.record import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, RULE, scale_bytes, written_cols
 from slimx.reshard.plan.copy_plan import Bucket, Plan
-from slimx.reshard.plan.precision import ITEMSIZE
+from slimx.reshard.plan.precision import ITEMSIZE, Quantisation
 
 PAGE = 4096
 """Bytes: each target's region of a bucket starts on a page, so that an engine rank can map its own alone."""
@@ -79,7 +79,11 @@ def pieces_of(
     rows_first = base + (moves["source_row"] * ld + moves["source_col"]) * item
     tensor = form.first[moves["target"]] + moves["tensor"]
     width, size = form.width[tensor], form.item[tensor]
-    place = (moves["row"] * width + moves["col"]) * size
+    wanted = form.dtype[tensor]
+    quantisation = plan.precision.quantisation
+    codes = wanted == quantisation.code_dtype if quantisation else np.zeros(len(moves), dtype=bool)
+    per_element = np.where(codes, quantisation.per_code if quantisation else 1, 1)  # columns
+    place = (moves["row"] * width + moves["col"] // per_element) * size
 
     out["src"] = rows_first
     out["src_ld"], out["src_step"] = ld * item * moves["source_step"], item
@@ -89,28 +93,35 @@ def pieces_of(
     out["tensor"], out["scale_tensor"] = tensor, -1
     out["item"], out["out"] = item, size
 
-    wanted = form.dtype[tensor]
     held = np.array([plan.parameters[int(number)].dtype for number in numbers])[inverse]
     out["op"] = np.select(
         [wanted == held, wanted == "bfloat16", wanted == "float32"],
         [OP.COPY_CHECKED, OP.FP32_TO_BF16, OP.BF16_TO_FP32],
         OP.QUANTISE_FP8,
     )
-    if plan.precision.quantisation is not None:
-        _quantise(plan, moves, form, tensor, wanted == "float8_e4m3fn", out)
+    if quantisation is not None:
+        _quantise(quantisation, moves, form, tensor, codes, out)
     return out
 
 
+_QUANTISING = {"mxfp8": OP.QUANTISE_MXFP8, "int4": OP.QUANTISE_INT4}
+"""The op of rules that choose no fp32 scale."""
+
+
 def _quantise(
-    plan: Plan, moves: np.ndarray, form: BucketForm, tensor: np.ndarray, chosen: np.ndarray, out: np.ndarray
+    quantisation: Quantisation,
+    moves: np.ndarray,
+    form: BucketForm,
+    tensor: np.ndarray,
+    chosen: np.ndarray,
+    out: np.ndarray,
 ) -> None:
     """Fill in what the pieces among `chosen` need: op, rule, block, and the place of their scales."""
-    quantisation = plan.precision.quantisation
     (high, wide), rule = quantisation.block, quantisation.rule
     scales = tensor[chosen] + 1  # a tensor's scales follow it
     width, size = form.width[scales], form.item[scales]
     place = (moves["row"][chosen] // high * width + moves["col"][chosen] // wide) * size
-    out["op"][chosen] = OP.QUANTISE_MXFP8 if rule == "mxfp8" else OP.QUANTISE_FP8
+    out["op"][chosen] = _QUANTISING.get(rule, OP.QUANTISE_FP8)
     out["rule"][chosen] = RULE[rule.upper()]
     out["block_rows"][chosen], out["block_cols"][chosen] = high, wide
     out["scale_tensor"][chosen] = scales
@@ -165,7 +176,7 @@ def spread(pieces: np.ndarray, run: torch.Tensor) -> np.ndarray:
 
 
 def _row_bytes(pieces: np.ndarray) -> np.ndarray:
-    return pieces["cols"] * pieces["out"]
+    return written_cols(pieces) * pieces["out"]
 
 
 def _scale_rows(pieces: np.ndarray) -> np.ndarray:
@@ -173,8 +184,7 @@ def _scale_rows(pieces: np.ndarray) -> np.ndarray:
 
 
 def _scale_row_bytes(pieces: np.ndarray) -> np.ndarray:
-    size = np.where(pieces["op"] == OP.QUANTISE_MXFP8, 1, 4)
-    return -(-pieces["cols"] // np.maximum(pieces["block_cols"], 1)) * size
+    return -(-pieces["cols"] // np.maximum(pieces["block_cols"], 1)) * scale_bytes(pieces)
 
 
 def _source(plan: Plan, number: int, parameters: Mapping[str, torch.Tensor] | None) -> tuple[int, int, int]:

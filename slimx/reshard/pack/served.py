@@ -12,7 +12,7 @@ from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels.blocks import dequantising
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import ITEMSIZE, SCALE_SUFFIX, ModelDtype, Precision, Quantisation
+from slimx.reshard.plan.precision import ITEMSIZE, ModelDtype, Precision, Quantisation
 
 _ONE_BUCKET = 2**62
 """Bytes."""
@@ -47,11 +47,11 @@ class ServedWeights:
         self._values = torch.zeros(ends[-1], dtype=torch.uint8)
         self.values: dict[str, torch.Tensor] = {}
         """By name what engines compute with, as of the last `refresh`."""
-        pieces = []
+        pieces, suffixes = [], quantisation.suffixes
         for number, part in enumerate(own):
             wide = self._values[ends[number] : ends[number + 1]].view(getattr(torch, dtype)).view(part.shape)
             self.values[part.name] = wide
-            (codes, run), (scales, run_of_scales) = held[part.name], held[part.name + SCALE_SUFFIX]
+            (codes, run), (scales, run_of_scales) = (held[part.name + suffix] for suffix in suffixes)
             of_codes = run.view(matrix(codes.shape))
             of_scales = run_of_scales.view(torch.float32).view(matrix(scales.shape))
             rows = wide.view(matrix(part.shape))

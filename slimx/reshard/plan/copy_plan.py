@@ -21,7 +21,7 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part, check_boxes, matrix
 from slimx.reshard.plan.intersect import Move, moves
-from slimx.reshard.plan.precision import ITEMSIZE, SCALE_SUFFIX, Precision
+from slimx.reshard.plan.precision import ITEMSIZE, Precision
 
 FORMAT = 2
 """Format of `Plan.to_bytes`."""
@@ -350,13 +350,12 @@ class _Compiler:
     def _place(self, part: Part, rank: int) -> tuple[int, int]:
         """Bucket and index of `part` on `rank`; its scales, if any, follow it."""
         quantisation = self.precision.quantisation if part.quantised else None
-        dtype = part.dtype or ("float8_e4m3fn" if quantisation else self.precision.engine)
-        forms = [(part.name, dtype, part.shape, -1)]
         if quantisation:
-            high, wide = quantisation.block
-            *stack, rows, cols = part.shape
-            shape = (*stack, -(-rows // high), -(-cols // wide))
-            forms.append((part.name + SCALE_SUFFIX, quantisation.scale_dtype, shape, 0))
+            names = [part.name + suffix for suffix in quantisation.suffixes]
+            dtypes = quantisation.code_dtype, quantisation.scale_dtype
+            forms = list(zip(names, dtypes, quantisation.shapes(part.shape), (-1, 0), strict=True))
+        else:
+            forms = [(part.name, part.dtype or self.precision.engine, part.shape, -1)]
         offset, need = _align(self.ends[rank]), 0
         for _, form, shape, _ in forms:
             need = _align(need) + _nbytes(shape, form)

@@ -15,6 +15,7 @@ from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes, engine_sizes
+from slimx.layout.rounded import in_int4
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
@@ -41,10 +42,15 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines."""
     if not config.rollout.policy_engines:
         return None
-    if config.publish.quantise and device == "cpu" and not config.exact:
+    quantise = config.publish.quantise
+    if quantise and device == "cpu" and not config.exact:
         raise SlimxError(
-            f"publish.quantise={config.publish.quantise}, but on the CPU SGLang computes with fp8 blocks in exact mode "
-            "only; leave it out, or set numerics.mode=exact",
+            f"publish.quantise={quantise}, but on the CPU SGLang "
+            + (
+                "computes with fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"
+                if config.publish.in_fp8
+                else "has no kernels for INT4; leave it out: with trainer.qat=int4 engines get the values of the codes"
+            ),
             code="publish.quantise_on_cpu",
             about="publish.quantise",
         )
@@ -65,11 +71,11 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
             about="publish.encoding",
         )
     _check_drafts(config, spec, encoding, note)
-    if config.served_rule and encoding == "hf":
+    if encoding == "hf" and (config.served_rule or quantise == "int4"):
         raise SlimxError(
-            f"publish.quantise={config.served_rule} in exact mode needs the engines' own layout, and weights would "
-            f"travel under {note}; remove what rules it out",
-            code="publish.exact_encoding",
+            f"publish.quantise={quantise}{' in exact mode' if config.served_rule else ''} needs the engines' own "
+            f"layout, and weights would travel under {note}; remove what rules it out",
+            code="publish.exact_encoding" if config.served_rule else "publish.int4_encoding",
             about="publish.quantise",
         )
     if encoding == "local":
@@ -77,6 +83,8 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         engine = engine_sizes(group)
         fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
         table = spec.engine_table(fused_shared_experts=fused, draft=config.publishes_draft(group))
+        if quantise == "int4":
+            table = in_int4(table)
         target, ranks = EngineLayout(table, engine).parts(), engine.world
     else:
         served = spec.engine_table()
@@ -84,7 +92,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         for group in config.rollout.policy_engines:
             EngineLayout(served, engine_sizes(group))
         target, ranks = checkpoint_parts(spec.table, mtp=False, served=served), 1
-    quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
+    quantisation = Quantisation.by(quantise) if quantise else None
 
     def compiled(source: Iterable[Part], target: Iterable[Part]) -> Plan:
         precision = Precision(config.numerics.dtype, config.numerics.dtype, quantisation)

@@ -41,16 +41,17 @@ def move_bytes(plan: Plan) -> np.ndarray:
     if (quantisation := plan.precision.quantisation) is not None:
         high, wide = quantisation.block
         blocks = -(-moved["rows"].astype(np.int64) // high) * -(-moved["cols"] // wide)
-        nbytes += np.where(quantised_moves(plan), blocks * ITEMSIZE[quantisation.scale_dtype], 0)
+        codes_and_scales = nbytes // quantisation.per_code + blocks * ITEMSIZE[quantisation.scale_dtype]
+        nbytes = np.where(quantised_moves(plan), codes_and_scales, nbytes)
     return nbytes
 
 
 def quantised_moves(plan: Plan) -> np.ndarray:
     """Booleans [moves]: True for a move whose values are quantised on their way."""
-    if plan.precision.quantisation is None:
+    if (quantisation := plan.precision.quantisation) is None:
         return np.zeros(len(plan.moved), dtype=bool)
     names, dtype = plan.dtypes
-    return np.array([name == "float8_e4m3fn" for name in names])[dtype]
+    return np.array([name == quantisation.code_dtype for name in names])[dtype]
 
 
 def summed(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:

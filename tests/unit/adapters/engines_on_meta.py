@@ -67,6 +67,8 @@ def built(path: str, rank: int, world: int, given: dict[str, Any], device: str =
     shared = resolve_shared_experts_config(kind, hf, None)
     quantised = getattr(hf, "quantization_config", None)
     method = CompressedTensorsConfig if quantised and quantised["quant_method"] == "compressed-tensors" else Fp8Config
+    if quantised is not None:  # as SGLang's loader does before it builds a model
+        quantised["packed_modules_mapping"] = getattr(kind, "packed_modules_mapping", {})
     with torch.device(device), context.get_model().override(shared_experts=shared):
         return kind(config=hf, quant_config=method.from_config(quantised) if quantised else None)
 

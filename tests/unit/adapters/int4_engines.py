@@ -3,8 +3,8 @@
     python -m tests.unit.adapters.int4_engines <<< '[{"path": ..., "rank": 0, "world": 1, "arguments": {...}}]'
 
 Prints, per entry, the scheme of its routed experts, their parameters after `load_weights` that are not the file's codes
-and scales, and whether each is still there, row after row, when `process_weights_after_loading` has made them ready for
-the kernels; none where that arranges them anew.
+and scales, and what the rank holds when `process_weights_after_loading` has made them ready for the kernels: form and
+checksum of all that a publication in the engine's own layout writes; none where codes are arranged anew.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from slimx.adapters.sglang import absent
 from slimx.engines.server.launch import prepare
+from slimx.reshard.kernels.cpu import checksum_tensor
 from tests.unit.adapters.engines_on_meta import built
 
 Tensors = dict[str, torch.Tensor]
@@ -62,16 +63,22 @@ def described(path: str, rank: int, world: int, arguments: dict[str, Any]) -> di
         if not torch.equal(getattr(layer, parameter), torch.stack([each.T for each in experts]))
     ]
     scheme = {type(layer.scheme).__name__ for layer in layers.values()}
-    kept: list[bool] = []
     try:
-        for name, layer in layers.items():
+        for layer in layers.values():
             layer.scheme.process_weights_after_loading(layer)
-            for parameter in ("w13_weight_packed", "w2_weight_packed"):
-                held, codes = getattr(layer, parameter), torch.stack(known[name][parameter])
-                kept.append(torch.equal(held.view(torch.int32), codes))
     except Repacked:
-        kept = []
-    return {"layers": len(layers), "schemes": sorted(scheme), "wrong": wrong, "kept": kept}
+        held = None
+    else:
+        held = held_by(model)
+    return {"layers": len(layers), "schemes": sorted(scheme), "wrong": wrong, "held": held}
+
+
+def held_by(model: torch.nn.Module) -> dict[str, tuple[str, int]]:
+    from slimx.adapters.sglang.weights.places import local_layout, weights_of
+
+    layout, weights = local_layout(model), weights_of(model)
+    assert not layout.uncovered, layout.uncovered
+    return {name: (place.form, checksum_tensor(weights[name].data)) for name, place in layout.places.items()}
 
 
 def main() -> None:

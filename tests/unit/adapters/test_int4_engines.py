@@ -1,45 +1,167 @@
-"""SGLang reads the INT4 checkpoints that `slimx convert hf-to-int4` writes: its layers hold the codes and scales that
-were written, on every rank. What it makes of them for its kernels decides whether they could be published."""
+"""SGLang reads the INT4 checkpoints that `slimx convert hf-to-int4` writes, and a publication in INT4 brings an engine the
+same bytes: its layers hold the codes and scales that were written, on every rank, as Triton's kernel reads them."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from slimx.config.schema import Config
 from slimx.convert import run
-from tests.checkpoint_stand import write_checkpoint
+from slimx.layout.ranks import sizes_of
+from slimx.models.families import read_model
+from slimx.reshard.packed import PackedTensor
+from slimx.reshard.plan.publication import publication_plan
+from tests.checkpoint_stand import DEEPSEEK_V3, write_checkpoint
+from tests.refusals import refused
 from tests.unit.convert.convert_stand import WIDE, go
+from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
+from tests.unit.reshard.packer_stand import is_bias, pack_all
 from tests.unit.sglang_process import SGLang
 
 pytestmark = pytest.mark.costly
-HF = WIDE | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
+QWEN3 = WIDE | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
+DEEPSEEK = DEEPSEEK_V3 | {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 0,
+    "n_routed_experts": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "rope_scaling": {  # without any, SGLang's CPU builds no rotary embedding of pairs
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+GLM = {key: value for key, value in QWEN3.items() if key != "num_experts"} | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 0,
+}
+MODELS = {"qwen3": QWEN3, "deepseek": DEEPSEEK, "glm": GLM}
+"""Two of them have layers that SGLang fuses without saying so in its class: dense ones and shared experts."""
 MARLIN, TRITON = "CompressedTensorsWNA16MoE", "CompressedTensorsWNA16TritonMoE"
+RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, sglang: SGLang) -> list[dict[str, Any]]:
-    """Collect what engines of two ranks hold on the second: with SGLang's own choice of kernels, and with Triton's."""
-    place = tmp_path_factory.mktemp("int4")
-    packed = go(run.hf_to_int4(write_checkpoint(place / "bf16", HF)), place / "int4")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Per model a directory with `bf16`, a checkpoint, and `int4`, what a conversion makes of it."""
+    places = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, place in places.items():
+        go(run.hf_to_int4(write_checkpoint(place / "bf16", MODELS[name])), place / "int4")
+    return places
+
+
+@pytest.fixture(scope="module")
+def engines(places: dict[str, Path], sglang: SGLang) -> dict[tuple[str, int, bool], dict[str, Any]]:
+    """Collect what ranks of engines hold, by model, rank and whether Triton's kernels are asked for."""
+    keys = [("qwen3", 1, False), *((name, rank, True) for name in MODELS for rank in range(RANKS))]
     asked = [
-        {"path": str(packed), "rank": 1, "world": 2, "arguments": arguments}
-        for arguments in ({}, {"moe_runner_backend": "triton"})
+        {
+            "path": str(places[name] / "int4"),
+            "rank": rank,
+            "world": RANKS,
+            "arguments": {"moe_runner_backend": "triton"} if triton else {},
+        }
+        for name, rank, triton in keys
     ]
     ran = sglang.run("-m", "tests.unit.adapters.int4_engines", stdin=json.dumps(asked))
     assert ran.returncode == 0, ran.stderr[-4000:]
-    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(keys, answers, strict=True))
+
+
+def config_of(place: Path, **publish: Any) -> Config:
+    """Return a run of four trainer ranks, TP2 x EP2, that publishes INT4 to engines of two ranks."""
+    engine = {"model": str(place / "int4"), "tensor": RANKS, "sglang": {"moe_runner_backend": "triton"}}
+    return Config.model_validate(
+        {
+            "run": {"dir": "r"},
+            "model": {"path": str(place / "bf16")},
+            "numerics": {"dtype": "bfloat16"},
+            "trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 1, "qat": "int4"},
+            "publish": {"quantise": "int4"} | publish,
+            "rollout": {"prompts": "p", "engines": [engine]},
+        }
+    )
+
+
+def published(place: Path, hf: dict[str, Any]) -> list[list[PackedTensor]]:
+    """Pack the weights of the checkpoint on every trainer rank: what each engine rank is sent."""
+    config, spec = config_of(place), read_model(place / "bf16")
+    sizes = sizes_of(config.trainer)
+    plan = publication_plan(config, spec, sizes, "cuda").plan
+    model, files = Model(hf, spec.table), {}
+    for file in sorted((place / "bf16").glob("*.safetensors")):
+        files |= load_file(file)
+    numbers = checkpoint(model)
+    values = torch.zeros(1 + max(int(numbered.max()) for numbered in numbers.values()))
+    for name, numbered in numbers.items():
+        values[numbered] = files[name].float()
+    held: list[Tensors] = [
+        {name: values[at].to(torch.float32 if is_bias(name) else torch.bfloat16) for name, at in tensors.items()}
+        for tensors in held_by_trainers(model, sizes)
+    ]
+    out: list[list[PackedTensor]] = [[] for _ in range(RANKS)]
+    for bucket, _ in pack_all(plan, held):
+        for rank, tensors in enumerate(bucket.targets):
+            out[rank] += tensors
+    return out
 
 
 def test_an_engine_that_starts_from_int4_loads_the_very_codes(engines):
-    assert [engine["schemes"] for engine in engines] == [[MARLIN], [TRITON]]
-    for engine in engines:
-        assert engine["layers"] == HF["num_hidden_layers"] and engine["wrong"] == []
+    for (name, _, triton), engine in engines.items():
+        assert engine["schemes"] == [TRITON if triton else MARLIN]
+        assert engine["wrong"] == []
+        assert engine["layers"] == MODELS[name]["num_hidden_layers"] - MODELS[name].get("first_k_dense_replace", 0)
 
 
-def test_marlin_arranges_the_codes_anew_and_triton_keeps_them(engines):
-    """The rule engines.int4_model refuses to publish to either: only Triton's could be read back as codes."""
-    marlin, triton = engines
-    assert triton["kept"] and all(triton["kept"])
-    assert marlin["kept"] == []
+def test_marlin_arranges_the_codes_anew_so_that_none_could_be_written_or_read_back(engines):
+    """The rule publish.int4 asks for Triton's kernels."""
+    assert engines["qwen3", 1, False]["held"] is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_publication_brings_every_rank_the_bytes_that_it_holds_when_it_starts_from_the_conversion(
+    engines, places, name: str
+):
+    for rank, tensors in enumerate(published(places[name], MODELS[name])):
+        sent = {t.name: [f"{t.dtype}:{','.join(map(str, t.shape))}", t.checksum] for t in tensors}
+        held = engines[name, rank, True]
+        assert sent == held["held"]
+        assert sum(tensor.endswith("_packed") for tensor in sent) == 2 * held["layers"]
+
+
+def test_what_rules_the_engines_own_layout_out_is_named(places: dict[str, Path]) -> None:
+    place = places["qwen3"]
+    config = config_of(place)
+    config.rollout.engines[0].sglang["enable_eplb"] = True
+    with refused("publish.int4_encoding", about="publish.quantise"):
+        publication_plan(config, read_model(place / "bf16"), sizes_of(config.trainer), "cuda")
+    config.rollout.engines[0].sglang.pop("enable_eplb")
+    with refused("publish.quantise_on_cpu", about="publish.quantise"):
+        publication_plan(config, read_model(place / "bf16"), sizes_of(config.trainer), "cpu")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.record import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, QUANTISES, RULE
 from tests import reshard_reference as reference
 
 FP8_RULES = [RULE.IEEE, RULE.TE, RULE.UE8M0, RULE.TRITON]
@@ -97,7 +97,7 @@ class Tensor:
 
     @property
     def quantises(self) -> bool:
-        return self.op in (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8)
+        return self.op in QUANTISES
 
     @property
     def scale_shape(self) -> tuple[int, int]:
@@ -106,10 +106,16 @@ class Tensor:
 
     @property
     def scale_size(self) -> int:
-        return 1 if self.op in (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8) else 4
+        return {OP.QUANTISE_MXFP8: 1, OP.DEQUANTISE_MXFP8: 1, OP.QUANTISE_INT4: 2}.get(self.op, 4)
+
+    def width(self, cols: int) -> int:
+        """Bytes of `cols` elements where they are written."""
+        return (cols // 2 if self.op == OP.QUANTISE_INT4 else cols) * self.out.itemsize
 
     def expected(self, table: torch.Tensor) -> list[np.ndarray]:
         """The bytes of the whole tensor, and of its scales if it has any, by the reference."""
+        if self.op == OP.QUANTISE_INT4:
+            return [bits(part) for part in reference.quantise_int4(self.source)]
         if self.quantises:
             return [bits(part) for part in reference.quantise(self.source, self.rule, self.block, table)]
         if self.op in (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8):
@@ -141,9 +147,9 @@ def plan(tensors: list[Tensor], rng: random.Random, *, whole: bool = False) -> P
     for t in tensors:
         rows, cols = t.source.shape
         high, wide = t.block if t.block[0] else (1, 1)
-        index, size = len(out.places), t.out.itemsize
-        dst, end = end, end + -(-rows * cols * size // 4) * 4 + 4 * rng.randrange(4)
-        out.places.append((dst, rows * cols * size))
+        index, line = len(out.places), t.width(cols)
+        dst, end = end, end + -(-rows * line // 4) * 4 + 4 * rng.randrange(4)
+        out.places.append((dst, rows * line))
         scale_dst = end
         if t.quantises:
             down, across = t.scale_shape
@@ -155,20 +161,15 @@ def plan(tensors: list[Tensor], rng: random.Random, *, whole: bool = False) -> P
             part = t.source if whole else t.source[r : down.stop * high, c : across.stop * wide]
             view = part if whole else laid_out(part, rng)
             out.memory.append(view)
-            place, scale_row = (r * cols + c) * size, (t.scale_shape[1] if t.block[0] else 0) * t.scale_size
+            place, scale_row = r * line + t.width(c), (t.scale_shape[1] if t.block[0] else 0) * t.scale_size
             record = np.zeros((), PIECE)
             record["src"], record["item"] = view.data_ptr(), view.element_size()
             record["src_ld"], record["src_step"] = (stride * view.element_size() for stride in view.stride())
-            record["dst"], record["pos"], record["dst_ld"], record["pos_ld"] = (
-                dst + place,
-                place,
-                cols * size,
-                cols * size,
-            )
+            record["dst"], record["pos"], record["dst_ld"], record["pos_ld"] = dst + place, place, line, line
             record["rows"], record["cols"] = view.shape
             record["tensor"], record["scale_tensor"] = index, index + 1 if t.quantises else -1
             record["block_rows"], record["block_cols"] = t.block
-            record["op"], record["rule"], record["out"] = t.op, t.rule, size
+            record["op"], record["rule"], record["out"] = t.op, t.rule, t.out.itemsize
             if t.block[0]:
                 at = r // high * scale_row + c // wide * t.scale_size
                 record["scale_ld"] = record["scale_pos_ld"] = scale_row
@@ -183,6 +184,8 @@ def random_tensor(rng: random.Random, shape: tuple[int, int], *, finite: bool) -
     """A tensor of a random op, rule, dtype and block shape."""
     op = rng.choice(list(OP))
     item = {OP.FP32_TO_BF16: 4, OP.BF16_TO_FP32: 2}.get(op, rng.choice([2, 4]))
+    if op == OP.QUANTISE_INT4:
+        shape = shape[0], -(-shape[1] // 32) * 32
     values = random_weights(shape, DTYPE[item], rng)
     if not finite:
         for _ in range(3):
@@ -199,6 +202,8 @@ def random_tensor(rng: random.Random, shape: tuple[int, int], *, finite: bool) -
         return Tensor(op, values, DTYPE[1], rule, block)
     if op == OP.QUANTISE_MXFP8:
         return Tensor(op, values, DTYPE[1], RULE.MXFP8, (1, 32))
+    if op == OP.QUANTISE_INT4:
+        return Tensor(op, values.clamp(-1e38, 1e38) if finite else values, DTYPE[1], RULE.INT4, (1, 32))
     codes = random_bits(shape, torch.uint8, rng.randrange(2**31))
     codes = torch.where(codes & 0x7F == 0x7F, 0, codes) if finite else codes
     if op == OP.DEQUANTISE_FP8:

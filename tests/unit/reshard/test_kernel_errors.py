@@ -30,7 +30,7 @@ from tests.unit.reshard.kernel_stand import Tensor, plan
         ({"reserved": 1}, "kernel.reserved"),
         ({"src_step": 0}, "kernel.source_overlap"),
         ({"item": 0, "out": 0}, "kernel.item"),
-        ({"op": 8}, "kernel.form"),
+        ({"op": 9}, "kernel.form"),
         ({"out": 2}, "kernel.form"),
         ({"op": OP.COPY_CHECKED}, "kernel.form"),
         ({"rule": RULE.IEEE}, "kernel.rule"),
@@ -50,11 +50,17 @@ def test_a_wrong_piece_is_refused_by_name_before_anything_is_written(change: dic
     assert not bucket.any() and not sums.any()
 
 
+INT4 = {"op": OP.QUANTISE_INT4, "rule": RULE.INT4, "block_rows": 1, "block_cols": 32}
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
         ({"block_cols": 0}, "kernel.blocks"),
         ({"op": OP.QUANTISE_MXFP8, "rule": RULE.MXFP8}, "kernel.mxfp8_blocks"),
+        ({"op": OP.QUANTISE_INT4, "rule": RULE.INT4}, "kernel.int4_blocks"),
+        (INT4, "kernel.int4_groups"),
+        (INT4 | {"cols": 64, "src_ld": 128}, "kernel.rows"),
         ({"rule": RULE.MXFP8}, "kernel.rule"),
         ({"rule": RULE.NONE}, "kernel.rule"),
         ({"rule": RULE.TRITON, "item": 4, "src_step": 4}, "kernel.triton_item"),

@@ -14,6 +14,8 @@ from tests.unit.reshard.kernel_stand import FP8_RULES, Tensor, all_bf16, bits, p
 
 TABLE = some_triton_scales()
 RULES = [*FP8_RULES, RULE.MXFP8]
+MOST_INT4 = 0x7F7F
+"""The one finite bf16 magnitude that INT4 cannot hold: seven times its scale is infinite."""
 FINITE = 0x7F80
 """So many bf16 magnitudes are finite."""
 
@@ -105,6 +107,20 @@ def test_every_code_at_fp32_scales_of_every_kind() -> None:
     codes = torch.arange(256).to(torch.uint8).repeat(len(scales), 1)
     for dtype in (torch.bfloat16, torch.float32):
         check(Tensor(OP.DEQUANTISE_FP8, codes, dtype, block=(1, 256), scales=scales), flagged=True)
+
+
+def test_every_bf16_amax_in_int4() -> None:
+    x = blocks_of_every_amax(32)
+    for source in (x, x.float()):
+        int4 = Tensor(OP.QUANTISE_INT4, source[:MOST_INT4], torch.uint8, RULE.INT4, (1, 32))
+        check(int4, flagged=False)
+    check(Tensor(OP.QUANTISE_INT4, x[MOST_INT4:], torch.uint8, RULE.INT4, (1, 32)), flagged=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_bf16_in_int4_among_those_next_to_it(dtype: torch.dtype) -> None:
+    x = all_bf16().view(-1, 32).to(dtype)
+    check(Tensor(OP.QUANTISE_INT4, x, torch.uint8, RULE.INT4, (1, 32)), flagged=True)
 
 
 def test_rounding_to_bf16_around_every_bf16() -> None:

@@ -26,6 +26,11 @@ BASE = "base_layer"
 """Attribute of a layer that SGLang has wrapped for adapters: the layer itself."""
 CACHE_SCALES = ("k_scale", "v_scale")
 """Names of parameters that scale an fp8 KV cache."""
+INT4_NOTES = frozenset(
+    f"{each}_{note}" for each in ("w13", "w2") for note in ("weight_shape", "weight_g_idx", "g_idx_sort_indices")
+)
+"""Names of what SGLang keeps beside INT4 codes of experts: shapes and orders of columns, which Triton's kernel never
+reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +92,11 @@ class Layout:
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by name, without the scales of an fp8 KV cache: SGLang gives those to every attention of a
-    model that has fp8 weights, whether or not its KV cache is fp8, and no checkpoint or trainer has them."""
-    parameters = dict(model.named_parameters())
-    return {name: held for name, held in parameters.items() if name.rpartition(".")[2] not in CACHE_SCALES}
+    """The model's parameters by name, without what no checkpoint or trainer has: notes beside INT4 codes, and the
+    scales of an fp8 KV cache, which SGLang gives to every attention of a model that has fp8 weights, whether or not its
+    KV cache is fp8."""
+    apart = INT4_NOTES.union(CACHE_SCALES)
+    return {name: held for name, held in model.named_parameters() if name.rpartition(".")[2] not in apart}
 
 
 def restore_cache_scales(model: nn.Module) -> None:
