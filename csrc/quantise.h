@@ -148,8 +148,8 @@ SLIMX_INLINE Share quantise_int4_tile(const SlimxPiece& p, uint8_t* bucket) {
     prefetch_row(p, r, 0, p.cols * sizeof(T));
     const T* row = reinterpret_cast<const T*>(source_row(p, r));
     for (int64_t g = 0; g < groups; ++g)
-      share.nonfinite |= slimx_int4_group<T>(row + g * SLIMX_INT4_GROUP, codes + g * (SLIMX_INT4_GROUP / 2), scales + g,
-                                             nullptr) != 0;
+      share.nonfinite |=
+          slimx_int4_group<T>(row + g * SLIMX_INT4_GROUP, codes + g * (SLIMX_INT4_GROUP / 2), scales + g, nullptr) != 0;
     share.values += put<Isa, true>(codes, bucket + p.dst + r * p.dst_ld, p.cols / 2, p.pos + r * p.pos_ld).sum;
     share.scales += put<Isa, true>(reinterpret_cast<const uint8_t*>(scales), bucket + p.scale + r * p.scale_ld,
                                    groups * int64_t(sizeof(uint16_t)), p.scale_pos + r * p.scale_pos_ld)

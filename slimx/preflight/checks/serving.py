@@ -135,9 +135,9 @@ def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelS
         starts = described.get("quant_method") == "compressed-tensors"
         if starts and not published:
             yield (
-                f"{group.where} starts from {file.parent}, which is in INT4, and weights are published in "
-                f"{'fp8' if publish.in_fp8 else 'bf16'}; set publish.quantise=int4, or write a bf16 copy (`slimx convert "
-                "hf-to-megatron`, then `megatron-to-hf`) and name it in the group's model"
+                f"{group.where} starts from {file.parent}, which is in INT4, and publish.quantise is "
+                f"{publish.quantise}; set it to int4, or write a bf16 copy (`slimx convert hf-to-megatron`, then "
+                "`megatron-to-hf`) and name it in the group's model"
             )
         if published and not starts:
             yield (

@@ -1,5 +1,5 @@
-"""SGLang reads the INT4 checkpoints that `slimx convert hf-to-int4` writes, and a publication in INT4 brings an engine the
-same bytes: its layers hold the codes and scales that were written, on every rank, as Triton's kernel reads them."""
+"""SGLang reads the INT4 checkpoints that `slimx convert hf-to-int4` writes, and a publication brings its ranks the same
+bytes: the codes and scales that were written, as Triton's kernel reads them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ GLM = {key: value for key, value in QWEN3.items() if key != "num_experts"} | {
     "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 0,
 }
-MODELS = {"qwen3": QWEN3, "deepseek": DEEPSEEK, "glm": GLM}
-"""Two of them have layers that SGLang fuses without saying so in its class: dense ones and shared experts."""
+MODELS = {"qwen3": (QWEN3, 1), "deepseek": (DEEPSEEK, 0), "glm": (GLM, 1)}
+"""Models, each with the rank of an engine that is looked at. Two have layers that SGLang fuses without saying so in its
+class: dense ones and shared experts."""
 MARLIN, TRITON = "CompressedTensorsWNA16MoE", "CompressedTensorsWNA16TritonMoE"
 RANKS = 2
 
@@ -72,22 +73,22 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Per model a directory with `bf16`, a checkpoint, and `int4`, what a conversion makes of it."""
     places = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     for name, place in places.items():
-        go(run.hf_to_int4(write_checkpoint(place / "bf16", MODELS[name])), place / "int4")
+        go(run.hf_to_int4(write_checkpoint(place / "bf16", MODELS[name][0])), place / "int4")
     return places
 
 
 @pytest.fixture(scope="module")
-def engines(places: dict[str, Path], sglang: SGLang) -> dict[tuple[str, int, bool], dict[str, Any]]:
-    """Collect what ranks of engines hold, by model, rank and whether Triton's kernels are asked for."""
-    keys = [("qwen3", 1, False), *((name, rank, True) for name in MODELS for rank in range(RANKS))]
+def engines(places: dict[str, Path], sglang: SGLang) -> dict[tuple[str, bool], dict[str, Any]]:
+    """Collect what ranks of engines hold, by model and whether Triton's kernels are asked for."""
+    keys = [("qwen3", False), *((name, True) for name in MODELS)]
     asked = [
         {
             "path": str(places[name] / "int4"),
-            "rank": rank,
+            "rank": MODELS[name][1],
             "world": RANKS,
             "arguments": {"moe_runner_backend": "triton"} if triton else {},
         }
-        for name, rank, triton in keys
+        for name, triton in keys
     ]
     ran = sglang.run("-m", "tests.unit.adapters.int4_engines", stdin=json.dumps(asked))
     assert ran.returncode == 0, ran.stderr[-4000:]
@@ -134,26 +135,27 @@ def published(place: Path, hf: dict[str, Any]) -> list[list[PackedTensor]]:
 
 
 def test_an_engine_that_starts_from_int4_loads_the_very_codes(engines):
-    for (name, _, triton), engine in engines.items():
+    for (name, triton), engine in engines.items():
+        hf, _ = MODELS[name]
         assert engine["schemes"] == [TRITON if triton else MARLIN]
         assert engine["wrong"] == []
-        assert engine["layers"] == MODELS[name]["num_hidden_layers"] - MODELS[name].get("first_k_dense_replace", 0)
+        assert engine["layers"] == hf["num_hidden_layers"] - hf.get("first_k_dense_replace", 0)
 
 
 def test_marlin_arranges_the_codes_anew_so_that_none_could_be_written_or_read_back(engines):
     """The rule publish.int4 asks for Triton's kernels."""
-    assert engines["qwen3", 1, False]["held"] is None
+    assert engines["qwen3", False]["held"] is None
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_publication_brings_every_rank_the_bytes_that_it_holds_when_it_starts_from_the_conversion(
+def test_a_publication_brings_a_rank_the_bytes_that_it_holds_when_it_starts_from_the_conversion(
     engines, places, name: str
 ):
-    for rank, tensors in enumerate(published(places[name], MODELS[name])):
-        sent = {t.name: [f"{t.dtype}:{','.join(map(str, t.shape))}", t.checksum] for t in tensors}
-        held = engines[name, rank, True]
-        assert sent == held["held"]
-        assert sum(tensor.endswith("_packed") for tensor in sent) == 2 * held["layers"]
+    hf, rank = MODELS[name]
+    sent = {t.name: [f"{t.dtype}:{','.join(map(str, t.shape))}", t.checksum] for t in published(places[name], hf)[rank]}
+    held = engines[name, True]
+    assert sent == held["held"]
+    assert sum(tensor.endswith("_packed") for tensor in sent) == 2 * held["layers"]
 
 
 def test_what_rules_the_engines_own_layout_out_is_named(places: dict[str, Path]) -> None:

@@ -27,12 +27,18 @@ INT4 = {
 }
 
 
-def found(folder: Path, model: dict[str, Any], trainer: dict[str, Any] | None = None, **rollout: Any) -> set[tuple]:
+def found(
+    folder: Path,
+    model: dict[str, Any],
+    trainer: dict[str, Any] | None = None,
+    publish: dict[str, Any] | None = None,
+    **rollout: Any,
+) -> set[tuple]:
     """Codes of the broken rules about INT4, and what they are about."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model))
     values = {"run": {"dir": "r"}, "model": {"path": str(folder)}, "rollout": {"prompts": "p", **rollout}}
-    config = Config.model_validate({**values, "trainer": trainer or {}})
+    config = Config.model_validate({**values, "trainer": trainer or {}, "publish": publish or {}})
     facts = model_facts(config, read_model(folder)) | {"sizes": sizes_of(config.trainer)}
     return {(b.code, b.about) for b in broken(RULES, facts) if "int4" in b.code or "qat" in b.code}
 
@@ -44,6 +50,26 @@ def test_engines_that_would_start_from_int4_are_refused(tmp_path: Path) -> None:
     assert found(tmp_path / "int4", packed, engines=[{"model": str(tmp_path / "bf16")}]) == set()
     fp8 = GROUPED | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert found(tmp_path / "fp8", fp8) == set()
+
+
+TRITON = {"sglang": {"moe_runner_backend": "triton"}}
+
+
+def published(folder: Path, hf: dict[str, Any], **engine: Any) -> set[tuple]:
+    """Like `found`, of a run that publishes INT4 to engines with Triton's kernels."""
+    return found(folder, hf, publish={"quantise": "int4"}, engines=[TRITON | engine])
+
+
+def test_int4_is_published_to_engines_that_start_from_it(tmp_path: Path) -> None:
+    for name, model in (("int4", GROUPED | {"quantization_config": INT4}), ("bf16", GROUPED)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(model))
+    other = {("engines.int4_model", "rollout.engines.model")}
+    assert published(tmp_path / "bf16", GROUPED, model=str(tmp_path / "int4")) == set()
+    assert published(tmp_path / "bf16", GROUPED, model=str(tmp_path / "later")) == set()
+    assert published(tmp_path / "bf16", GROUPED, model=str(tmp_path / "bf16")) == other
+    dense = {("qat.experts", "publish.quantise")}
+    assert published(tmp_path / "dense", QWEN3, model=str(tmp_path / "int4")) == dense
 
 
 @pytest.mark.parametrize(
@@ -77,3 +103,34 @@ def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], co
     values = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "trainer": {"qat": "int4"}}
     with invalid(code, about=about):
         Config.model_validate({**values, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "about"),
+    [
+        ({"numerics": {"dtype": "float32"}}, "numerics.dtype"),
+        ({"publish": {"quantise": "int4", "encoding": "hf"}}, "publish.encoding"),
+        ({"engine": {"model": "packed"}}, "rollout.engines.sglang.moe_runner_backend"),
+        (
+            {"engine": {"model": "packed", "sglang": {"enforce_shared_experts_fusion": True}}},
+            "rollout.engines.sglang.enforce_shared_experts_fusion",
+        ),
+        (
+            {"engine": {"model": "packed", "sglang": {"speculative_algorithm": "EAGLE"}}},
+            "rollout.engines.sglang.speculative_algorithm",
+        ),
+        ({"engine": TRITON}, "rollout.engines.model"),
+    ],
+)
+def test_engines_that_could_not_take_codes_are_refused(sections: dict[str, Any], about: str) -> None:
+    values = {"run": {"dir": "r"}, "model": {"path": "m"}, "numerics": {"dtype": "bfloat16"}}
+    rollout = {"prompts": "p", "engines": [sections.pop("engine", {"model": "packed"} | TRITON)]}
+    with invalid("publish.int4", about=about):
+        Config.model_validate({**values, "publish": {"quantise": "int4"}, "rollout": rollout, **sections})
+
+
+def test_exact_mode_has_no_int4_codes() -> None:
+    values = {"run": {"dir": "r"}, "model": {"path": "m"}, "numerics": {"dtype": "bfloat16", "mode": "exact"}}
+    rollout = {"prompts": "p", "engines": [{"model": "packed"} | TRITON]}
+    with invalid("exact.quantise", about="publish.quantise"):
+        Config.model_validate({**values, "publish": {"quantise": "int4"}, "rollout": rollout})

@@ -13,11 +13,13 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.rounded import in_int4
 from slimx.layout.table import Row, Table
 from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.wire import wire_bytes
 from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import (
@@ -51,13 +53,14 @@ def quantised(tensors: Tensors, parts: dict[str, Part], rule: Quantisation, bloc
         if not parts[name].quantised:
             out[name] = tensor if is_bias(name) else tensor.bfloat16()
             continue
-        made = (
-            [reference.quantise(m, kernel.RULE[rule.rule.upper()], block) for m in tensor.flatten(0, -3).unbind(0)]
-            if (tensor.dim() == 3)
-            else [reference.quantise(tensor, kernel.RULE[rule.rule.upper()], block)]
-        )
-        codes, scales = (torch.stack(each) if tensor.dim() == 3 else each[0] for each in zip(*made, strict=True))
-        out[name], out[name + "_scale_inv"] = codes, scales
+        matrices = tensor.flatten(0, -3).unbind(0) if tensor.dim() == 3 else [tensor]
+        if rule.rule == "int4":
+            made, suffixes = [reference.quantise_int4(m) for m in matrices], ("_packed", "_scale")
+        else:
+            made = [reference.quantise(m, kernel.RULE[rule.rule.upper()], block) for m in matrices]
+            suffixes = "", "_scale_inv"
+        for suffix, each in zip(suffixes, zip(*made, strict=True), strict=True):
+            out[name + suffix] = torch.stack(each) if tensor.dim() == 3 else each[0]
     return out
 
 
@@ -93,6 +96,32 @@ def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block
     assert_packed(plan, trainers, expected)
     if rule == "te":
         assert_runs_give_the_same(plan, trainers)
+
+
+@pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
+@pytest.mark.parametrize("engine", [EngineSizes(), EngineSizes(tensor=4, expert=2)], ids=["whole", "TP4xEP2"])
+def test_buckets_in_int4_hold_the_references_codes_and_scales_of_routed_experts(engine: EngineSizes, trainer: str):
+    model = Model(WIDE, deepseek_v3.weight_table(WIDE))
+    table = in_int4(deepseek_v3.engine_table(WIDE))
+    served, sizes = replace(SERVED["deepseek"], model=model, table=table), Sizes(tensor=2, expert=2, data=2)
+    whole, parts = checkpoint(model), list(EngineLayout(table, engine).parts())
+    plan = compile_plan(
+        MegatronLayout(model.table, sizes).parts(),
+        parts,
+        precision=Precision(trainer, "bfloat16", how := Quantisation.by("int4")),
+        bucket_bytes=300_000,
+        ranks=engine.world,
+    )
+    values = Values(1 + max(int(t.max()) for t in whole.values()))
+    trainers = [values.dress(tensors, DTYPES[trainer]) for tensors in held_by_trainers(model, sizes)]
+    by_name = {part.name: part for part in parts}
+    assert {part.name.rpartition(".")[2] for part in parts if part.quantised} == {"w13_weight", "w2_weight"}
+    numbered = [engine_rank(served, whole, engine, rank) for rank in range(engine.world)]
+    dressed = [values.dress(tensors, DTYPES[trainer]) for tensors in numbered]
+    assert_packed(plan, trainers, [quantised(tensors, by_name, how, how.block) for tensors in dressed])
+    assert_runs_give_the_same(plan, trainers)
+    received = wire_bytes(plan).received(plan.targets)
+    assert received.tolist() == [sum(t.nbytes for b in target for t in b.tensors) for target in plan.buckets]
 
 
 @pytest.mark.parametrize(("rule", "block"), [("te", (4, 8)), ("mxfp8", (1, 32))])

@@ -4,7 +4,9 @@ SGLang would import all of its 200 model files to find one class, 2 s of CPU tim
 package that has the class it does not, and any other model still makes it import them all.
 """
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 
 MODULES = (
     "bailing_moe",
@@ -20,5 +22,16 @@ MODULES = (
     "qwen3_moe",
     "qwen3_next",
 )
-_CLASSES = [importlib.import_module(f"sglang.srt.models.{name}").EntryClass for name in MODULES]
-EntryClass = [entry for found in _CLASSES for entry in (found if isinstance(found, list) else [found])]
+
+
+def entries() -> Iterator[type]:
+    """The classes of those modules that this machine can import: of some SGLang lacks the kernels on some processors.
+
+    A model whose class is not among them makes SGLang import all of its files, and say what is missing."""
+    for name in MODULES:
+        with contextlib.suppress(ImportError, AttributeError):
+            found = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
+            yield from found if isinstance(found, list) else [found]
+
+
+EntryClass = [*entries()]
