@@ -15,6 +15,8 @@ from slimx.config.schema import Config
 from slimx.convert import run
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
+from slimx.preflight.hardware import Machine
+from slimx.preflight.memory.engine import engine_memory
 from slimx.reshard.packed import PackedTensor
 from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import DEEPSEEK_V3, write_checkpoint
@@ -156,6 +158,14 @@ def test_a_publication_brings_a_rank_the_bytes_that_it_holds_when_it_starts_from
     held = engines[name, True]
     assert sent == held["held"]
     assert sum(tensor.endswith("_packed") for tensor in sent) == 2 * held["layers"]
+
+
+def test_a_plan_counts_the_bytes_of_codes_and_scales(places: dict[str, Path]) -> None:
+    config, spec = config_of(places["deepseek"]), read_model(places["deepseek"] / "bf16")
+    machine = Machine(gpu=None, memory=200 * 2**30, per_node=8, nodes=1, host_memory=None)
+    planned = engine_memory(config, spec, config.rollout.engines[0], machine, staged=0)
+    sent = [sum(t.nbytes for t in tensors) for tensors in published(places["deepseek"], DEEPSEEK)]
+    assert planned.weights == max(sent)
 
 
 def test_what_rules_the_engines_own_layout_out_is_named(places: dict[str, Path]) -> None:
