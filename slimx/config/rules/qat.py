@@ -1,4 +1,4 @@
-"""Rules about quantisation-aware training that need the configuration alone."""
+"""Rules about INT4, in training and in publications, that need the configuration alone."""
 
 from __future__ import annotations
 

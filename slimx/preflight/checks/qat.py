@@ -1,4 +1,4 @@
-"""Rules about quantisation-aware training that need to know the model."""
+"""Rules about INT4, in training and in publications, that need to know the model."""
 
 from __future__ import annotations
 
