@@ -21,13 +21,15 @@ import pytest
 from tests import stacks
 from tests.needed import missing
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Threads of this process and of all that it starts. Torch reads it when it is imported, which the conftests below this
+one do. Tests compute little: threads that wait for one another cost a hundred times what they share."""
+
 pytest.register_assert_rewrite("tests.unit", "tests.integration")  # stands assert as tests do
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(program, ...): programs without which the test cannot run")
-    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # one of so many at a time: each has its share of cores
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(workers))))
     stacks.install()
 
 

@@ -6,6 +6,8 @@ is not installed: `make gpu`. The trainer's do not need the library, but megatro
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and Path(__file__).parent in item.path.parents and item.path.name not in WITHOUT_KERNELS:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _every_core() -> Iterator[None]:
+    """The CPU computes what is expected of the GPU, in sizes that gain from threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -107,6 +106,8 @@ async def blocking(base_url: str, prompt: Prompt) -> None:
 
 async def anthropic_messages(base_url: str, prompt: Prompt) -> None:
     """Whole, then streamed."""
+    import anthropic  # 3 s of a core, which a worker that only collects this file does without
+
     asked = {"model": "m", "max_tokens": 100}
     async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key="x") as client:
         first = await client.messages.create(**asked, messages=prompt.messages)
@@ -131,12 +132,13 @@ def adding(calls: list[Any]) -> None:
 
 async def forcing(base_url: str, prompt: Prompt) -> None:
     """Forces a tool by each API, and asks once without."""
+    import anthropic
+
     tool = {"name": "add", "parameters": {**ADD["function"]["parameters"], **CLOSED}}
     async with openai.AsyncOpenAI(base_url=base_url, api_key="x") as client:
         asked = {"model": "m", "messages": prompt.messages, "tools": [{"type": "function", "function": tool}]}
         named = {"type": "function", "function": {"name": "add"}}
         first = (await client.chat.completions.create(**asked, tool_choice=named)).choices[0].message
-        print("FIRST", first, flush=True)
         adding([(call.function.name, json.loads(call.function.arguments)) for call in first.tool_calls])
         asked = {"model": "m", "input": prompt.messages, "tools": [{"type": "function", **tool}]}
         second = await client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False)

@@ -1,5 +1,5 @@
 """Imports that a start does without: SGLang's models that nothing is published to, megatron-core's compiler and
-trackers, files of installed packages, and torch where nothing is computed."""
+trackers, files of installed packages, the generation of text, and torch where nothing is computed."""
 
 from __future__ import annotations
 
@@ -47,6 +47,26 @@ def test_every_family_has_its_class_among_the_models_that_servers_import():
 def test_a_process_that_trains_nothing_imports_megatron_core_without_compiler_and_trackers():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNCOMPILED], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "False", "True"] and done.returncode == 0, done.stderr
+
+
+@pytest.mark.costly
+def test_a_tokenizer_is_loaded_without_the_generation_of_text_and_a_model_with_own_code_has_it():
+    script = """
+import sys
+from slimx.adapters.transformers import import_transformers
+import_transformers()
+from transformers import AutoTokenizer
+print(*(name in sys.modules for name in ("transformers.generation.utils", "torch._dynamo", "torch.distributed.tensor")))
+from transformers.models.auto import auto_factory
+import torch
+class Own(torch.nn.Module):
+    def prepare_inputs_for_generation(self): ...
+own = auto_factory.add_generation_mixin_to_remote_model(Own)
+from transformers import GenerationMixin
+print(Own in own.__mro__, own.generate is GenerationMixin.generate)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"] * 3 + ["True"] * 2 and done.returncode == 0, done.stderr
 
 
 @pytest.mark.costly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.environments.tool_stand import calling
+from tests.unit.environments.calls import calling
 
 EXAMPLES = Path(__file__).parents[3] / "examples/repair"
 

@@ -29,8 +29,9 @@ from slimx.rollout.hooks import GivenUp
 from tests.refusals import refused
 from tests.unit.environments import box_stand
 from tests.unit.environments.box_stand import SMALL, eventually, served
+from tests.unit.environments.calls import calling
 from tests.unit.environments.test_terminal import TERMINAL
-from tests.unit.environments.tool_stand import calling, context
+from tests.unit.environments.tool_stand import context
 
 pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm", "tar")]
 

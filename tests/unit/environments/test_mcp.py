@@ -22,8 +22,9 @@ from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
 from tests.needed import need_package
 from tests.refusals import refused
+from tests.unit.environments.calls import calling
 from tests.unit.environments.served import program
-from tests.unit.environments.tool_stand import calling, context
+from tests.unit.environments.tool_stand import context
 from tests.unit.rollout.proxy_stand import PROMPT, Script
 from tests.unit.rollout.rollout_stand import config_of
 

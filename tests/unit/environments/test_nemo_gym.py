@@ -19,8 +19,9 @@ from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext
 from tests.needed import hub_python
 from tests.refusals import refused
+from tests.unit.environments.calls import calling
 from tests.unit.environments.served import program, stand_in
-from tests.unit.environments.tool_stand import calling, context
+from tests.unit.environments.tool_stand import context
 from tests.unit.rollout.rollout_stand import config_of
 
 BOX = "slimx.environments.hubs.nemo_gym.NemoGym"

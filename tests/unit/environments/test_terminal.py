@@ -21,8 +21,9 @@ from slimx.rollout import tools
 from slimx.rollout.hook_loading import check_generated, load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.refusals import refused
+from tests.unit.environments.calls import calling
 from tests.unit.environments.repairs import EXAMPLES, FAILED, SOLVED, edit, shell
-from tests.unit.environments.tool_stand import calling, context
+from tests.unit.environments.tool_stand import context
 from tests.unit.rollout.rollout_stand import config_of
 
 pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")]

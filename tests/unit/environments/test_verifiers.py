@@ -26,8 +26,8 @@ from slimx.rollout.hooks import GivenUp
 from slimx.rollout.proxy.server import ChatProxy
 from tests.needed import hub_python
 from tests.refusals import refused
+from tests.unit.environments.calls import calling
 from tests.unit.environments.served import program, stand_in
-from tests.unit.environments.tool_stand import calling
 from tests.unit.rollout.proxy_stand import Script, client_of, context, said, trained
 from tests.unit.rollout.rollout_stand import config_of
 

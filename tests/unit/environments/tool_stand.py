@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
 from tests.unit.rollout.proxy_stand import Script, tokenizer
-
-
-def calling(name: str, /, **arguments: Any) -> str:
-    """A call as the model writes it."""
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def context(*says: str, **sampling: Any) -> tuple[RolloutContext, Script]:

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import pytest
 
 from slimx.data.records import Trajectory
@@ -36,6 +35,7 @@ ADD = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
 
 async def messages(engine: Any, function: Any, *, tokens: int = 1000, retries: int = 0, **options: Any) -> Any:
     """The trajectories of `async def function(client)`."""
+    import anthropic  # 3 s of a core, which a worker that only collects this file does without
 
     async def act(url: str, prompt: Any) -> Any:
         base = url.removesuffix("/v1")
@@ -161,6 +161,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
+    import anthropic
+
     engine = Script("2")
 
     async def look(client: Any) -> None:
@@ -179,6 +181,8 @@ async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
 
 
 async def test_a_stream_that_fails_ends_with_an_error_and_is_no_turn():
+    import anthropic
+
     class Aborted(Script):
         """Its first answer is aborted."""
 
@@ -206,6 +210,8 @@ async def test_a_retry_of_the_client_is_no_second_turn():
 
 
 async def test_a_session_that_does_not_exist_is_not_found():
+    import anthropic
+
     async def look(client: Any) -> None:
         await ask(client, USER)
         async with anthropic.AsyncAnthropic(base_url=str(client.base_url).rstrip("/") + "x", api_key="any") as other:

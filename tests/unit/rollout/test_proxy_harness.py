@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -106,6 +105,8 @@ class Thread:
 
 
 async def test_a_coding_agents_session_is_as_many_trajectories_as_it_has_pasts_and_each_answer_is_trained_once():
+    import anthropic  # 3 s of a core, which a worker that only collects this file does without
+
     threads: dict[str, Thread] = {}
     steps = SESSION["steps"]
 
@@ -237,6 +238,8 @@ def forced_asks() -> Iterator[tuple[str, Any, tuple[str, ...], bool]]:
         tools = [{"name": each["name"], "input_schema": each["parameters"]} for each in (add, sub)]
 
         async def asks(client: Any) -> None:
+            import anthropic
+
             base = str(client.base_url).rstrip("/").removesuffix("/v1")
             async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as own:
                 asked = {"model": "m", "max_tokens": 100, "messages": USER, "tools": tools, "tool_choice": choice}
