@@ -165,7 +165,7 @@ class Config(Section):
 
 def _borrowing(config: Config) -> Config:
     """`config` of a policy with groups of servers that are another's."""
-    groups = tuple(group.lent() for group in config.rollout.engines)
+    groups = tuple(group.as_borrowed() for group in config.rollout.engines)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": groups})})
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
-from slimx.config.sections.policies import ACTOR
 from slimx.engines.delivery.deliveries import make_delivery
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.engines.fleet.group import EngineGroup
@@ -15,7 +14,6 @@ from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.weight_source import WeightSource
-from slimx.orchestration.shared_engines import SharedEngines
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
 from slimx.reshard.manifest import Encoding
@@ -44,11 +42,11 @@ class Publications:
         trainers: TrainerGroup,
         encoding: Encoding,
         records: Records,
-        shared: SharedEngines | None = None,
+        members: Members | None = None,
     ):
         """`config`: of the policy. `engines`: None where nothing is sampled. `maker` is told each version that is
-        published. `encoding`: how engines receive weights. `shared`: what is known of `engines` where other policies
-        publish to them, too."""
+        published. `encoding`: how engines receive weights. `members`: who of `engines` takes part; None: whoever is in
+        their own membership."""
         self.policy, self.config, self.engines, self.trainers = policy, config, engines, trainers
         self.lasting: Lasting = _once
         """Waits for work that needs trainers, which may be replaced meanwhile."""
@@ -60,15 +58,12 @@ class Publications:
         else:
             self.delivery = make_delivery(trainers, self.config)
         self.publisher = self.adapters = None
-        self._based: dict[str, int] = {} if shared is None else shared.based
+        self._based: dict[str, int] = {}
         """By engine the incarnation that was given the base of its adapters."""
         self._brought = False
         """True once the base of these trainers was published, and thereby compared with that of other policies."""
-        self._shared = shared
         if self.engines is not None:
-            members: Members = self.engines.members
-            if shared is not None:
-                members = shared.enter(policy, self._deliver)
+            members = members or self.engines.members
             vacate = self._give_turn if self.config.schedule.colocate else None
             self.publisher = self._publisher(source, members, self.delivery, vacate)
             if "adapters" in trainers.plans:
@@ -94,7 +89,7 @@ class Publications:
         return await self.lasting(lambda: self._publish(step))
 
     async def _publish(self, step: int) -> Publication:
-        return await (self._deliver(step) if self._shared is None else self._shared.publish(self.policy, step))
+        return await self._deliver(step)
 
     async def _deliver(self, step: int) -> Publication:
         """Publish until at least one engine has taken part to the end."""
@@ -144,7 +139,7 @@ class Publications:
         publication that follows brings the next one. A delivery that keeps versions brings the present one to whichever
         engine comes back, at any time when engines are awake.
         """
-        if self.engines is None or (self._shared is not None and self.policy != ACTOR):  # whose engines these are
+        if self.engines is None:
             return await work
         members = self.engines.members
         awake = members.turn.theirs

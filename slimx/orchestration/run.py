@@ -24,7 +24,7 @@ from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.shared_engines import SharedEngines
+from slimx.orchestration.shared_engines import SharedEngines, SharedPublications
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves
@@ -106,7 +106,7 @@ class Run:
             trainers=trainers,
             engines=engines,
             client=service.clients.get(name),
-            publications=Publications(name, *way, shared),
+            publications=Publications(name, *way) if shared is None else SharedPublications(shared, name, *way),
             packer=make_packer(config, prepared.spec, prepared.sizes),
             sizes=prepared.sizes,
             routes=route_shape(prepared.spec) if config.trainer.moe.routing_replay == "R3" else None,

@@ -30,6 +30,8 @@ class TrainerWorker:
         redirect_output(log_path)
         self.rank, self.device = rank, device
         self._values = config
+        self._config: Any = None
+        """The same as a `Config`, from the start on."""
         self._trainer: Any = None
         self._critic: Any = None
         self._parallel: Any = None
@@ -65,7 +67,7 @@ class TrainerWorker:
         clock = [time.perf_counter()]
         from slimx.config.schema import Config
 
-        config = Config.model_validate(self._values)
+        config = self._config = Config.model_validate(self._values)
         local = is_loopback(urlsplit(init_method).hostname or "")
         shares = config.trainer.tensor * config.trainer.context > 1
         prepare_process(self.device, shares_layers=shares, local=local, fp8=config.trainer.fp8 is not None)
@@ -281,7 +283,7 @@ class TrainerWorker:
         from slimx.reshard.plan.copy_plan import Plan
 
         weights = self._trainer.weights
-        alone = name != "export" and self._values["publish"]["adapters"] == "alone"
+        alone = name != "export" and self._config.serves_adapters
         parameters, merging = (weights.unmerged, {}) if alone else (weights.parameters, weights.merging)
         packer = Packer(Plan.from_bytes(plan), self.rank, parameters, merging=merging, apart=holders > 1)
         if on_device:  # the default group: NCCL over all ranks
@@ -307,12 +309,11 @@ class TrainerWorker:
 
     def begin_version(self, directory: str, manifest: Any) -> None:
         """Begin a version as files in `directory`: buckets are in this rank's memory."""
-        from slimx.config.sections.publish import Publish
         from slimx.reshard.transports.disk import Shelf
         from slimx.reshard.transports.disk_changes import ChangesShelf
 
         if self._shelf is None:
-            changes = Publish.model_validate(self._values["publish"]).changes_on_disk
+            changes = self._config.publish.changes_on_disk
             self._shelf = Shelf(directory) if changes is None else ChangesShelf(directory, *changes)
         self._shelf.begin(manifest)
 
@@ -329,14 +330,13 @@ class TrainerWorker:
     def prepare_direct(self, plan: bytes, edges: list[int], item: int, on_gpu: bool) -> None:
         """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`, `on_gpu`: as in
         `slimx.reshard.direct.sender.Sender`."""
-        from slimx.config.sections.run import Cluster
         from slimx.reshard.direct.sender import Sender
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import Plan
 
         weights = self._trainer.weights
         packer = Packer(Plan.from_bytes(plan), self.rank, weights.parameters, merging=weights.merging)
-        host = own_address(Cluster.model_validate(self._values["cluster"]).network)
+        host = own_address(self._config.cluster.network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
         self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
 

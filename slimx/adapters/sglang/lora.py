@@ -7,9 +7,9 @@ was proven. Whoever asks a server of one policy asks that policy; where there ar
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,17 +67,18 @@ def check_named(policies: Mapping[str, float], request: Any) -> None:
         )
 
 
-def register(registry: Any, kinds: Any) -> None:
-    """Register the hooks with SGLang's `HookRegistry`; `kinds`: its HookType."""
-    registry.register(START, with_slot, kinds.AROUND)
+def register(registry: Any, kinds: Any, policies: Mapping[str, float]) -> None:
+    """Register the hooks of a server of `policies` (`asked`) with SGLang's `HookRegistry`; `kinds`: its HookType."""
+    registry.register(START, partial(with_slots, policies), kinds.AROUND)
     registry.register(PREPARE, as_the_policy, kinds.AROUND)
 
 
-def with_slot(original: Callable[..., None], manager: Any, *args: Any, **given: Any) -> None:
+def with_slots(
+    policies: Mapping[str, float], original: Callable[..., None], manager: Any, *args: Any, **given: Any
+) -> None:
     """Around `LoRAManager.init_state`: then load zeros as each policy's adapters, and have the receiver write there."""
     from sglang.srt.lora.lora_registry import LoRARef
 
-    policies = asked(sys.argv) or {}
     with unpinned():
         original(manager, *args, **given)
         for name, alpha in policies.items():
@@ -111,9 +112,9 @@ def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> No
 
 def attest(manager: Any) -> dict[str, Any] | None:
     """The rank and modules of the adapters that this rank computes with, and their scale by policy; None for a server
-    without any."""
-    policies = asked(sys.argv)
-    if manager is None or policies is None:
+    to which none are published."""
+    policies = {} if manager is None else receiver_of(manager.base_model).adapters
+    if not policies:
         return None
     return {
         "rank": max(manager.loras[name].config.r for name in policies),

@@ -14,7 +14,8 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
-    leaves = sglang_numerics.asked_leaves(sys.argv)
+    leaves, policies = sglang_numerics.asked_leaves(sys.argv), sglang_lora.asked(sys.argv)
     if is_cpu():
         sglang_cpu.open_choices()
     if leaves is not None:
@@ -70,7 +71,7 @@ def register() -> None:
     server = SCHEDULER not in sys.modules and DETOKENIZER not in sys.modules
     forks = server and is_cpu() and SPAWN not in sys.argv
     if server:
-        HookRegistry.register(GENERATE, take_fields, HookType.BEFORE)
+        HookRegistry.register(GENERATE, partial(take_fields, policies), HookType.BEFORE)
         os.memfd_create(LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
     if server or SCHEDULER in sys.modules:
         HookRegistry.register(RESOLVED, without_keys, HookType.AROUND)
@@ -84,8 +85,8 @@ def register() -> None:
         HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
         if sglang_drafted.asked(sys.argv):
             HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
-        if sglang_lora.asked(sys.argv) is not None:
-            sglang_lora.register(HookRegistry, HookType)
+        if policies is not None:
+            sglang_lora.register(HookRegistry, HookType, policies)
         if is_cpu():
             sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)
             sglang_cpu.close_gaps()
@@ -127,8 +128,9 @@ def without_keys(original: Callable[..., dict[str, Any]], arguments: Any) -> dic
     return {name: None if name in KEYS else value for name, value in original(arguments).items()}
 
 
-def take_fields(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Before `TokenizerManager.generate_request`: set request fields that travelled as the custom label "slimx".
+def take_fields(policies: Mapping[str, float] | None, manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Before `TokenizerManager.generate_request`: set request fields that travelled as the custom label "slimx", and
+    refuse a request that the server's `policies` (`sglang_lora.asked`) have no adapters for.
 
     sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but carries custom
     labels. The label is taken away because SGLang would hand it to Prometheus, which refuses labels that it does not
@@ -137,7 +139,7 @@ def take_fields(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     labels = getattr(request, "custom_labels", None) or {}
     for name, value in json.loads(labels.pop(NAME, "{}")).items():
         setattr(request, name, value)
-    if (policies := sglang_lora.asked(sys.argv)) is not None:
+    if policies is not None:
         sglang_lora.check_named(policies, request)
 
 

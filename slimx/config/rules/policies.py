@@ -92,15 +92,6 @@ def fits_engines(name: str, own: Mapping[str, Any], run: Mapping[str, Any]) -> l
                     about=f"policies.{name}.{key}",
                 )
             )
-    if sum(group.servers for group in run["rollout"].policy_engines) > 1:
-        found.append(
-            SlimxError(
-                f"rollout.engines has several servers, and policies.{name}.engines_of was proven with one alone; "
-                "start one",
-                code="policies.engines_of",
-                about="rollout.engines",
-            )
-        )
     return found
 
 

@@ -66,18 +66,18 @@ class Engines(Section):
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs, passed through after a check."""
 
-    _lent: bool = PrivateAttr(default=False)
+    _borrowed: bool = PrivateAttr(default=False)
 
-    def lent(self) -> Engines:
+    def as_borrowed(self) -> Engines:
         """The group as a policy sees it that uses another's servers (`policies.NAME.engines_of`)."""
         group = self.model_copy()
-        group._lent = True
+        group._borrowed = True
         return group
 
     @property
     def borrowed(self) -> bool:
         """True if the servers are another policy's, which starts them and is counted with them."""
-        return self._lent
+        return self._borrowed
 
     @property
     def where(self) -> str:

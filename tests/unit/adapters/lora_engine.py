@@ -161,7 +161,7 @@ def published(
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     told: dict[str, Any] = {"refused": [code_of(lambda: publish(plain, given["first"], encoding="adapters"))]}
-    sglang_lora.register(HookRegistry, HookType)
+    sglang_lora.register(HookRegistry, HookType, sglang_lora.asked(sys.argv))
     HookRegistry.apply_hooks()
     manager, receiver = managed(model), receiver_of(model)
     told["refused"].append(code_of(lambda: publish(model, given["first"], encoding="adapters", policy="first")))

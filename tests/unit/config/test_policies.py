@@ -153,7 +153,6 @@ def test_a_policy_whose_adapters_anothers_engines_have_starts_none() -> None:
         ({"trainer": {"lora": {"targets": ["mlp"]}}}, {}, "policies.judge.trainer.lora.targets"),
         ({}, {"publish": {"transport": "memory"}}, "publish.adapters"),
         ({}, {"trainer": {"load": None}, "publish": {}}, "trainer.lora"),
-        ({}, {"rollout": {"prompts": "p", "engines": [{"count": 2}]}}, "rollout.engines"),
     ],
 )
 def test_policies_that_one_engine_cannot_have_beside_each_other_are_refused(

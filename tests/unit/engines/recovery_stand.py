@@ -98,11 +98,16 @@ class Stand:
     """Two engines in the router of a membership that looks at them every 10 ms."""
 
     def __init__(
-        self, restarts: int = 2, starts: list[SlimxError | None] | None = None, count: int = 2, **health: float
+        self,
+        restarts: int = 2,
+        starts: list[SlimxError | None] | None = None,
+        count: int = 2,
+        kind: type[FakeEngine] = FakeEngine,
+        **health: float,
     ):
         self.log: list[str] = []
         self.router = FakeRouter(self.log)
-        self.engines = [FakeEngine(f"e{n}", self.log, list(starts or [None] * 9)) for n in range(count)]
+        self.engines = [kind(f"e{n}", self.log, list(starts or [None] * 9)) for n in range(count)]
         self.notes: list[str] = []
         self.restarts: list[Restart] = []
         self.members = Membership(

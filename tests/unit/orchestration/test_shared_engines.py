@@ -3,134 +3,217 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slimx.config.sections.publish import Publish
 from slimx.engines.fleet.handle import Standing
-from slimx.orchestration.publications import Publications
-from slimx.orchestration.shared_engines import SharedEngines
-from slimx.reshard.parties import NoReceiverLeft, ReceiverLost
+from slimx.errors import SlimxError
+from slimx.orchestration.shared_engines import SharedEngines, SharedPublications
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.parties import ReceiverLost
 from tests.refusals import refused
+from tests.unit.engines.recovery_stand import FakeEngine, Stand, gone
+from tests.unit.reshard.publication_stand import TENSORS, Calls, FakeTrainers
 
 
-class Fleet:
-    """A membership of engines, of which a test loses one and starts it again."""
+class Server(FakeEngine):
+    """An engine that takes publications, adapters alone only beside a base, and starts only while it may."""
 
-    def __init__(self, count: int = 1) -> None:
-        self.all = [SimpleNamespace(name=f"e{n}", incarnation=1, standing=Standing.JOINING) for n in range(count)]
-        self.engine = self.all[0]
-        """The one that is lost."""
-        self.epoch = 0
-        self.engines = SimpleNamespace(members=self)
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.refuses: tuple[str, str, int] | None = None
+        """Verb, policy and version of a publication that fails here, once."""
+        self.based, self.open = False, None
 
-    def candidates(self) -> list[Any]:
-        return self.all
+    async def start(self, deadline_s: float) -> None:
+        await self.may_start.wait()
+        await super().start(deadline_s)
+        self.based = False
 
-    def standings(self) -> list[str]:
-        return [str(engine.standing) for engine in self.all]
-
-    async def available(self) -> None: ...
-
-    async def admit(self, engine: Any) -> None:
-        engine.standing = Standing.MEMBER
-
-    def restart(self) -> None:
-        self.engine.incarnation += 1
-        self.engine.standing = Standing.JOINING
-
-
-class Noted:
-    """A publisher that notes what it was asked for, and by the way loses the engine where it is told to."""
-
-    def __init__(self, run: Policy, kind: str):
-        self.run, self.kind = run, kind
-
-    async def publish(self, version: int, *, trainer_step: int) -> SimpleNamespace:
-        run, fleet = self.run, self.run.fleet
-        run.sent.append((run.policy, version, self.kind))
-        await asyncio.sleep(0)  # where another policy's could begin
-        if (run.policy, version) in run.losing:
-            run.losing.remove((run.policy, version))
-            fleet.restart()
-            raise NoReceiverLeft("lost", code="publish.lost", about="e0")
-        for engine in fleet.all:
-            await run.members.admit(engine)
-        run.served.append((run.policy, version, *fleet.standings()))
-        engines = dict.fromkeys(engine.name for engine in fleet.all)
-        return SimpleNamespace(engines=engines, lost=[], manifest=SimpleNamespace(version=version))
+    async def perform(self, verb: str, epoch: int, *arguments: Any) -> Any:
+        if verb == "begin":
+            self.open = arguments[0]
+            if self.open.encoding == "adapters" and not self.based:
+                raise SlimxError("no base", code="receiver.no_base")
+        if self.open is not None and (verb, self.open.policy, self.open.version) == self.refuses:
+            self.refuses = None
+            raise SlimxError(f"{verb} failed", code="engine.copy")
+        if verb == "commit":
+            self.based = True
+            self.log.append(f"{self.open.policy} {self.open.version} {self.open.encoding} {self.url}")
+        return {"inventory": [TENSORS], "verify": {"checked": len(TENSORS)}}.get(verb)
 
 
-class Policy(Publications):
-    """Only what orders publications."""
+class Trainers(FakeTrainers):
+    """Trainers that do what `after` says when the publication of a policy's version has ended."""
 
-    def __init__(self, policy: str, fleet: Fleet, shared: SharedEngines, sent: list[Any], served: list[Any]):
-        self.policy, self.fleet, self.sent, self.served = policy, fleet, sent, served
-        self.losing: list[tuple[str, int]] = []
-        self.engines, self._shared, self._based = fleet.engines, shared, shared.based
-        self.config = SimpleNamespace(schedule=SimpleNamespace(colocate=False))
-        self._maker, self._note = SimpleNamespace(versions={}), sent.append
+    def __init__(self, after: dict[tuple[str, int], Callable[[], Awaitable[None]]]):
+        super().__init__(Calls())
+        self.after, self.published = after, ("", -1)
+
+    async def begin(self, manifest: Manifest) -> None:
+        self.published = manifest.policy, manifest.version
+
+    async def release(self, bucket: int | None = None) -> None:
+        if bucket is None and (work := self.after.pop(self.published, None)) is not None:
+            await work()
+
+
+class Policy(SharedPublications):
+    """Publications of a policy whose trainers are not real."""
+
+    def __init__(self, policy: str, stand: Stand, shared: SharedEngines, trainers: Trainers):
+        self.policy, self._shared, self._based, self._brought = policy, shared, shared.based, False
+        self.engines, self._encoding = SimpleNamespace(members=stand.members), "hf"
+        self.config = SimpleNamespace(schedule=SimpleNamespace(colocate=False), publish=Publish())
+        self._maker, self._note = SimpleNamespace(versions={}), stand.notes.append
         self.members = shared.enter(policy, self._deliver)
-        self.publisher, self.adapters, self._brought = Noted(self, "all"), Noted(self, "adapters"), False
+        self.publisher = self._publisher(trainers, self.members)
+        self.adapters = self._publisher(trainers, self.members, encoding="adapters")
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """A run of two policies and one engine, or as many as the parameter says."""
-    fleet = Fleet(getattr(request, "param", 1))
-    shared, sent, served = SharedEngines(fleet, ["actor", "judge"]), [], []
-    actor, judge = (Policy(name, fleet, shared, sent, served) for name in ("actor", "judge"))
+async def run(request: pytest.FixtureRequest) -> AsyncIterator[SimpleNamespace]:
+    """A run of two policies and one engine, or as many as the parameter says, whose first versions are out."""
+    stand = Stand(count=getattr(request, "param", 1), kind=Server)
+    shared, after = SharedEngines(stand.members, ["actor", "judge"]), {}
+    actor, judge = (Policy(name, stand, shared, Trainers(after)) for name in ("actor", "judge"))
+    for engine in stand.engines:
+        engine.standing = Standing.JOINING
 
-    async def step(number: int) -> None:
-        """Publish both at the same time, as a run does; what was sent."""
-        sent.clear(), served.clear()
-        await asyncio.gather(*(policy._publish(number) for policy in (actor, judge)))
+    async def step(number: int) -> list[str]:
+        """Publish both at the same time, as a run does; returns what was done to engines."""
+        stand.log.clear()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(policy._publish(number) for policy in (actor, judge)))
+        return list(stand.log)
 
-    return SimpleNamespace(fleet=fleet, actor=actor, judge=judge, sent=sent, served=served, step=step)
+    first = await step(0)
+    yield SimpleNamespace(stand=stand, actor=actor, judge=judge, after=after, step=step, first=first)
+    await stand.members.stop()
+
+
+def of(name: str, log: list[str]) -> list[str]:
+    """The lines of `log` about the engine `name`, of its publications and of the router."""
+    lines = [line.replace("http://", "") for line in log if f"http://{name}/" in line]
+    return [line for line in lines if not line.startswith("stop")]
+
+
+async def back(run: SimpleNamespace) -> None:
+    await run.stand.until(lambda: run.stand.engines[0].standing is Standing.JOINING)
 
 
 async def test_each_policy_brings_the_base_once_and_requests_come_after_the_last(run: SimpleNamespace) -> None:
-    await run.step(0)
-    assert run.sent == [("actor", 0, "all"), ("judge", 0, "all")]
-    assert run.served == [("actor", 0, "joining"), ("judge", 0, "member")]
-    await run.step(1)
-    assert run.sent == [("actor", 1, "adapters"), ("judge", 1, "adapters")]
+    assert of("e0", run.first) == ["actor 0 hf e0/0", "judge 0 hf e0/0", "add e0/0"]
+    assert of("e0", await run.step(1)) == ["actor 1 adapters e0/0", "judge 1 adapters e0/0"]
 
 
 async def test_an_engine_that_comes_back_gets_every_policys_adapters_before_requests(run: SimpleNamespace) -> None:
-    await run.step(0)
     await run.step(1)
-    run.fleet.restart()
-    run.sent.clear(), run.served.clear()
+    await run.stand.members.quarantine(run.stand.engines[0], gone())
+    await back(run)
+    run.stand.log.clear()
     await run.actor._publish(1)  # by the watch of the engines, which are the actor's
-    assert run.sent == [("actor", 1, "all"), ("judge", 1, "adapters")]
-    assert run.served == [("actor", 1, "joining"), ("judge", 1, "member")]
+    assert of("e0", run.stand.log) == ["actor 1 hf e0/2", "judge 1 adapters e0/2", "add e0/2"]
 
 
 async def test_an_engine_that_is_lost_between_two_policies_gets_the_first_ones_again(run: SimpleNamespace) -> None:
-    await run.step(0)
-    run.judge.losing = [("judge", 1)]
-    await run.step(1)
-    assert [each for each in run.sent if isinstance(each, tuple)] == [
-        ("actor", 1, "adapters"),
-        ("judge", 1, "adapters"),
-        ("judge", 1, "all"),
-        ("actor", 1, "adapters"),
+    run.stand.engines[0].refuses = "load", "judge", 1
+    assert of("e0", await run.step(1)) == [
+        "actor 1 adapters e0/0",
+        "remove e0/0",
+        "judge 1 hf e0/2",
+        "actor 1 adapters e0/2",
+        "add e0/2",
     ]
-    assert run.served[-1] == ("actor", 1, "member") and run.served[-2] == ("judge", 1, "joining")
 
 
 async def test_an_engine_that_was_lost_before_the_last_policys_part_is_told_as_lost(run: SimpleNamespace) -> None:
-    run.fleet.engine.standing = Standing.OUT
+    run.stand.engines[0].standing = Standing.OUT
+    run.stand.engines[0].incarnation += 1
     with refused("engine.lost", about="e0", kind=ReceiverLost):
-        await run.actor.members.admit(run.fleet.engine)
+        await run.actor.members.admit(run.stand.engines[0])
 
 
 @pytest.mark.parametrize("run", [2], indirect=True)
-async def test_one_of_several_engines_that_comes_back_serves_after_the_last_policys_part(run: SimpleNamespace) -> None:
-    await run.step(0)
-    run.fleet.restart()
-    await run.step(1)
-    assert run.sent == [("actor", 1, "all"), ("judge", 1, "adapters")]
-    assert run.served == [("actor", 1, "joining", "member"), ("judge", 1, "member", "member")]
+async def test_of_two_engines_the_one_that_refuses_a_policys_adapters_is_out_until_it_has_all(
+    run: SimpleNamespace,
+) -> None:
+    """The other one serves on, and holds the new versions of both."""
+    first = run.stand.engines[0]
+    first.refuses = "load", "judge", 1
+    first.may_start.clear()
+    log = await run.step(1)
+    assert of("e0", log) == ["actor 1 adapters e0/0", "remove e0/0"]
+    assert of("e1", log) == ["actor 1 adapters e1/0", "judge 1 adapters e1/0"]
+    first.may_start.set()
+    await back(run)
+    log = await run.step(2)
+    assert of("e0", log) == ["actor 2 hf e0/2", "judge 2 adapters e0/2", "add e0/2"]
+    assert of("e1", log) == ["actor 2 hf e1/0", "judge 2 adapters e1/0"]
+
+
+@pytest.mark.parametrize("run", [2], indirect=True)
+async def test_of_two_engines_one_that_dies_between_the_policies_publications_waits_for_the_next(
+    run: SimpleNamespace,
+) -> None:
+    first = run.stand.engines[0]
+    first.may_start.clear()
+    run.after["actor", 1] = lambda: run.stand.members.quarantine(first, gone())
+    log = await run.step(1)
+    assert of("e0", log) == ["actor 1 adapters e0/0", "remove e0/0"]
+    assert of("e1", log) == ["actor 1 adapters e1/0", "judge 1 adapters e1/0"]
+    first.may_start.set()
+    await back(run)
+    assert of("e0", await run.step(2)) == ["actor 2 hf e0/2", "judge 2 adapters e0/2", "add e0/2"]
+
+
+@pytest.mark.parametrize("run", [2], indirect=True)
+@pytest.mark.parametrize("before", [["actor"], ["actor", "judge"]], ids=["between", "after"])
+async def test_of_two_engines_one_that_is_back_before_all_publications_have_ended_gets_all_of_the_step(
+    run: SimpleNamespace, before: list[str]
+) -> None:
+    """It died after the publications of `before`."""
+    first = run.stand.engines[0]
+
+    async def dies() -> None:
+        await run.stand.members.quarantine(first, gone())
+        await back(run)
+
+    run.after[before[-1], 1] = dies
+    log = await run.step(1)
+    again = ["actor 1 hf", "judge 1 adapters"]
+    early = [f"{policy} 1 adapters" for policy in before]
+    assert of("e0", log) == [
+        *(f"{each} e0/0" for each in early),
+        "remove e0/0",
+        *(f"{each} e0/2" for each in again),
+        "add e0/2",
+    ]
+    assert of("e1", log) == [f"{each} e1/0" for each in early + again]
+
+
+@pytest.mark.parametrize("policy", ["actor", "judge"])
+async def test_the_policy_whose_engines_they_are_watches_them_for_all(run: SimpleNamespace, policy: str) -> None:
+    """An engine that came back while nothing was published: the watch of one policy brings what all need."""
+    publications = getattr(run, policy)
+    publications.delivery = SimpleNamespace(keeps=False)
+    publications.publish = publications._publish
+    await run.stand.members.quarantine(run.stand.engines[0], gone())
+    await back(run)
+    run.stand.log.clear()
+
+    async def work() -> None:
+        if policy == "actor":
+            await run.stand.until(lambda: bool(run.stand.members.members()))
+        await asyncio.sleep(0.02)
+
+    await publications.watched(work(), 0)
+    watched = ["actor 0 hf e0/2", "judge 0 adapters e0/2", "add e0/2"]
+    assert of("e0", run.stand.log) == (watched if policy == "actor" else [])

@@ -152,7 +152,7 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
         offload=lambda weights: offloaded.append(weights),
     )
     worker.rank, worker._gatherers, worker._critic = PUBLISHER, {}, None
-    worker._values = {"publish": {"adapters": "merged"}}
+    worker._config = SimpleNamespace(serves_adapters=False)
     worker._memory = PhaseMemory(ProcessMeter(), "generate")
     for on_device in (True, False):
         path, content = worker.probe(on_device)

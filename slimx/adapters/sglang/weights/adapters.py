@@ -54,6 +54,9 @@ class ServedAdapters:
     def __init__(self, manager: Any, slot: int):
         """`manager`: SGLang's LoRAManager, whose buffers stay where they are."""
         self._manager, self._slot = manager, slot
+        self.shares: dict[str, int] | None = None
+        """Tensors that the publication which came here last has copied, and the share of each that the slot should
+        hold; None before the first."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """A and B of every layer by the names under which `place` notes them."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slimx.adapters.sglang.weights.adapters import is_adapter
 from slimx.adapters.sglang.weights.places import Layout
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import Staging
@@ -39,11 +38,6 @@ class OpenPublication:
     """Tensors that were copied -> share that the model should hold. Where adapters come alone, the base's are there
     from the beginning."""
     verified: bool = False
-
-    @property
-    def adapters(self) -> dict[str, int]:
-        """Those of `loaded` that are the policy's adapters."""
-        return {name: share for name, share in self.loaded.items() if is_adapter(name)}
 
     @property
     def missing(self) -> list[str]:

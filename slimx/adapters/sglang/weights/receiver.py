@@ -46,12 +46,10 @@ class RankReceiver:
         self.outcome: Answer = {}
         """The end of the last copy: {"loaded": count} or {"loaded": count, "error": text}."""
         self.copied: OpenPublication | None = None
-        """The publication that copied last: its `loaded` is all that vouches for the weights, and for its policy's
-        adapters."""
+        """The publication that copied last: its `loaded` is all that vouches for the weights. For adapters each slot's
+        `shares` do."""
         self.adapters: dict[str, ServedAdapters] = {}
-        """The places of each policy's adapters, in a server that computes with them."""
-        self.others: dict[str, dict[str, int]] = {}
-        """By policy, of all but that of `copied`: the shares that its slot should hold since it was copied to last."""
+        """The slot of each policy, in a server that computes with adapters."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
         """The places of experts, and the layout that follows from them."""
 
@@ -166,12 +164,11 @@ class RankReceiver:
                 code="receiver.not_staged",
                 about=missing[0],
             )
-        ready = publication.ready()
+        ready, slot = publication.ready(), self.adapters.get(publication.manifest.policy)
         if self.copied is not publication:
             restore_cache_scales(self.model)
-            if self.copied is not None:
-                self.others[self.copied.manifest.policy] = self.copied.adapters
-            self.others.pop(publication.manifest.policy, None)
+            if slot is not None:
+                slot.shares = {}
         # From here the model holds neither the old weights nor the new: nothing else vouches for it any more.
         self.copied, self.version = publication, None
         publication.waiting, publication.verified = 0, False
@@ -182,8 +179,8 @@ class RankReceiver:
         else:
             adapters = {name: staged for name, staged in ready.items() if is_adapter(name)}
             if adapters:
-                slot = self.adapters[publication.manifest.policy]
                 slot.write(publication.layout, self._counted(adapters))
+                slot.shares.update((name, staged.share) for name, staged in adapters.items())
             if base := {name: staged for name, staged in ready.items() if name not in adapters}:
                 self.model.load_weights(self._counted(base))
         publication.loaded.update((name, staged.share) for name, staged in ready.items())
@@ -198,7 +195,7 @@ class RankReceiver:
 
     def verify(self) -> Answer:
         """Compare what the model HOLDS now with what was copied last, with the base of what came as adapters alone, and
-        with what was copied last of every other policy's adapters.
+        every other policy's slot with what was copied there last.
 
         Answer: {"encoding", "tensors": count in the publication, "differ": [names], "missing": [held, but never
         copied], "derived": [tensors that the model computed from the others]}. Another policy's adapter has the
@@ -215,10 +212,10 @@ class RankReceiver:
         differ = differing(places, loaded, parameters)
         missing = [name for name in self.copied.layout.held if name not in loaded]
         missing += sorted(parameters.keys() - {held.parameter for place in places.values() for held in place.held})
-        for policy, known in self.others.items() if self.adapters else ():
-            slot = self.adapters[policy].buffers()
-            differ += [f"{policy}:{name}" for name in differing(places, known, slot)]
-            missing += [f"{policy}:{name}" for name in self.copied.adapters if name not in known]
+        for policy, slot in self._others(self.copied.manifest.policy):
+            differ += [f"{policy}:{name}" for name in differing(places, slot.shares, slot.buffers())]
+            adapters = (name for name in self.copied.layout.held if is_adapter(name))
+            missing += [f"{policy}:{name}" for name in adapters if name not in slot.shares]
         self.copied.verified = self.copied is self.open and not differ and not missing
         return {
             "encoding": self.copied.manifest.encoding,
@@ -301,12 +298,13 @@ class RankReceiver:
     def _beside(self, publication: OpenPublication) -> dict[str, int]:
         """The shares of the weights beside which other policies' adapters stand: those that `publication` must bring,
         too; {} while there are none."""
-        if self.copied is None or not self.adapters:
-            return {}
-        own = publication.manifest.policy
-        if not {self.copied.manifest.policy, *self.others} - {own}:
+        if not any(self._others(publication.manifest.policy)):
             return {}
         return {name: share for name, share in self.copied.loaded.items() if not is_adapter(name)}
+
+    def _others(self, policy: str) -> Iterator[tuple[str, ServedAdapters]]:
+        """The slots of policies other than `policy` that were published to."""
+        return ((name, slot) for name, slot in self.adapters.items() if name != policy and slot.shares is not None)
 
     def _base(self, new: Manifest, layout: Layout) -> dict[str, int]:
         """The shares of the weights that adapters of publication `new` stand beside, as they were copied last. Refuses
