@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from tests.integration.hooks import digits
 
 
 async def answered_and_judged(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
-    """The policy `actor` answers, and the role `judge` continues what it said."""
+    """The policy `actor` answers, and the role `judge` continues what it said. Version 2 does not while there is a file
+    that the prompt's `hold` names."""
+    while ctx.version == 2 and Path(prompt.metadata.get("hold", "")).is_file():
+        await asyncio.sleep(0.05)
     answer = ctx.draft(prompt)
     answer.add_sampled(await ctx.engine.generate(answer.token_ids))
     judge = ctx.policies["judge"]

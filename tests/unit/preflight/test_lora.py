@@ -143,7 +143,10 @@ def test_adapters_alone_are_those_of_dense_layers_over_memory(qwen, tmp_path):
         return {(p.code, p.about) for p in broken(RULES, facts) if p.code.startswith("lora.")}
 
     assert not codes(config(str(qwen), ATTENTION, **ALONE))
-    assert codes(config(str(qwen), **ALONE)) == {("lora.alone_model", "trainer.lora.targets")}
+    targets = ("lora.alone_model", "trainer.lora.targets")
+    assert codes(config(str(qwen), **ALONE)) == {targets}  # routed experts among them
+    routers = {"lora": {**LORA, "targets": ["attention", "router"]}}
+    assert codes(config(str(qwen), routers, **ALONE)) == {targets}
     disk = {"publish": {**ALONE["publish"], "transport": "disk"}}
     assert codes(config(str(qwen), ATTENTION, **disk)) == {("lora.alone_transport", "publish.transport")}
     (tmp_path / "config.json").write_text(json.dumps(V3))
