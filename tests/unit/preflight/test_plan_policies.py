@@ -86,8 +86,10 @@ def test_weights_that_would_go_another_way_than_memory_are_refused(plan, argumen
 
 
 def test_engines_that_generate_for_two_policies_are_counted_once_with_a_slot_for_each(plan):
+    """Both servers of the group have all slots, and each policy sends to both."""
     lora = "lora: {rank: 4, alpha: 8, targets: [attention]}"
     adapters = (f"trainer={{world_size: 2, expert: 1, {lora}}}", "publish.adapters=alone", "cluster.gpu=h100")
+    adapters += ("rollout.engines=[{count: 2}]",)
     code, text = plan(SHALLOW, RUN[1], *adapters, "--json")
     assert code == 0, text
     alone = json.loads(text)
@@ -95,11 +97,11 @@ def test_engines_that_generate_for_two_policies_are_counted_once_with_a_slot_for
     assert code == 0, text
     report = json.loads(text)
     judge, sums = report["policies"]["judge"], report["together"]
-    assert sums["gpus"] == 2 + 1 + 2 and judge["rank_map"]["engines"] == judge["engine_memory"] == []
-    assert [rank["gpu"] for rank in judge["rank_map"]["trainer"]] == [3, 4]
+    assert sums["gpus"] == 2 + 2 + 2 and judge["rank_map"]["engines"] == judge["engine_memory"] == []
+    assert [rank["gpu"] for rank in judge["rank_map"]["trainer"]] == [4, 5]
     assert [group["borrowed"] for of in (report, judge) for group in of["engines"]] == [False, True]
     (before,), (held,) = alone["engine_memory"], report["engine_memory"]
-    slot = report["publication"]["adapter_bytes"]
-    assert held["weights"] - before["weights"] == slot == judge["publication"]["adapter_bytes"] > 0
+    both = report["publication"]["adapter_bytes"]
+    assert 2 * (held["weights"] - before["weights"]) == both == judge["publication"]["adapter_bytes"] > 0
     code, text = plan(SHALLOW, RUN[1], *adapters, "policies.judge.engines_of=actor")
     assert code == 0 and "engines of actor" in text
