@@ -100,16 +100,20 @@ def exported(directory: Path) -> dict[str, torch.Tensor]:
 
 
 ALONE = {
-    "dense": ("qwen2", {"world_size": 2, "tensor": 2, "expert": 1}, ["attention", "mlp"]),
-    "experts": (None, {"world_size": 2, "expert": 1, "pipeline": 2}, ["attention"]),
+    "dense": ("qwen2", "float32", {"world_size": 2, "tensor": 2, "expert": 1}, ["attention", "mlp"]),
+    "dense, bfloat16": ("qwen2", "bfloat16", {"world_size": 1, "expert": 1}, ["attention", "mlp"]),
+    "experts": (None, "float32", {"world_size": 2, "expert": 1, "pipeline": 2}, ["attention"]),
 }
-"""Name of a model, the quickstart's by default, layout of the trainers and targets."""
+"""Name of a model, the quickstart's by default, dtype, layout of the trainers and targets."""
+GAPS = {"float32": ("gap/max", 1e-4), "bfloat16": ("gap/mean", 2e-2)}
+"""Metric by dtype, and its bound. In bfloat16 both sides round on the way; adapters move log-probs by 0.08 and more in
+the mean after two steps of these tests."""
 
 
 @pytest.mark.parametrize("case", list(ALONE))
 def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_model, task_of_sums, tmp_path, case):
     """The gap is that of merged weights; an engine that is killed gets base and adapters when it is back."""
-    name, layout, targets = ALONE[case]
+    name, dtype, layout, targets = ALONE[case]
     model = tiny_model
     if name is not None:
         make_model(name, model := tmp_path / "model")
@@ -117,6 +121,7 @@ def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_mod
         tmp_path,
         model,
         task_of_sums / "train.jsonl",
+        numerics={"dtype": dtype},
         trainer={"lora": {"rank": 4, "alpha": 8, "targets": targets}, "optimizer": {"lr": 1e-2}, **layout},
         publish={"adapters": "alone"},
         schedule={"steps": 4},
@@ -129,11 +134,11 @@ def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_mod
         server.kill()
     assert run.wait() == 0, run.text()
     run.assert_nothing_left()
-    said = steps(directory)
-    assert all(step["gap/max"] < 1e-4 and step["gap/tokens"] > 0 for step in said.values())
+    said, (gap, bound) = steps(directory), GAPS[dtype]
+    assert all(step[gap] < bound and step["gap/tokens"] > 0 for step in said.values())
     assert said[1]["kl/reference"] <= 1e-8 < said[4]["kl/reference"], "the adapters learned, and engines use them"
     parts = [*adapter_targets(read_model(model).table, targets, 4)]
-    few = sum(4 * math.prod(part.shape) for part in parts) / 2**20
+    few = sum(getattr(torch, dtype).itemsize * math.prod(part.shape) for part in parts) / 2**20
     assert [said[step]["publish/mib"] for step in (1, 2)] == [pytest.approx(few)] * 2
     assert [said[step]["publish/tensors_verified"] for step in (1, 2)] == [len(parts)] * 2
     timeline = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
