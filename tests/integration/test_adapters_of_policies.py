@@ -210,6 +210,8 @@ def test_engines_generate_for_two_policies_each_with_its_own_adapters(
             assert said[step][f"{prefix}publish/engines_verified"] == case.servers
     if others_serve:
         assert said[3]["publish/mib"] > 2 * few, "to the one that is back, with the base"
+        serving = [said[3][f"{prefix}engines/serving"] for prefix in POLICIES]
+        assert serving == [case.servers - case.killed, case.servers], "it serves after the last policy's part"
         assert said[3]["publish/engines_verified"] == said[4]["engines/serving"] == case.servers
     timeline = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
     back = {line["track"] for line in timeline if line["track"].startswith("engine ") and line["name"] == "restart"}

@@ -63,7 +63,7 @@ def served_beside_weights(trainer: Trainer, publish: Publish, spec: ModelSpec) -
         yield (
             "trainer.lora.targets",
             "trainer.lora.targets has adapters of routed experts, which SGLang 0.5.23 computes with Triton, on GPUs "
-            "alone, and engines were never given such unmerged: leave experts out, or leave publish.adapters at merged",
+            "alone, and engines were never given any unmerged: name attention, or leave publish.adapters at merged",
         )
     elif beside := [name for name in names if not adapts(SERVED, name)]:
         yield (
