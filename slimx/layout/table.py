@@ -98,7 +98,8 @@ class Table:
     _entries: list[Entry] = field(default_factory=list, init=False, repr=False, compare=False)
     _sources: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Of the checkpoint's tensors. These three are made once: a plan goes through them again and again."""
+    """Shapes of the checkpoint's tensors. These three fields are filled once: a plan goes through them again and
+    again."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
