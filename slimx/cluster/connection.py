@@ -10,7 +10,6 @@ import os
 import threading
 
 import ray
-import torch
 
 from slimx.adapters.ray import without_unused
 from slimx.cluster.access import SYSTEM_CONFIG, local_options
@@ -29,6 +28,8 @@ def device_of(config: Config) -> str:
     """ "cuda" or "cpu", as configured or as torch sees it."""
     if config.cluster.device != "auto":
         return config.cluster.device
+    import torch  # late: what only leaves Ray does without its 2 s
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

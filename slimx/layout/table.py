@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -95,6 +96,10 @@ class Table:
     """Checkpoint tensors that the trainer does not hold: exports carry their bytes over. A checkpoint may leave them
     out."""
     _entries: list[Entry] = field(default_factory=list, init=False, repr=False, compare=False)
+    _sources: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Shapes of the checkpoint's tensors. These three fields are filled once: a plan goes through them again and
+    again."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -115,7 +120,7 @@ class Table:
 
     def entries(self) -> Sequence[Entry]:
         """Every tensor of the whole model, in the order of the checkpoint: stage by stage, layer by layer."""
-        if not self._entries:  # listed once: a plan goes through them again and again
+        if not self._entries:
             last = self.layers + self.mtp_layers
             for stage, numbers in (("first", (0,)), ("layer", range(self.layers)), ("last", (0,))):
                 self._entries.extend(self._of(stage, numbers))
@@ -130,20 +135,22 @@ class Table:
                     for expert in range(self.experts if row.per_expert and not row.stacked else 1):
                         yield Entry(row, layer, expert, row.names(layer, expert))
 
-    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+    def checkpoint_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of every tensor of the checkpoint that the rows hold, in order, stacks as a whole."""
-        out: dict[str, tuple[int, ...]] = {}
-        for source, shape in self.sources().items():
-            place = stored(source)
-            out[place.name] = place.shape(shape, self.experts)
-        for name, original in self.aliases.items():
-            if name in out or original not in out:
-                raise SlimxError(
-                    f"weight table: {name} cannot repeat {original}; the original must be in the table",
-                    code="table.alias",
-                    about=name,
-                )
-        return out
+        if not self._shapes:
+            out: dict[str, tuple[int, ...]] = {}
+            for source, shape in self.sources().items():
+                place = stored(source)
+                out[place.name] = place.shape(shape, self.experts)
+            for name, original in self.aliases.items():
+                if name in out or original not in out:
+                    raise SlimxError(
+                        f"weight table: {name} cannot repeat {original}; the original must be in the table",
+                        code="table.alias",
+                        about=name,
+                    )
+            self._shapes.update(out)
+        return MappingProxyType(self._shapes)
 
     def turned(self) -> frozenset[str]:
         """Stacks of the checkpoint that hold their matrices transposed."""
@@ -151,20 +158,22 @@ class Table:
         places = (stored(name) for entry in self.entries() if entry.row.name in kept for name in entry.sources)
         return frozenset(place.name for place in places if place.turned)
 
-    def sources(self) -> dict[str, tuple[int, ...]]:
+    def sources(self) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of everything that the rows are made of, in order. Two rows must not claim the same."""
-        out: dict[str, tuple[int, ...]] = {}
-        owner: dict[str, Row] = {}
-        for entry in self.entries():
-            for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
-                if owner.setdefault(name, entry.row) is not entry.row:
-                    raise SlimxError(
-                        f"weight table: {name} belongs to two rows; each checkpoint tensor has one place",
-                        code="table.two_rows",
-                        about=name,
-                    )
-                out[name] = shape
-        return out
+        if not self._sources:
+            out: dict[str, tuple[int, ...]] = {}
+            owner: dict[str, Row] = {}
+            for entry in self.entries():
+                for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
+                    if owner.setdefault(name, entry.row) is not entry.row:
+                        raise SlimxError(
+                            f"weight table: {name} belongs to two rows; each checkpoint tensor has one place",
+                            code="table.two_rows",
+                            about=name,
+                        )
+                    out[name] = shape
+            self._sources.update(out)
+        return MappingProxyType(self._sources)
 
 
 def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group: Group) -> Row:
