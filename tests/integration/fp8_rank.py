@@ -78,9 +78,10 @@ class Fp8Rank(OptimizerRank):
         import torch
 
         from slimx.layout.megatron import MegatronLayout
+        from slimx.models.files.block_fp8 import SCALE_SUFFIX
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import compile_plan
-        from slimx.reshard.plan.precision import SCALE_SUFFIX, Precision, Quantisation
+        from slimx.reshard.plan.precision import Precision, Quantisation
 
         seen = self.weights_as_computed_with(trainer)
         held = MegatronLayout(self.spec.table, self.sizes).held(self.rank)

@@ -21,6 +21,7 @@ from slimx.data.saved.codec import decode
 from slimx.rollout.flow.tickets import SavedTicket
 from slimx.runtime.process import PR_SET_CHILD_SUBREAPER, shared_memory_inodes
 from tests import stacks
+from tests.processes import lives
 
 MARK = "SLIMX_TEST_RUN"
 """Every process of a run inherits this variable: what a run leaves behind is found by it."""
@@ -120,7 +121,7 @@ class TrainProcess:
                     found |= {one.pid: one for one in [process, *_children(process)]}
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return [process for process in found.values() if _lives(process)]
+        return [process for process in found.values() if lives(process)]
 
     def assert_nothing_left(self) -> None:
         """No process (so no port that one of them listens on) and no shared-memory file of the run remains."""
@@ -148,13 +149,6 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _collected(child: psutil.Process) -> bool:
