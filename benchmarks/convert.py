@@ -167,6 +167,7 @@ def main(
             ("hf-to-megatron", to_megatron, source),
             ("megatron-to-hf", partial(run.megatron_to_hf, megatron, source, file_bytes=size), None),
             ("hf-to-fp8", to_fp8, source),
+            ("hf-to-int4", partial(run.hf_to_int4, source, file_bytes=size), source),
             ("hf-to-megatron, fp8", partial(run.hf_to_megatron, fp8, file_bytes=size), None),
         ):
             if only not in ("", name):

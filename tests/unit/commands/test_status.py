@@ -103,13 +103,15 @@ def test_restarts_of_engines_and_routers_are_told_with_their_reasons_and_what_ro
     router = {"name": "router", "url": "http://h:2", "up": False, "restarts": 1, "history": [again]}
     engine = ENGINE | {"standing": "out", "restarts": 2, "history": [failed, again]}
     (run / "engines.json").write_text(json.dumps({"engines": [engine], "routers": [router]}))
-    awaited = {"what": "an engine (actor-0), which is started again", "since": time.time() - 65}
+    since = time.time() - 65
+    awaited = {"what": "an engine (actor-0), which is started again", "since": since}
     doing = {"written": time.time(), "step": 4, "phase": "generate", "since": time.time(), "rollouts": None}
     (run / "activity.json").write_text(json.dumps(doing | {"awaited": awaited}))
     with held(run):
         lines = status(run, monkeypatch, capsys).splitlines()
     (waiting,) = (line for line in lines if awaited["what"] in line)
-    assert numbers(waiting.partition(awaited["what"])[2])[:2] == [1, 5], "minutes and seconds"
+    minutes, seconds = numbers(waiting.partition(awaited["what"])[2])[:2]
+    assert 65 <= 60 * minutes + seconds <= time.time() - since + 1
     (at,) = [number for number, line in enumerate(lines) if line.startswith("engine   actor-0")]
     assert "it hangs" in lines[at + 1] and "no memory" in lines[at + 1] and "no memory" in lines[at + 2]
     assert lines[at + 3].split()[:3] == ["router", "router:", "out"] and "http://h:2" in lines[at + 3]
