@@ -2,7 +2,6 @@
 #pragma once
 
 #include "copy.cuh"
-#include "quantise.cuh"
 #include "quantise_int4.cuh"
 
 namespace slimx {

@@ -96,14 +96,17 @@ __device__ __forceinline__ void quantise_block(const SlimxPiece& p, const Cut& c
   }
 }
 
-// ---- MXFP8: blocks of 1 x 32, each in four neighbouring lanes -------------------------------------------------------
+// ---- blocks of 1 x 32, each in four neighbouring lanes --------------------------------------------------------------
 
-template <int kItem>
-__device__ __forceinline__ void quantise_mx(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
-                                            uint8_t* shared, uint8_t* bucket, Found& found) {
+constexpr int kQuad = kMxCols / kVector;
+static_assert(kQuad == 4, "quad_max");
+
+// Calls write(row, col, x, most) with each vector x of this thread: `col` counts vectors, and `most` is the largest
+// magnitude in its block, as bits. The first lane of a block has a `col` that kQuad divides.
+template <int kItem, class Write>
+__device__ __forceinline__ void for_each_in_quads(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
+                                                  uint8_t* shared, const Write& write) {
   const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src);
-  constexpr int kLanes = kMxCols / kVector;
-  static_assert(kLanes == 4, "quad_max");
   Walk from(first + threadIdx.x, cut.units), to = from;
 #pragma unroll 2
   for (int j = 0; int(threadIdx.x) + j * kThreads < count; ++j, from.step())
@@ -115,14 +118,22 @@ __device__ __forceinline__ void quantise_mx(const SlimxPiece& p, const Cut& cut,
     const bool mine = int(threadIdx.x) + j * kThreads < count;
     const Vector<kItem> x = mine ? staged_vector<kItem>(shared, j) : Vector<kItem>{};
     const uint32_t most = quad_max(join_halves<kItem>(largest_of(x, 0)));  // rows have whole blocks
-    if (!mine) continue;
+    if (mine) write(to.row(), to.col(), x, most);
+  }
+}
+
+template <int kItem>
+__device__ __forceinline__ void quantise_mx(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
+                                            uint8_t* shared, uint8_t* bucket, Found& found) {
+  const auto write = [&](int32_t row, int32_t col, const Vector<kItem>& x, uint32_t most) {
     const bool poisoned = is_nonfinite<kItem>(most);
     const uint8_t e = poisoned ? SLIMX_NAN_E8M0 : slimx_mxfp8_exponent(as_float<kItem>(most));
-    if (threadIdx.x % kLanes == 0) write_scale_e8m0(p, to.row(), to.col() / kLanes, e, bucket, found);
+    if (col % kQuad == 0) write_scale_e8m0(p, row, col / kQuad, e, bucket, found);
     const Vector<1> codes = poisoned ? nan_codes() : codes_of(x, {0.0f, slimx_mxfp8_inverse(e), 0});
-    write_codes(p, to.row(), int64_t(to.col()) * kVector, codes, bucket, found);
+    write_codes(p, row, int64_t(col) * kVector, codes, bucket, found);
     found.nonfinite |= poisoned;
-  }
+  };
+  for_each_in_quads<kItem>(p, cut, first, count, shared, write);
 }
 
 // ---- any block at any address: one warp each, element by element, read twice ----------------------------------------

@@ -1,8 +1,8 @@
 // quantise_int4.cuh: tiles of SLIMX_QUANTISE_INT4: a bf16 scale for each group of 32 columns, and codes, two in a byte.
 #pragma once
 
-#include "elements.cuh"
 #include "int4.h"
+#include "quantise.cuh"
 
 namespace slimx {
 
@@ -38,30 +38,19 @@ __device__ __forceinline__ uint32_t bits_of(const Vector<kItem>& v, int k) {
 template <int kItem>
 __device__ __forceinline__ void quantise_int4_vectors(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                                       uint8_t* shared, uint8_t* bucket, Found& found) {
-  const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src);
-  constexpr int kLanes = SLIMX_INT4_GROUP / kVector;
-  static_assert(kLanes == 4, "quad_max");
-  Walk from(first + threadIdx.x, cut.units), to = from;
-#pragma unroll 2
-  for (int j = 0; int(threadIdx.x) + j * kThreads < count; ++j, from.step())
-    stage_vector<kItem>(shared, j, src + from.at(p.src_ld, kVector * kItem));
-  wait_for_stage();
-
-#pragma unroll 1
-  for (int j = 0; j * kThreads < count; ++j, to.step()) {  // all lanes go round as often: they share amax
-    const bool mine = int(threadIdx.x) + j * kThreads < count;
-    const Vector<kItem> x = mine ? staged_vector<kItem>(shared, j) : Vector<kItem>{};
-    const uint16_t scale = int4_scale<kItem>(quad_max(join_halves<kItem>(largest_of(x, 0))));
-    if (!mine) continue;
-    if (threadIdx.x % kLanes == 0) write_scale_bf16(p, to.row(), to.col() / kLanes, scale, bucket, found);
+  static_assert(SLIMX_INT4_GROUP == kMxCols, "a quad has a group");
+  const auto write = [&](int32_t row, int32_t col, const Vector<kItem>& x, uint32_t most) {
+    const uint16_t scale = int4_scale<kItem>(most);
+    if (col % kQuad == 0) write_scale_bf16(p, row, col / kQuad, scale, bucket, found);
     uint32_t codes = 0;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) codes |= int4_code(int4_element<kItem>(bits_of(x, k)), scale) << (4 * k);
-    const int64_t at = 4 * int64_t(to.col());
-    *reinterpret_cast<uint32_t*>(bucket + p.dst + to.row() * p.dst_ld + at) = codes;
-    found.values += word_share(codes, p.pos + to.row() * p.pos_ld + at);
+    const int64_t at = 4 * int64_t(col);
+    *reinterpret_cast<uint32_t*>(bucket + p.dst + row * p.dst_ld + at) = codes;
+    found.values += word_share(codes, p.pos + row * p.pos_ld + at);
     found.nonfinite |= scale == SLIMX_NAN_BF16;
-  }
+  };
+  for_each_in_quads<kItem>(p, cut, first, count, shared, write);
 }
 
 // A group at any address: one warp, an element for each lane. Lanes of even number write what two have found.
