@@ -5,9 +5,10 @@ from __future__ import annotations
 import psutil
 
 
-def lives(process: psutil.Process) -> bool:
-    """Return False for a process that has ended, also while whoever adopted it has not asked for its status yet."""
+def lives(process: psutil.Process | int) -> bool:
+    """Return False for a process, or its id, that has ended, also while nobody has asked for its status yet."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        found = psutil.Process(process) if isinstance(process, int) else process
+        return found.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -234,5 +234,5 @@ def test_engines_generate_for_two_policies_each_with_its_own_adapters(
 
 
 def standings(directory: Path) -> list[str]:
-    """What each engine of a run in `directory` is to it now."""
+    """Return the standing of each engine of the run in `directory`."""
     return [each["standing"] for each in json.loads((directory / "engines.json").read_text())["engines"]]

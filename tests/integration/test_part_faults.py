@@ -21,6 +21,7 @@ import pytest
 
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.victims import Find, command_of, matching
+from tests.processes import lives
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -139,6 +140,6 @@ def test_a_run_goes_on_when_a_part_that_can_be_replaced_is_killed_or_stopped(
         with contextlib.suppress(psutil.NoSuchProcess):  # a worker that was given a call was ended at its deadline
             victim.send_signal(signal.SIGCONT)
         return
-    run.process.until(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE)
+    run.process.until(lambda: not lives(victim))
     if part.restarts:
         assert run.restarts(part.restarts) > before, run.process.text()

@@ -79,11 +79,11 @@ def pieces_of(
     rows_first = base + (moves["source_row"] * ld + moves["source_col"]) * item
     tensor = form.first[moves["target"]] + moves["tensor"]
     width, size = form.width[tensor], form.item[tensor]
-    wanted = form.dtype[tensor]
-    quantisation = plan.precision.quantisation
-    codes = wanted == quantisation.code_dtype if quantisation else np.zeros(len(moves), dtype=bool)
-    per_element = np.where(codes, quantisation.per_code if quantisation else 1, 1)  # columns
-    place = (moves["row"] * width + moves["col"] // per_element) * size
+    wanted, col, quantisation = form.dtype[tensor], moves["col"], plan.precision.quantisation
+    if quantisation is not None:
+        codes = wanted == quantisation.code_dtype
+        col = np.where(codes, col // quantisation.per_code, col)
+    place = (moves["row"] * width + col) * size
 
     out["src"] = rows_first
     out["src_ld"], out["src_step"] = ld * item * moves["source_step"], item

@@ -14,6 +14,9 @@ Rule = Literal["ieee", "triton", "te", "ue8m0", "mxfp8", "int4"]
 
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
+_NARROW, _NARROW_BLOCK = ("mxfp8", "int4"), (1, 32)
+"""Rules with one form of blocks alone, and that form."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
@@ -24,7 +27,7 @@ class Quantisation:
     """Rows and columns of a block in elements."""
 
     def __post_init__(self) -> None:
-        if (self.rule in ("mxfp8", "int4")) != (self.block == (1, 32)):
+        if (self.rule in _NARROW) != (self.block == _NARROW_BLOCK):
             raise SlimxError(
                 f"rule {self.rule} with blocks of {self.block}: mxfp8 and int4 have 1 x 32 blocks, no other rule has",
                 code="plan.rule",
@@ -59,7 +62,7 @@ class Quantisation:
     @classmethod
     def by(cls, rule: Rule) -> Quantisation:
         """The quantisation that publishes by `rule`, in the blocks that engines take."""
-        return cls(rule, (1, 32)) if rule in ("mxfp8", "int4") else cls(rule)
+        return cls(rule, _NARROW_BLOCK) if rule in _NARROW else cls(rule)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def engines(places: dict[str, Path], sglang: SGLang) -> dict[tuple[str, bool], d
     return dict(zip(keys, answers, strict=True))
 
 
-def config_of(place: Path, **publish: Any) -> Config:
+def config_of(place: Path) -> Config:
     """Return a run of four trainer ranks, TP2 x EP2, that publishes INT4 to engines of two ranks."""
     engine = {"model": str(place / "int4"), "tensor": RANKS, "sglang": {"moe_runner_backend": "triton"}}
     return Config.model_validate(
@@ -107,7 +107,7 @@ def config_of(place: Path, **publish: Any) -> Config:
             "model": {"path": str(place / "bf16")},
             "numerics": {"dtype": "bfloat16"},
             "trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 1, "qat": "int4"},
-            "publish": {"quantise": "int4"} | publish,
+            "publish": {"quantise": "int4"},
             "rollout": {"prompts": "p", "engines": [engine]},
         }
     )

@@ -6,9 +6,11 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +43,18 @@ def test_every_family_has_its_class_among_the_models_that_servers_import():
     sources = [Path(package, "srt", "models", f"{name}.py").read_text() for name in modules]
     classes = {node.name for text in sources for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     assert FAMILIES and set(FAMILIES) - TRAINED_ONLY <= classes
+
+
+def test_a_model_that_a_processor_lacks_kernels_for_costs_servers_no_other(monkeypatch: pytest.MonkeyPatch):
+    def imported(name: str) -> SimpleNamespace:
+        if name == "sglang.srt.models.qwen3_next":
+            raise AttributeError("no such kernel")
+        return SimpleNamespace(EntryClass=[name] if name.endswith("llama") else name)
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    found = runpy.run_path(str(LISTED))
+    others = [name for name in found["MODULES"] if name != "qwen3_next"]
+    assert found["EntryClass"] == [f"sglang.srt.models.{name}" for name in others]
 
 
 @pytest.mark.costly

@@ -21,6 +21,7 @@ from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import multi_turn
 from slimx.rollout.hook_loading import load_hooks
+from tests.processes import lives
 from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import config_of
 from tests.unit.rollout.scripted_engine import PROMPT, ScriptedEngine, context
@@ -68,8 +69,8 @@ async def test_what_one_does_fails_its_own_rollout_alone(environments):
     assert (await good.step("b")).info["turns"] == 2, "its state is where it was"
     for world in (good, late, crashed, raising):
         await world.close()
-    assert not psutil.pid_exists(good_pid) or psutil.Process(good_pid).status() == psutil.STATUS_ZOMBIE
-    assert not psutil.pid_exists(late_pid) or psutil.Process(late_pid).status() == psutil.STATUS_ZOMBIE
+    assert not lives(good_pid)
+    assert not lives(late_pid)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ async def test_one_that_is_killed_or_stopped_from_outside_fails_its_own_rollout_
             await world.step(text)
     assert failed.value.code == code
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not lives(pid)
     assert (await other.step("b")).info["turns"] == 1
 
 
@@ -101,7 +102,7 @@ async def test_what_a_killed_environment_started_is_killed_with_it(environments,
     with pytest.raises(DeadlineError):
         await world.step("start another")
     child = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not lives(child)
 
 
 async def test_a_hundred_environments_share_two_places_and_the_driver_stays_responsive(environments):
@@ -151,7 +152,7 @@ async def test_a_cancelled_rollout_ends_its_environment(environments):
     with pytest.raises(asyncio.CancelledError):
         await task
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not lives(pid)
     again, _ = await begin(environments)
     assert (await again.step("a")).text == "a"
 

@@ -4,7 +4,6 @@ SGLang would import all of its 200 model files to find one class, 2 s of CPU tim
 package that has the class it does not, and any other model still makes it import them all.
 """
 
-import contextlib
 import importlib
 from collections.abc import Iterator
 
@@ -29,9 +28,11 @@ def entries() -> Iterator[type]:
 
     A model whose class is not among them makes SGLang import all of its files, and say what is missing."""
     for name in MODULES:
-        with contextlib.suppress(ImportError, AttributeError):
-            found = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
-            yield from found if isinstance(found, list) else [found]
+        try:
+            found = importlib.import_module(f"sglang.srt.models.{name}")
+        except (ImportError, AttributeError):
+            continue
+        yield from found.EntryClass if isinstance(found.EntryClass, list) else [found.EntryClass]
 
 
 EntryClass = [*entries()]
