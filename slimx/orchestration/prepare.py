@@ -14,7 +14,7 @@ from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, Policy
 from slimx.data.records import Prompt
-from slimx.engines.fleet.group import spec_values
+from slimx.engines.server.configured import spec_values
 from slimx.engines.server.spec import EngineSpec, server_args
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model

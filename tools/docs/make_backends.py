@@ -24,7 +24,7 @@ from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.convert.fp8 import with_quantisation
-from slimx.engines.fleet.group import spec_values
+from slimx.engines.server.configured import spec_values
 from slimx.engines.server.launch import prepare, prepare_imports
 from slimx.engines.server.spec import EngineSpec, server_args
 from slimx.layout.engine_kernels import unpublishable
