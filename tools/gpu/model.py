@@ -26,13 +26,18 @@ class Size:
     expert_hidden: int
     vocabulary: int
 
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return max(1, self.heads // 2)
+
     def fields(self) -> dict[str, Any]:
         """Returns the fields of config.json that they decide."""
         return {
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
-            "num_key_value_heads": max(1, self.heads // 2),
+            "num_key_value_heads": self.key_heads,
             "head_dim": self.head_dim,
             "num_experts": self.experts,
             "num_experts_per_tok": 4,
