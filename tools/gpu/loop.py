@@ -23,20 +23,15 @@ import numpy as np
 
 from slimx.config.schema import Config
 from tools.gpu.probes import PROBES
-from tools.gpu.server_arguments import DETERMINISTIC, EAGER, GRAPHS
+from tools.gpu.server_arguments import DETERMINISTIC, EAGER, EXACT, GRAPHS
 from tools.steps import ROOT, Failed, LeftOut, Steps, run_command
 
 GAP = {"cpu": 1e-5, "cuda": 0.05}
 """Mean log-prob gap that is let pass: in float32, and in bfloat16, where a mixture of experts has 0.006 on CPUs."""
 GIB = 2**30
-START, PUBLISHED, SAMPLED, SLEEP, TRAINED, AGAIN = (
-    "start",
-    "publication",
-    "sampling",
-    "sleep",
-    "update",
-    "wake",
-)
+SERVER, TRAINER, PUBLISHED, SAMPLED = "server", "trainer", "publication", "sampling"
+SLEEP, TRAINED, AGAIN = "sleep", "update", "wake"
+"""Steps that others need."""
 
 
 class Loop:
@@ -51,7 +46,7 @@ class Loop:
         self.steps = Steps(f"The loop on one device ({device}), {time.strftime('%Y-%m-%d')}", out / "loop.md")
         self._ends = time.monotonic() + seconds
         self._runner = asyncio.Runner()
-        self.pair: Pair | None = None
+        self.pair: Pair | None = Pair(make_config(out, device, "fast"), device, out)
         self.sampled: Any = None
         self.published: Any = None
 
@@ -83,8 +78,9 @@ class Loop:
         """Takes every step."""
         gap = f"mean below {GAP[self.device]:.0e}"
         take = self.take
-        take(START, self.start, "the server attests the plugin, the trainer its model", 90)
-        take(PUBLISHED, self.publish, "every tensor verified", 30, START)
+        take(SERVER, self.start_server, "it attests the plugin, on an empty GPU", 120)
+        take(TRAINER, self.start_trainer, "it builds the model", 60)
+        take(PUBLISHED, self.publish, "every tensor verified", 30, SERVER, TRAINER)
         take(SAMPLED, self.sample, "64 rollouts with log-probs, version 1 and routes", 40, PUBLISHED)
         take("gap", self.gap, gap, 40, SAMPLED)
         take(SLEEP, self.sleep, "memory of weights and KV cache comes free", 30, PUBLISHED)
@@ -92,28 +88,25 @@ class Loop:
         take(AGAIN, self.wake, f"version 2 verified, other tokens, gap {gap}", 60, SLEEP, TRAINED)
         take("same seeds", self.repeat, "the tokens of the round before", 30, AGAIN)
         take("CUDA graphs", self.graphs, "the gap stays, more tokens/s", 90, PUBLISHED, gpu=True)
+        take("deterministic", self.deterministic, "kernels that the batch does not change", 90, PUBLISHED, gpu=True)
         take("exact mode", self.exact, "gap 0.0 in every token", 120)
         for name, expected in PROBES.items():
             take(name, partial(self.probe, name), expected, 60, gpu=True)
-        take("deterministic", self.deterministic, "tokens/s without batch-variant kernels", 90, gpu=True)
         self._runner.run(self._stop())
 
     # The fast pair ----------------------------------------------------------------------------------------------------
 
-    async def start(self) -> str:
-        config = make_config(self.out, self.device, "fast")
-        self.pair = self._make_pair(config, self.device, self.out)
-        before, began = self.free(), time.monotonic()
-        (rank,) = await self.pair.start_engine("eager", EAGER[self.device], 80)
-        engine, between = time.monotonic() - began, self.free()
+    async def start_server(self) -> str:
+        before = self.free()
+        (rank,) = await self.pair.start_engine("eager", EAGER[self.device], 110)
+        kernels = ", ".join(f"{name} {rank['backends'][name]}" for name in ("decode_attention", "moe_runner_backend"))
+        return f"{rank['model']} {rank['dtype']}, {kernels}{self.taken(before)}"
+
+    async def start_trainer(self) -> str:
+        before = self.free()
         started = await self.pair.trainer.start(60)
-        trainer = time.monotonic() - began - engine
-        kernels = {name: rank["backends"][name] for name in ("decode_attention", "moe_runner_backend")}
-        memory = f"; engine {before - between:.1f} GiB, trainer {between - self.free():.1f} GiB" if self.cuda else ""
-        return (
-            f"server {engine:.0f} s, trainer {trainer:.0f} s{memory}; {rank['model']} {rank['dtype']}, {kernels}, "
-            f"adapters {', '.join(started['adapters'])}"
-        )
+        seconds = ", ".join(f"{name} {value:.1f}" for name, value in started["seconds"].items())
+        return f"adapters {', '.join(started['adapters'])}; seconds: {seconds}{self.taken(before)}"
 
     async def publish(self) -> str:
         done = self.published = await self.pair.publish(1)
@@ -205,22 +198,21 @@ class Loop:
 
     async def _other(self, name: str, arguments: dict[str, Any]) -> str:
         """Starts another server, publishes to it and samples twice."""
-        before, began = self.free(), time.monotonic()
+        await self.pair.stop_engine()
+        before, began, version = self.free(), time.monotonic(), 3
         await self.pair.start_engine(name, arguments, 80)
-        seconds, taken = time.monotonic() - began, before - self.free()
-        version = 3
+        started = f"started in {time.monotonic() - began:.0f} s{self.taken(before)}"
         await self.pair.publish(version)
         await self.pair.sample()
         sampled = await self.pair.sample()
         told = await self._gap(sampled, version)
-        return f"started in {seconds:.0f} s, {taken:.1f} GiB more than before; {rate_of(sampled)}; {told}"
+        return f"{started}; {rate_of(sampled)}; {told}"
 
     async def exact(self) -> str:
         """Exact mode, with a pair of its own."""
         await self._stop()
         self.pair = self._make_pair(make_config(self.out, self.device, "exact"), self.device, self.out)
-        await self.pair.trainer.start(60)
-        await self.pair.start_engine("exact", EAGER[self.device], 80)
+        await asyncio.gather(self.pair.trainer.start(80), self.pair.start_engine("exact", EXACT[self.device], 80))
         done = await self.pair.publish(1)
         sampled = await self.pair.sample()
         batches = self.pair.batches(sampled)
@@ -239,6 +231,10 @@ class Loop:
         if self.pair is not None:
             await self.pair.stop()
             self.pair = None
+
+    def taken(self, before: float) -> str:
+        """Returns how many GiB of the GPU are taken since `before` were free, as the end of a finding."""
+        return f"; {before - self.free():.2f} GiB" if self.cuda else ""
 
     def free(self) -> float:
         """Returns the GiB that are free on the GPU, by its driver; nan on the CPU."""

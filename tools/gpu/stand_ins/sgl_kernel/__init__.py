@@ -1,8 +1,8 @@
 """The operations of sglang-kernel that SGLang calls for a Qwen3-MoE in bfloat16, in plain torch.
 
 For a GPU machine on which sglang-kernel is not installed or does not load: its library belongs to one version of torch.
-Every other name that SGLang imports with them refuses to be called, and no further name exists, for SGLang looks at what
-there is to choose its kernels.
+Every other name that SGLang imports with them refuses to be called, and no further name exists: SGLang chooses kernels
+by what there is.
 """
 
 from __future__ import annotations
