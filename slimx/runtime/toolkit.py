@@ -13,14 +13,17 @@ WHEEL = "nvidia/cu13"
 
 
 def cuda_home(environment: MutableMapping[str, str], packages: Path | None = None) -> Path | None:
-    """Home of the toolkit: what CUDA_HOME or CUDA_PATH says, that of the nvcc on PATH, the usual place, or the lock's
-    wheel in `packages` (site-packages of this Python); None if there is none."""
+    """Returns the home of the toolkit: the one that CUDA_HOME or CUDA_PATH names, that of the nvcc on PATH, the usual
+    place, or the lock's wheel in `packages` (site-packages of this Python); None if there is none.
+
+    An nvcc on PATH may be a script that starts one elsewhere, so a home needs libraries, too."""
     if given := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
         return Path(given)
-    if compiler := shutil.which("nvcc", path=environment.get("PATH")):
-        return Path(compiler).resolve().parents[1]
+    compiler = shutil.which("nvcc", path=environment.get("PATH"))
+    on_path = Path(compiler).resolve().parents[1] if compiler else USUAL
     wheel = (packages or Path(sysconfig.get_path("purelib"))) / WHEEL
-    return next((home for home in (USUAL, wheel) if (home / "bin" / "nvcc").exists()), None)
+    homes = [(on_path, "lib64/libcudart.so"), (USUAL, "lib64/libcudart.so"), (wheel, "bin/nvcc")]
+    return next((home for home, needed in homes if (home / needed).exists()), None)
 
 
 def set_cuda_home(environment: MutableMapping[str, str], packages: Path | None = None) -> None:

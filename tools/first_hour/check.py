@@ -11,20 +11,16 @@ train a real model are left out. All output stays in DIR. Exits with 1 where a s
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import platform
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import slimx
-from tools.smoke.training import ROOT
+from tools.steps import LeftOut, Steps, run_command
 
 PYTHON = sys.executable
 
@@ -42,16 +38,6 @@ class Step:
     """It needs a GPU."""
     model: bool = False
     """It needs a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a step."""
-
-    step: Step
-    state: Literal["ok", "FAILED", "left out"]
-    found: str
-    seconds: float = 0.0
 
 
 def probe(name: str, expects: str, seconds: float = 300, *, gpu: bool = True) -> Step:
@@ -87,48 +73,15 @@ def steps(options: argparse.Namespace, out: Path) -> Iterator[Step]:
         yield Step(mode, expects, command, 3600, model=True)
 
 
-def take(step: Step, options: argparse.Namespace, out: Path) -> Outcome:
-    """Run one step."""
+def work(step: Step, options: argparse.Namespace, out: Path) -> str:
+    """Runs one step; returns its finding."""
     if step.gpu and options.device == "cpu":
-        return Outcome(step, "left out", "it needs a GPU (--device cpu)")
+        raise LeftOut("it needs a GPU (--device cpu)")
     if step.model and options.model is None:
-        return Outcome(step, "left out", "it needs a checkpoint (--model DIR)")
+        raise LeftOut("it needs a checkpoint (--model DIR)")
     if step.model and options.ranks != 8:
-        return Outcome(step, "left out", "it is for 8 GPUs (--ranks)")
-    print(f"first hour: {step.name}", file=sys.stderr, flush=True)
-    began, log = time.monotonic(), out / f"{step.name}.log"
-    with log.open("w") as output:
-        done = subprocess.Popen(step.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, process_group=0)
-        try:
-            status = done.wait(step.seconds)
-            state, found = "FAILED" if status else "ok", last_line(log) or f"exit status {status}"
-        except subprocess.TimeoutExpired:
-            state, found = "FAILED", f"not done after {step.seconds:.0f} s; last: {last_line(log)}"
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # what it has left: ranks, a hung compiler
-                os.killpg(done.pid, signal.SIGKILL)
-            done.wait()
-    return Outcome(step, state, found, time.monotonic() - began)
-
-
-def last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
-
-
-def page(outcomes: Iterable[Outcome]) -> str:
-    """The table to attach to an issue, in Markdown."""
-    head = [
-        f"slimx {slimx.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}",
-        "",
-        "| step | state | expected | found | s |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    cells = (
-        (each.step.name, each.state, each.step.expects, each.found.replace("|", "\\|"), f"{each.seconds:.0f}")
-        for each in outcomes
-    )
-    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in cells), ""])
+        raise LeftOut("it is for 8 GPUs (--ranks)")
+    return run_command(step.command, out / f"{step.name}.log", step.seconds)
 
 
 def main() -> int:
@@ -149,16 +102,13 @@ def main() -> int:
     if options.model is not None and not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: it has no config.json")
     out.mkdir(parents=True)
-    outcomes, report = [], out / "first-hour.md"
+    title = f"slimx {slimx.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    taken = Steps(title, out / "first-hour.md")
     for step in every:
         if options.only is None or step.name in options.only:
-            outcomes.append(take(step, options, out))
-            print(f"{outcomes[-1].state:<8} {step.name:<20} {outcomes[-1].found}", flush=True)
-            report.write_text(page(outcomes))
-    failed = [each.step.name for each in outcomes if each.state == "FAILED"]
-    said = f"{len(failed)} of {len(outcomes)} steps failed: {', '.join(failed)}" if failed else "no step failed"
-    print(f"{said}; attach {report} to an issue; the logs are beside it")
-    return int(bool(failed))
+            taken.take(step.name, partial(work, step, options, out), expected=step.expects)
+    print(f"{taken.summary()}; attach {taken.path} to an issue; the logs are beside it")
+    return int(bool(taken.failed))
 
 
 if __name__ == "__main__":

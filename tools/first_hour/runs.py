@@ -16,7 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.smoke.training import ROOT, Failed, TrainingRun
+from tools.smoke.training import TrainingRun
+from tools.steps import ROOT, Failed
 
 MODES = {
     "apart": (

@@ -18,13 +18,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from tools.smoke.training import END_S, ROOT, Failed, TrainingRun
+from tools.smoke.training import END_S, TrainingRun
+from tools.steps import ROOT, Failed, Steps
 
 MARK = "SLIMX_SMOKE"
 """Every process of the run inherits this variable: the engine to kill and what is left over are found by it."""
@@ -42,50 +42,32 @@ class Smoke:
 
     options: argparse.Namespace
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    lines: list[tuple[str, str, float]] = field(default_factory=list)
-    """Name, result and seconds of each check."""
-    failed: set[str] = field(default_factory=set)
-    """Names of checks that failed, or that were not tried because another had."""
 
     def __post_init__(self) -> None:
         out, options = self.options.out, self.options
         self.out: Path = out
         arguments = self.arguments()
+        self.steps = Steps(f"smoke test, {time.strftime('%Y-%m-%d')}", out / "smoke.md")
         self.run = TrainingRun(out / "run", out / "train.log", arguments, options.seconds, self.environment())
-
-    def check(self, name: str, work: Callable[[], str | None], *, needs: str = "") -> None:
-        """One line of the table: what `work` returns is its result. `needs`: a check without which it is not tried."""
-        if needs in self.failed:
-            self.failed.add(name)
-            self.lines.append((name, f"not tried: it needs '{needs}'", 0.0))
-            return
-        print(f"smoke: {name}", file=sys.stderr, flush=True)
-        began, result = time.monotonic(), "FAILED"
-        try:
-            result = work() or "ok"
-        except (Failed, subprocess.TimeoutExpired) as error:
-            result = f"FAILED: {error}"
-            self.failed.add(name)
-        finally:
-            self.lines.append((name, result, time.monotonic() - began))
 
     def run_all(self) -> None:
         """Every check in order."""
         options = self.options
         gpus = options.trainers + options.engines if options.device == "cuda" else 0
-        self.check("the node is fit", lambda: self.call("slimx.cli", "health", "--gpus", str(gpus)))
-        self.check(TASK, self.prepare)
-        self.check(FIT, lambda: self.call("slimx.cli", "doctor", *self.arguments()), needs=TASK)
-        self.check(STEPS, self.two_steps, needs=FIT)
-        self.check("publications are verified", self.verified, needs=STEPS)
-        self.check("trainers and engines agree", self.gap, needs=STEPS)
-        self.check(KILLED, self.kill_engine, needs=STEPS)
-        self.check("it is back, the run went on", self.back, needs=KILLED)
-        self.check(LEFT, self.leave, needs=STEPS)
-        self.check("it continues to its end", self.continued, needs=LEFT)
+        take = self.steps.take
+        take("the node is fit", lambda: self.call("slimx.cli", "health", "--gpus", str(gpus)))
+        take(TASK, self.prepare)
+        take(FIT, lambda: self.call("slimx.cli", "doctor", *self.arguments()), needs=[TASK])
+        take(STEPS, self.two_steps, needs=[FIT])
+        take("publications are verified", self.verified, needs=[STEPS])
+        take("trainers and engines agree", self.gap, needs=[STEPS])
+        take(KILLED, self.kill_engine, needs=[STEPS])
+        take("it is back, the run went on", self.back, needs=[KILLED])
+        take(LEFT, self.leave, needs=[STEPS])
+        take("it continues to its end", self.continued, needs=[LEFT])
         self.run.stop()
-        self.check("nothing is left", self.nothing_left)
-        self.check("exact mode has no gap", self.exact, needs=TASK)
+        take("nothing is left", self.nothing_left)
+        take("exact mode has no gap", self.exact, needs=[TASK])
 
     # Checks -----------------------------------------------------------------------------------------------------------
 
@@ -213,11 +195,6 @@ class Smoke:
                 continue
         return found
 
-    def table(self) -> str:
-        width = max((len(name) for name, _, _ in self.lines), default=0)
-        rows = [f"{name:<{width}}  {seconds:6.1f} s  {result}" for name, result, seconds in self.lines]
-        return "\n".join(rows)
-
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; `gap` and `out` are filled in."""
@@ -251,9 +228,8 @@ def main() -> int:
         smoke.run_all()
     finally:
         smoke.run.stop()
-        print(smoke.table())
-    print(f"{'FAILED' if smoke.failed else 'all is well'}; logs are in {options.out}")
-    return int(bool(smoke.failed))
+    print(f"{smoke.steps.summary()}; the table is {smoke.steps.path}, the logs are beside it")
+    return int(bool(smoke.steps.failed))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tools.steps import ROOT, Failed
+
 END_S = 60.0
-
-
-class Failed(Exception):
-    """A check that failed, in a sentence."""
 
 
 class TrainingRun:

@@ -12,8 +12,9 @@ import pytest
 from slimx.config import load_config
 from slimx.preflight.plan.report import plan_report
 from tools.first_hour import runs
-from tools.first_hour.check import ROOT, Step, page, steps, take
+from tools.first_hour.check import Step, steps, work
 from tools.first_hour.probes import PROBES
+from tools.steps import ROOT, Failed, LeftOut
 
 
 def options(**given: object) -> argparse.Namespace:
@@ -25,21 +26,19 @@ def step(program: str, name: str = "one", seconds: float = 60, **given: bool) ->
 
 
 def test_what_a_step_says_last_is_what_was_found(tmp_path: Path) -> None:
-    outcome = take(step("print('first'); print('32 | 48')"), options(), tmp_path)
-    assert (outcome.state, outcome.found) == ("ok", "32 | 48")
-    assert page([outcome]).splitlines()[-1].count("|") == 7  # six of the table, one of the cell
+    assert work(step("print('first'); print('32 | 48')"), options(), tmp_path) == "32 | 48"
 
 
 def test_a_step_that_fails_says_why(tmp_path: Path) -> None:
-    outcome = take(step("raise SystemExit('no NVLink')"), options(), tmp_path)
-    assert (outcome.state, outcome.found) == ("FAILED", "no NVLink")
+    with pytest.raises(Failed, match="no NVLink"):
+        work(step("raise SystemExit('no NVLink')"), options(), tmp_path)
 
 
 @pytest.mark.costly
 def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     child = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
-    outcome = take(step(child, seconds=3), options(), tmp_path)
-    assert outcome.state == "FAILED" and "3 s" in outcome.found
+    with pytest.raises(Failed, match="3 s"):
+        work(step(child, seconds=3), options(), tmp_path)
     left = subprocess.run(
         ["ps", "-o", "stat=", "-p", (tmp_path / "one.log").read_text()], capture_output=True, text=True
     )
@@ -51,7 +50,8 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
     [({"gpu": True}, {"device": "cpu"}), ({"model": True}, {"model": None}), ({"model": True}, {"ranks": 4})],
 )
 def test_what_a_machine_lacks_is_left_out_and_said(tmp_path: Path, needs: dict, given: dict) -> None:
-    assert take(step("raise SystemExit(1)", **needs), options(**given), tmp_path).state == "left out"
+    with pytest.raises(LeftOut):
+        work(step("raise SystemExit(1)", **needs), options(**given), tmp_path)
 
 
 def test_every_probe_is_a_step(tmp_path: Path) -> None:

@@ -16,6 +16,12 @@ def compiler(home: Path) -> Path:
     return home
 
 
+def toolkit_in(home: Path) -> Path:
+    (home / "lib64").mkdir(parents=True)
+    (home / "lib64" / "libcudart.so").touch()
+    return compiler(home)
+
+
 def test_a_toolkit_is_the_one_that_is_named_else_the_paths_else_the_usual_else_the_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -25,9 +31,11 @@ def test_a_toolkit_is_the_one_that_is_named_else_the_paths_else_the_usual_else_t
     assert cuda_home(bare, packages) is None
     wheel = compiler(packages / WHEEL)
     assert cuda_home(bare, packages) == wheel
-    compiler(usual)
+    toolkit_in(usual)
     assert cuda_home(bare, packages) == usual
-    other = compiler(tmp_path / "other")
+    script = compiler(tmp_path / "script")  # it starts the usual place's
+    assert cuda_home({"PATH": str(script / "bin")}, packages) == usual
+    other = toolkit_in(tmp_path / "other")
     assert cuda_home({"PATH": str(other / "bin")}, packages) == other
     assert cuda_home({"PATH": str(other / "bin"), "CUDA_HOME": "/named"}, packages) == Path("/named")
     assert cuda_home(bare | {"CUDA_PATH": "/named"}, packages) == Path("/named")

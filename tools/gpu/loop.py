@@ -1,0 +1,318 @@
+"""Trains, publishes and samples with a trainer and an SGLang server on one GPU: `make gpu-loop`.
+
+    python -m tools.gpu.loop [--device cuda] [--out build/gpu-loop] [--seconds 270]
+
+Needs no Ray: the rank's worker and the server are those of a run, and this process does what the driver does. Steps
+come in the order of their value; one that fails does not end the others. With --device cpu the same steps run on the
+CPU, but for those that only a GPU can take. Into the directory go loop.md (the table), and the logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimx.config.schema import Config
+from tools.gpu.probes import PROBES
+from tools.gpu.server_arguments import DETERMINISTIC, EAGER, GRAPHS
+from tools.steps import ROOT, Failed, LeftOut, Steps, run_command
+
+GAP = {"cpu": 1e-5, "cuda": 0.05}
+"""Mean log-prob gap that is let pass: in float32, and in bfloat16, where a mixture of experts has 0.006 on CPUs."""
+GIB = 2**30
+START, PUBLISHED, SAMPLED, SLEEP, TRAINED, AGAIN = (
+    "start",
+    "publication",
+    "sampling",
+    "sleep",
+    "update",
+    "wake",
+)
+
+
+class Loop:
+    """The steps, and the trainer and engine that they share."""
+
+    def __init__(self, device: str, out: Path, seconds: float):
+        """`seconds`: for all steps together."""
+        from tools.gpu.pair import Pair
+
+        self.device, self.out, self._make_pair = device, out, Pair
+        self.cuda = device == "cuda"
+        self.steps = Steps(f"The loop on one device ({device}), {time.strftime('%Y-%m-%d')}", out / "loop.md")
+        self._ends = time.monotonic() + seconds
+        self._runner = asyncio.Runner()
+        self.pair: Pair | None = None
+        self.sampled: Any = None
+        self.published: Any = None
+
+    def take(
+        self,
+        name: str,
+        work: Callable[[], Awaitable[str]],
+        expected: str,
+        seconds: float,
+        *needs: str,
+        gpu: bool = False,
+    ) -> None:
+        """Takes a step within `seconds`. `gpu`: only a GPU can take it."""
+
+        def timely() -> str:
+            if gpu and not self.cuda:
+                raise LeftOut("only a GPU can take it")
+            left = min(seconds, self._ends - time.monotonic())
+            if left < 1:
+                raise LeftOut("no time is left (--seconds)")
+            try:
+                return self._runner.run(asyncio.wait_for(work(), left))
+            except TimeoutError:
+                raise Failed(f"not done after {left:.0f} s") from None
+
+        self.steps.take(name, timely, expected=expected, needs=needs)
+
+    def run_all(self) -> None:
+        """Takes every step."""
+        gap = f"mean below {GAP[self.device]:.0e}"
+        take = self.take
+        take(START, self.start, "the server attests the plugin, the trainer its model", 90)
+        take(PUBLISHED, self.publish, "every tensor verified", 30, START)
+        take(SAMPLED, self.sample, "64 rollouts with log-probs, version 1 and routes", 40, PUBLISHED)
+        take("gap", self.gap, gap, 40, SAMPLED)
+        take(SLEEP, self.sleep, "memory of weights and KV cache comes free", 30, PUBLISHED)
+        take(TRAINED, self.train, "a finite loss and gradient, weights that change", 60, SAMPLED)
+        take(AGAIN, self.wake, f"version 2 verified, other tokens, gap {gap}", 60, SLEEP, TRAINED)
+        take("same seeds", self.repeat, "the tokens of the round before", 30, AGAIN)
+        take("CUDA graphs", self.graphs, "the gap stays, more tokens/s", 90, PUBLISHED, gpu=True)
+        take("exact mode", self.exact, "gap 0.0 in every token", 120)
+        for name, expected in PROBES.items():
+            take(name, partial(self.probe, name), expected, 60, gpu=True)
+        take("deterministic", self.deterministic, "tokens/s without batch-variant kernels", 90, gpu=True)
+        self._runner.run(self._stop())
+
+    # The fast pair ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> str:
+        config = make_config(self.out, self.device, "fast")
+        self.pair = self._make_pair(config, self.device, self.out)
+        before, began = self.free(), time.monotonic()
+        (rank,) = await self.pair.start_engine("eager", EAGER[self.device], 80)
+        engine, between = time.monotonic() - began, self.free()
+        started = await self.pair.trainer.start(60)
+        trainer = time.monotonic() - began - engine
+        kernels = {name: rank["backends"][name] for name in ("decode_attention", "moe_runner_backend")}
+        memory = f"; engine {before - between:.1f} GiB, trainer {between - self.free():.1f} GiB" if self.cuda else ""
+        return (
+            f"server {engine:.0f} s, trainer {trainer:.0f} s{memory}; {rank['model']} {rank['dtype']}, {kernels}, "
+            f"adapters {', '.join(started['adapters'])}"
+        )
+
+    async def publish(self) -> str:
+        done = self.published = await self.pair.publish(1)
+        rate = done.nbytes / done.seconds["total"] / 1e9
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in done.seconds.items())
+        return f"{done.tensors} tensors, {done.nbytes / 2**20:.0f} MiB, {rate:.2f} GB/s; seconds: {stages}"
+
+    async def sample(self) -> str:
+        sampled = self.sampled = await self.pair.sample()
+        for rollout in sampled.trajectories:
+            if {span.version for span in rollout.spans if span.source == "sampled"} != {1}:
+                raise Failed(f"rollout {rollout.id} was not sampled by version 1: {rollout.spans}")
+            if rollout.routed_experts is None or not np.isfinite(rollout.logprobs[rollout.loss_mask > 0]).all():
+                raise Failed(f"rollout {rollout.id} lacks routes or log-probs")
+        again = await self.pair.sample()
+        return f"{rate_of(sampled)} at first, then {rate_of(again)}"
+
+    async def gap(self) -> str:
+        return await self._gap(self.sampled, 1)
+
+    async def _gap(self, sampled: Any, version: int) -> str:
+        """Returns the gap of rollouts with the engine's routes replayed, and without. Raises Failed above the bound."""
+        pair = self.pair
+        batches = pair.batches(sampled)
+        replayed = await pair.trainer.call("measure_gap", batches, version, False)
+        own = await pair.trainer.call("logprobs", batches)
+        free = [
+            np.abs(scores - batch.rollout_logprobs)[batch.versions == version]
+            for scores, batch in zip(own, batches, strict=True)
+        ]
+        free = np.concatenate(free)
+        told = (
+            f"R3 replay: mean {replayed['gap/mean']:.1e}, greatest {replayed['gap/max']:.1e} over "
+            f"{replayed['gap/tokens']:.0f} tokens; own routes: mean {free.mean():.1e}, greatest {free.max():.1e}"
+        )
+        if not replayed["gap/mean"] <= GAP[self.device]:
+            raise Failed(told)
+        return told
+
+    async def sleep(self) -> str:
+        before = self.free()
+        await self.pair.engine.pause()
+        await self.pair.engine.sleep()
+        after = self.free()
+        if not self.cuda:
+            return "released"
+        if after - before < 1:
+            raise Failed(f"{before:.2f} GiB were free before, {after:.2f} after")
+        return f"{before:.2f} GiB free before, {after:.2f} after"
+
+    async def train(self) -> str:
+        batches = self.pair.batches(self.sampled)
+        began = time.monotonic()
+        metrics = await self.pair.trainer.call("train_step", [batches], 0, 1)
+        seconds = time.monotonic() - began
+        found = {name: metrics[name] for name in ("loss/policy", "optim/grad_norm", "gap/mean")}
+        if not all(map(np.isfinite, found.values())) or not found["optim/grad_norm"] or metrics["optim/skipped"]:
+            raise Failed(f"{found}, skipped {metrics['optim/skipped']}")
+        numbers = ", ".join(f"{name} {value:.2e}" for name, value in found.items())
+        return f"{numbers}; {seconds:.1f} s with what torch compiles"
+
+    async def wake(self) -> str:
+        engine, before = self.pair.engine, self.sampled
+        free = [self.free()]
+        await engine.wake(("weights",))
+        free.append(self.free())
+        await self.pair.publish(2)  # its last verb takes the KV cache back
+        free.append(self.free())
+        self.sampled = await self.pair.sample()
+        told = await self._gap(self.sampled, 2)
+        if same := share_of_equal_tokens(before, self.sampled) == 1:
+            raise Failed(f"version 2 samples what version 1 did ({same})")
+        taken = (
+            f"; GiB free: asleep, with weights, all: {', '.join(f'{each:.2f}' for each in free)}" if self.cuda else ""
+        )
+        return told + taken
+
+    async def repeat(self) -> str:
+        again = await self.pair.sample()
+        return f"{share_of_equal_tokens(self.sampled, again):.2%} equal; {rate_of(again)}"
+
+    # Other servers ----------------------------------------------------------------------------------------------------
+
+    async def graphs(self) -> str:
+        return await self._other("graphs", GRAPHS[self.device])
+
+    async def deterministic(self) -> str:
+        return await self._other("deterministic", DETERMINISTIC[self.device])
+
+    async def _other(self, name: str, arguments: dict[str, Any]) -> str:
+        """Starts another server, publishes to it and samples twice."""
+        before, began = self.free(), time.monotonic()
+        await self.pair.start_engine(name, arguments, 80)
+        seconds, taken = time.monotonic() - began, before - self.free()
+        version = 3
+        await self.pair.publish(version)
+        await self.pair.sample()
+        sampled = await self.pair.sample()
+        told = await self._gap(sampled, version)
+        return f"started in {seconds:.0f} s, {taken:.1f} GiB more than before; {rate_of(sampled)}; {told}"
+
+    async def exact(self) -> str:
+        """Exact mode, with a pair of its own."""
+        await self._stop()
+        self.pair = self._make_pair(make_config(self.out, self.device, "exact"), self.device, self.out)
+        await self.pair.trainer.start(60)
+        await self.pair.start_engine("exact", EAGER[self.device], 80)
+        done = await self.pair.publish(1)
+        sampled = await self.pair.sample()
+        batches = self.pair.batches(sampled)
+        found = await self.pair.trainer.call("measure_gap", batches, 1, False)
+        told = f"greatest {found['gap/max']:.1e} over {found['gap/tokens']:.0f} tokens; {rate_of(sampled)}"
+        if found["gap/max"] != 0 or not found["gap/tokens"]:
+            raise Failed(told)
+        return f"{told}; {done.tensors} tensors verified"
+
+    async def probe(self, name: str) -> str:
+        """A measurement in a process of its own."""
+        log = self.out / f"probe-{name.replace(' ', '-')}.log"
+        return await asyncio.to_thread(run_command, (sys.executable, "-m", "tools.gpu.probes", name), log, 50)
+
+    async def _stop(self) -> None:
+        if self.pair is not None:
+            await self.pair.stop()
+            self.pair = None
+
+    def free(self) -> float:
+        """Returns the GiB that are free on the GPU, by its driver; nan on the CPU."""
+        if not self.cuda:
+            return float("nan")
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free / GIB
+
+
+def make_config(out: Path, device: str, mode: str) -> Config:
+    """Returns the configuration of a pair in `mode`, "fast" or "exact"; its model lies in out/model."""
+    cuda = device == "cuda"
+    return Config.model_validate(
+        {
+            "run": {"dir": str(out / mode)},
+            "model": {"path": str(out / "model")},
+            "numerics": {"dtype": "bfloat16" if cuda else "float32", "mode": mode},
+            "cluster": {"device": device},
+            "trainer": {
+                "optimizer": {"lr": 1e-4},
+                "max_tokens_per_microbatch": 4096,
+                "moe": {"routing_replay": "none" if mode == "exact" else "R3"},
+            },
+            "rollout": {
+                "prompts": "none",
+                "group_size": 8,
+                "engines": [{"name": "actor", "max_total_tokens": 262144 if cuda else 8192}],
+            },
+            "schedule": {"colocate": True, "steps": 2},
+            "publish": {"transport": "cuda_ipc" if cuda else "memory", "staging": "bucket"},
+            "algorithm": {"name": "grpo"},
+        }
+    )
+
+
+def rate_of(sampled: Any) -> str:
+    """Returns the tokens per second of a round."""
+    return f"{sampled.tokens / sampled.seconds:,.0f} tokens/s ({sampled.tokens} tokens)"
+
+
+def share_of_equal_tokens(one: Any, other: Any) -> float:
+    """Returns the share of tokens that two rounds of equal lengths have in common, place by place."""
+    pairs = zip(one.trajectories, other.trajectories, strict=True)
+    return float(np.mean(np.concatenate([a.sampled_ids() == b.sampled_ids() for a, b in pairs])))
+
+
+def write_model(out: Path, device: str) -> int:
+    """Writes the model of the loop into out/model; returns the number of its parameters."""
+    import torch
+
+    from tools.gpu.model import CPU, GPU
+    from tools.gpu.model import write_model as write
+
+    cuda = device == "cuda"
+    return write(out / "model", GPU if cuda else CPU, torch.bfloat16 if cuda else torch.float32)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-loop", help="directory, emptied first")
+    parser.add_argument("--seconds", type=float, default=270, help="for all steps together [270]")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    print(f"model of {write_model(out, options.device) / 1e6:.1f} million parameters", flush=True)
+    loop = Loop(options.device, out, options.seconds)
+    loop.run_all()
+    print(f"{loop.steps.summary()}; the table is {loop.steps.path}, the logs are beside it")
+    return int(bool(loop.steps.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+EAGER = {"cuda": {}, "cpu": {}}
+GRAPHS = {"cuda": {}, "cpu": {}}
+DETERMINISTIC = {"cuda": {}, "cpu": {}}

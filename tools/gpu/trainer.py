@@ -1,0 +1,92 @@
+"""One trainer rank in a process of its own, without Ray, and its weights as the source of a publication."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.errors import DeadlineError
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.pack.packer import describe
+from slimx.reshard.pack.pieces import PlannedBuckets
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.plan.copy_plan import Plan
+from slimx.trainer.worker import TrainerWorker
+
+PUBLISH = "publish"
+"""Name of the plan by which weights leave the trainer."""
+
+
+class _Process(BaseManager):
+    """The process that holds the worker."""
+
+
+_Process.register("worker", TrainerWorker)
+
+
+class Trainer:
+    """The only rank of a run. It is called from one thread, as Ray calls an actor."""
+
+    def __init__(self, config: Config, plan: Plan, log: Path, device: str):
+        """`plan`: of a publication. Starts the process, which writes all that it prints to `log`."""
+        self.config, self.log, self.device, self.buckets = config, log, device, PlannedBuckets(plan)
+        self._process = _Process(ctx=multiprocessing.get_context("spawn"))
+        self._process.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._worker: Any = None
+
+    async def start(self, deadline_s: float) -> dict[str, Any]:
+        """Builds the model and loads its weights; returns the answer of `TrainerWorker.start`."""
+        values = self.config.model_dump(mode="json")
+        self._worker = await self._run(
+            deadline_s, "worker", lambda: self._process.worker(0, values, str(self.log), self.device)
+        )
+        started = await self.call("start", await self.call("rendezvous"), deadline_s=deadline_s)
+        on_device = self.config.publish.on_device
+        await self.call("prepare", PUBLISH, self.buckets.plan.to_bytes(), [], on_device, deadline_s=deadline_s)
+        return started
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float = 60.0) -> Any:
+        """Returns the result of a method of the worker. Raises DeadlineError after `deadline_s` seconds."""
+        return await self._run(deadline_s, method, lambda: getattr(self._worker, method)(*arguments))
+
+    async def _run(self, deadline_s: float, method: str, work: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(loop.run_in_executor(self._thread, work), deadline_s)
+        except TimeoutError:
+            raise DeadlineError(method, deadline_s, f"the trainer (log {self.log})") from None
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._process.shutdown()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # slimx.reshard.parties.Source ---------------------------------------------------------------------------------
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Prepares nothing: weights are gathered as they are."""
+
+    async def forms(self) -> list[dict[str, str]]:
+        """Returns name and form of every tensor, by engine rank."""
+        return self.buckets.forms()
+
+    async def bucket_count(self) -> int:
+        """Returns the number of buckets."""
+        return self.buckets.plan.count
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        """Packs one bucket in the worker's memory."""
+        opened = await self.call("open_bucket", PUBLISH, bucket)
+        paths = [opened[part] for part in sorted(opened)]
+        share = await self.call("fill_bucket", PUBLISH, bucket, paths)
+        return describe(self.buckets.form(bucket), paths, [share])
+
+    async def release(self, bucket: int | None = None) -> None:
+        """Gives the memory of a bucket back; None: the publication has ended."""
+        await self.call("release_buckets", PUBLISH, bucket)
