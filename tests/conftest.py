@@ -56,7 +56,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 missing(f"needs {program}, which is not on PATH: `make ci-deps` installs it")
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
     """Ask the processes before pytest-timeout fails the test: its fixtures then end them."""
     timer = yield

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from pydantic import ValidationError
 
-from slimx.config.rule import Refusal
 from slimx.errors import SlimxError
 
 
@@ -48,6 +46,10 @@ def refused(
 @contextmanager
 def invalid(code: str, *, about: str | None = None) -> Iterator[pytest.ExceptionInfo]:
     """Assert that the block validates a section, and is refused with `code` (perhaps among others), about `about`."""
+    from pydantic import ValidationError  # tests of a GPU run without it
+
+    from slimx.config.rule import Refusal
+
     with pytest.raises(ValidationError) as caught:
         yield caught
     causes = [item.get("ctx", {}).get("error") for item in caught.value.errors()]

@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
 FOLDER = "SLIMX_TEST_STACKS"
 """Environment variable: the directory in which every Python process of this session opens the file that is named by
 its id (tests/in_every_process/sitecustomize.py)."""
@@ -40,6 +38,8 @@ def told(pids: Iterable[int] | None = None) -> str:
 
     Each thread's innermost call comes first. What is not Python, or does not answer, is named without a stack.
     """
+    import psutil  # tests of a GPU run without it, as long as none hangs
+
     folder = Path(os.environ[FOLDER])
     if pids is None:
         pids = sorted(int(file.name) for file in folder.iterdir())

@@ -7,13 +7,14 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from slimx.reshard.direct.copies import shares_of, together
-from tests.unit.layout.engine_stand import SERVED, engine_rank
-from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
-from tests.unit.reshard.direct_stand import ENGINES, RANKS, Stand, take
-from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed
+for package in ("nixl_cu13", "msgspec"):
+    pytest.importorskip(package, reason=f"{package} is not installed (requirements/cu130.txt pins it)")
 
-pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cu130.txt pins it)")
+from slimx.reshard.direct.copies import shares_of, together  # noqa: E402
+from tests.unit.layout.engine_stand import SERVED, engine_rank  # noqa: E402
+from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers  # noqa: E402
+from tests.unit.reshard.direct_stand import ENGINES, RANKS, Stand, take  # noqa: E402
+from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed  # noqa: E402
 
 
 @pytest.mark.parametrize("on_gpus", [True, False], ids=["GPU to GPU", "host to host"])
