@@ -7,16 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
 
-from slimx.adapters.sglang.weights.receiver import load_staged, receiver_of
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.manifest import Manifest
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from tests.gpu.plans import random_plan
+from tests.gpu.receiving import SIZE, proves_and_holds
 from tests.gpu.running import FILL, on_cpu
 from tests.gpu.sharing_peer import Peer
-from tests.refusals import numbers, refused
+from tests.refusals import numbers
 
 MIB = 2**20
 
@@ -101,49 +99,8 @@ def test_a_process_that_numbers_its_gpus_differently_or_does_not_see_the_owner_s
         memory.close()
 
 
-class Model(nn.Module):
-    """What stands for a rank's model: parameters on the GPU, published under their own names."""
-
-    def __init__(self, device: torch.device):
-        super().__init__()
-        self.wide = nn.Linear(515, 257, bias=False, device=device, dtype=torch.bfloat16)
-        self.experts = nn.Parameter(torch.zeros(4, 96, 64, dtype=torch.bfloat16, device=device))
-        self.norm = nn.Parameter(torch.zeros(77, device=device))
-        self.requires_grad_(False)
-
-
 def test_a_receiver_proves_and_holds_what_a_bucket_on_the_device_brings(device: torch.device) -> None:
-    model, memory = Model(device), DeviceMemory(4 * MIB, device)
-    receiver, weights = receiver_of(model), {n: torch.randn(p.shape).to(p.dtype) for n, p in model.named_parameters()}
-    entries, end = [], 0
-    for name, tensor in weights.items():
-        memory.bytes[end : end + tensor.nbytes] = tensor.flatten().view(torch.uint8).to(device)
-        form = {"name": name, "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "nbytes": tensor.nbytes}
-        entries.append(form | {"offset": end, "checksum": f"{kernel.checksum_tensor(tensor):016x}"})
-        end = -(-(end + tensor.nbytes) // 64) * 64
-    torch.cuda.synchronize()
-    bucket = {"version": 1, "epoch": 0, "bucket": 0, "fd_path": memory.path, "size": end, "tensors": entries}
-    manifest = Manifest(policy="actor", version=1, encoding="local", trainer_step=1, membership_epoch=0).to_json()
-
-    memory.bytes[entries[1]["offset"]] ^= 1
-    torch.cuda.synchronize()
-    receiver.begin(manifest=manifest)
-    with refused("receiver.checksum", about=entries[1]["name"]):
-        receiver.stage(**bucket)
-    assert not model.norm.any(), "nothing was copied"
-    memory.bytes[entries[1]["offset"]] ^= 1
-    torch.cuda.synchronize()
-
-    receiver.begin(manifest=manifest)
-    receiver.stage(**bucket)
-    memory.bytes.fill_(0xEE)
-    load_staged(model, [])
-    assert receiver.outcome == {"loaded": len(weights)}
-    assert receiver.verify()["differ"] == []
-    assert all(p.cpu().equal(weights[name]) for name, p in model.named_parameters())
-    model.experts[3, 95, 63] += 1
-    assert receiver.verify()["differ"] == ["experts"]
-    memory.close()
+    proves_and_holds(DeviceMemory(SIZE, device), device)
 
 
 def test_what_it_costs_to_open_copy_and_close(device: torch.device, peer: Peer) -> None:

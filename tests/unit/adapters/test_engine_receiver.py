@@ -15,6 +15,8 @@ from slimx.adapters.sglang.weights.receiver import RankReceiver, load_staged, re
 from slimx.engines.server import control
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.kernels.cpu import checksum_tensor
+from slimx.reshard.transports.memory import MemoryFile
+from tests.gpu.receiving import SIZE, proves_and_holds
 from tests.refusals import refused
 from tests.unit.adapters.engine_model import (
     DEEPSEEK,
@@ -372,3 +374,8 @@ def test_each_rank_gets_its_own_part_of_a_bucket() -> None:
     assert sglang_plugin._own_part(argument | {"ranks": {"all": {"size": 7}}}, 1)["size"] == 7
     with refused("plugin.bucket", about="bucket 2"):
         sglang_plugin._own_part(dict(argument), 2)
+
+
+def test_the_test_of_a_bucket_on_a_gpu_holds_for_one_in_host_memory() -> None:
+    """Its calls are those of tests/gpu/test_sharing.py, which no machine without a GPU runs."""
+    proves_and_holds(MemoryFile(SIZE), torch.device("cpu"))
