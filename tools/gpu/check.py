@@ -133,9 +133,9 @@ def take(step: Step, output: Path, seconds: float, environment: dict[str, str]) 
         log.unlink()
 
 
-def variables(site: Path) -> dict[str, str]:
-    """Returns the environment of all steps. `site`: directory of unpacked packages, which need not be there."""
-    paths = (str(ROOT), str(site), os.environ.get("PYTHONPATH"))
+def variables(site: Path | None) -> dict[str, str]:
+    """Returns the environment of steps. `site`: directory of the unpacked packages; None: those that are installed."""
+    paths = (str(ROOT), site and str(site), os.environ.get("PYTHONPATH"))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
@@ -179,17 +179,16 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     output, site = out / "output.txt", out / "site"
     output.write_text("")
-    environment = variables(site)
     taken = Steps(f"make gpu, {time.strftime('%Y-%m-%d')}", out / "check.md")
-    run(prepared(site, PACKAGES, dry_run=options.dry_run), taken, output, ends, environment)
-    no_trainer = None
-    if importlib.util.find_spec("megatron") is None and taken.state(UNPACK) != "ok":
+    run(prepared(site, PACKAGES, dry_run=options.dry_run), taken, output, ends, variables(None))
+    unpacked, no_trainer = taken.state(UNPACK) == "ok", None
+    if importlib.util.find_spec("megatron") is None and not unpacked:
         no_trainer = f"megatron-core is not installed, and nothing was unpacked from {PACKAGES} (make gpu-wheels)"
     if options.dry_run:
         steps = without_gpu(no_trainer=no_trainer)
     else:
         steps = on_gpu(out, quick=options.quick, no_trainer=no_trainer)
-    run(steps, taken, output, ends, environment)
+    run(steps, taken, output, ends, variables(site if unpacked else None))
     print(f"{taken.summary()}; the table is {taken.path}, what the steps print {output}")
     return int(bool(taken.failed))
 

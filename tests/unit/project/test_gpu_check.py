@@ -128,3 +128,9 @@ def test_libraries_are_up_to_date_until_they_or_their_sources_change(tmp_path: P
     (built / library.CUDA_LIBRARY).unlink()
     library.write_stamp(tmp_path)
     assert not library.up_to_date(tmp_path)
+
+
+def test_packages_that_were_unpacked_are_found_by_every_step_and_others_by_none(tmp_path: Path) -> None:
+    for site in (tmp_path, None):
+        paths = check.variables(site)["PYTHONPATH"].split(os.pathsep)
+        assert paths[0] == str(ROOT) and (str(tmp_path) in paths) == (site is not None)
