@@ -152,11 +152,11 @@ hubs: ## environments of OpenEnv, NeMo Gym and verifiers, build/hubs, for `make 
 	  build/hubs/uv/bin/uv venv --quiet --allow-existing --python $(PYTHON) "$$place"; \
 	  build/hubs/uv/bin/uv pip install --quiet --compile-bytecode --python "$$place/bin/python" $${packages//,/ }; done
 
-# The GPU's machine needs nvcc and an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.
+# The GPU's machine needs an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.
 .PHONY: gpu
-gpu: ## build, test and measure kernels and trainer on this machine's GPU (PYTHON, OUT: where figures and tables go)
+gpu: ## build, test and measure kernels and trainer on this machine's GPU (PYTHON; QUICK=1: 2 minutes; DRY=1: no GPU)
 	$(if $(filter command environment,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON))) \
-	  tools/gpu/check.py --out "$${OUT:-build/gpu}"
+	  -m tools.gpu.check --out "$${OUT:-build/gpu}" $(if $(QUICK),--quick) $(if $(DRY),--dry-run)
 
 .PHONY: first-hour
 first-hour: $(LIBRARY) ## everything that a node of 8 GPUs must show, one table (MODEL: directory of Qwen3-30B-A3B)

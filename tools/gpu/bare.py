@@ -22,9 +22,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tools.gpu.check import NEEDED
+
 ROOT = Path(__file__).parents[2]
-NEEDED = ("numpy", "torch", "pytest", "setuptools")
-"""Packages without which nothing of `make gpu` runs."""
 OURS = ("slimx", "tests", "tools", "benchmarks")
 """Packages of the working tree."""
 
@@ -48,18 +48,15 @@ def required(names: Iterable[str]) -> set[str]:
     return found
 
 
-def importable(distributions: Collection[str]) -> set[str]:
-    """Returns the top-level names that can be imported where only `distributions` are installed."""
-    names = {
-        name
-        for name, owners in metadata.packages_distributions().items()
-        if any(canonicalize_name(owner) in distributions for owner in owners)
-    }
-    return names | set(sys.stdlib_module_names) | set(OURS)
+def hidden(distributions: set[str]) -> set[str]:
+    """Returns the top-level names that cannot be imported where only `distributions` are installed."""
+    owners = metadata.packages_distributions()
+    names = {name for name, owned in owners.items() if not distributions & set(map(canonicalize_name, owned))}
+    return names - set(sys.stdlib_module_names) - set(OURS)
 
 
-class Visible(MetaPathFinder):
-    """A finder of `sys.meta_path` that finds nothing but modules of some top-level names."""
+class Hiding(MetaPathFinder):
+    """A finder of `sys.meta_path` that does not find the modules of some top-level names."""
 
     def __init__(self, finder: Any, names: Collection[str]):
         self._finder, self._names = finder, names
@@ -67,24 +64,24 @@ class Visible(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the finder's answer; None for a module of another name."""
-        return self._finder.find_spec(name, path, target) if name.partition(".")[0] in self._names else None
+        """Returns the finder's answer; None for a module that is hidden."""
+        return None if name.partition(".")[0] in self._names else self._finder.find_spec(name, path, target)
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._finder, attribute)
 
 
-def hide_all_but(names: Collection[str]) -> None:
-    """Hides every module whose top-level name is not among `names`, from here on."""
-    sys.meta_path[:] = [Visible(finder, names) for finder in sys.meta_path]
+def hide(names: Collection[str]) -> None:
+    """Hides the modules of some top-level names, imported ones too, from here on."""
+    sys.meta_path[:] = [Hiding(finder, names) for finder in sys.meta_path]
     for name in list(sys.modules):
-        if name.partition(".")[0] not in names and not name.startswith("__"):
+        if name.partition(".")[0] in names:
             del sys.modules[name]
 
 
 def main() -> int:
     files = sys.argv[1:] or [str(path) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
-    hide_all_but(importable(required(NEEDED)))
+    hide(hidden(required(NEEDED)))
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins are hidden, too
     arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning"]
     return int(pytest.main([*arguments, f"--rootdir={ROOT}", *files]))

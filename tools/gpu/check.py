@@ -1,12 +1,15 @@
 """Builds the kernels, tests them and the trainer on this machine's GPU and measures them: `make gpu`.
 
-    python tools/gpu/check.py [--out DIR] [--seconds 450] [--skip-build]
+    python -m tools.gpu.check [--out DIR] [--seconds 450] [--quick] [--dry-run]
 
-Needs nvcc, a C++ compiler, pytest, numpy, torch, setuptools and, for one test, Triton; nothing else of slimx and no
-network. The trainer also needs megatron-core: installed, or as wheels in build/gpu-wheels (`make gpu-wheels`, where
-there is a network), which are unpacked for its own test and benchmark; without either these are left out.
-Into DIR go summary.txt, output.txt, and triton_scales.npy: the table for the rule triton on the CPU, to be
-stored in slimx/reshard. Exits with 1 where anything failed, 2 where it cannot run.
+Needs numpy, torch, pytest and setuptools, and nvcc unless the libraries in slimx/_lib are up to date; nothing else of
+slimx and no network. The trainer needs more, as benchmarks and some tests do: installed, or in build/gpu-wheels (`make
+gpu-wheels`, where there is a network), which is unpacked for all steps; without either they are left out.
+
+--quick: what shows most in 120 s. --dry-run: what can be shown of the same without a GPU. Into DIR go check.md (the
+table), output.txt (all that the steps print) and triton_scales.npy: the table for the rule triton on the CPU, to be
+stored in slimx/reshard/kernels. Every step has its deadline, and one that fails ends no other. Exits with 1 where
+anything failed, 2 where it cannot run.
 """
 
 from __future__ import annotations
@@ -14,177 +17,180 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-TESTS = ("errors", "pack", "triton", "numerics", "streams", "sharing", "channel", "sanitizer")
-"""Files of tests/gpu."""
-WHEELS = ROOT / "build" / "gpu-wheels"
-"""The wheels that tools/gpu/wheels.py collects."""
+from tools.gpu.library import has_nvcc, up_to_date
+from tools.gpu.unpack import MANIFEST
+from tools.steps import ROOT, Failed, LeftOut, Steps, run_command
+
+PYTHON = sys.executable
+PACKAGES = ROOT / "build" / "gpu-wheels"
+"""Folder of the packages that tools/gpu/wheels.py collects."""
 NEEDED = ("numpy", "torch", "pytest", "setuptools")
+"""Packages without which nothing runs."""
+TRAINERS = ("trainer", "exact_trainer")
+"""Tests of which a half runs without a GPU."""
+FIRST = ("errors", "pack", "numerics", "sharing", "delta", *TRAINERS)
+LAST = ("sanitizer",)
+"""It is slow, and matters only where the rest passes."""
+QUICK = ("errors", "pack", "numerics", "sharing", "delta", "trainer")
+QUICK_TRAINER = ("-k", "qwen and not bf16")
+"""Log-probs, gradients, losses, weights and a checkpoint in fp32, against the CPU: one model, two processes."""
+PYTEST = (PYTHON, "-m", "pytest", "-q", "-rs", "--maxfail=8", "-p", "no:cacheprovider")
+LIBRARY, MACHINE, UNPACK = "library", "machine", "packages"
+TAIL = 3000
+"""Characters of a failed step's output that are printed."""
 
 
-class Summary:
-    """Lines that are printed as they come and kept in a file."""
+@dataclass(frozen=True)
+class Step:
+    """A command, the seconds that it has, the steps that it needs, and why it cannot be taken here, if so."""
 
-    def __init__(self, path: Path):
-        self.path, self.failed = path, False
-        path.write_text("")
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    needs: tuple[str, ...] = ()
+    left_out: str | None = None
 
-    def say(self, line: str) -> None:
-        print(f"gpu: {line}", flush=True)
-        with self.path.open("a") as out:
-            out.write(line + "\n")
 
-    def fail(self, line: str) -> None:
-        self.failed = True
-        self.say("FAILED " + line)
+def test_names(root: Path = ROOT) -> list[str]:
+    """Returns the names of all test files in tests/gpu, without `test_`, in the order in which they run."""
+    found = {path.stem.removeprefix("test_") for path in (root / "tests" / "gpu").glob("test_*.py")}
+    middle = sorted(found.difference(FIRST, LAST))
+    return [name for name in (*FIRST, *middle, *LAST) if name in found]
+
+
+def test_command(name: str, *options: str) -> tuple[str, ...]:
+    """Returns the command of one test file."""
+    return (*PYTEST, *options, f"tests/gpu/test_{name}.py")
+
+
+def prepared(site: Path, packages: Path, *, dry_run: bool) -> list[Step]:
+    """Returns the steps before the first test. `site`: where packages are unpacked, from the folder `packages`."""
+    why_not = None if (packages / MANIFEST).exists() else f"there is no {packages} (make gpu-wheels)"
+    if all(importlib.util.find_spec(name) for name in ("megatron", "sglang")):
+        why_not = "trainer and engine are installed"
+    unpack = Step(UNPACK, (PYTHON, "tools/gpu/unpack.py", str(packages), str(site)), 60, left_out=why_not)
+    # SGLang finds the plugin by the metadata of a package, which need not be installed.
+    installed = "slimx is installed" if any(metadata.distributions(name="slimx")) else None
+    described = Step("metadata", (PYTHON, "setup.py", "--quiet", "egg_info"), 30, left_out=installed)
+    no_nvcc = "there is no nvcc" if dry_run and not up_to_date(ROOT) and not has_nvcc() else None
+    return [unpack, described, Step(LIBRARY, (PYTHON, "-m", "tools.gpu.library"), 240, left_out=no_nvcc)]
+
+
+def on_gpu(out: Path, *, quick: bool, no_trainer: str | None) -> list[Step]:
+    """Returns the tests and measurements. `out`: directory of the tables; `no_trainer`: why the trainer is left out."""
+    steps = [Step(MACHINE, (PYTHON, "-m", "tools.gpu.machine"), 60)]
+    for name in QUICK if quick else test_names():
+        options = QUICK_TRAINER if quick and name in TRAINERS else ()
+        seconds = 300.0 if name in (*TRAINERS, *LAST) else 120.0
+        # The trainer runs without slimx's kernels. Each file has its process: a fault of the device ends its use.
+        needs, left_out = ((), no_trainer) if name in TRAINERS else ((MACHINE,), None)
+        steps.append(Step(f"tests of {name}", test_command(name, *options), seconds, needs, left_out))
+    if quick:
+        return steps
+    measured = [
+        Step("scales", (PYTHON, "tools/gpu/scales.py", str(out)), 60, (MACHINE,)),
+        Step("benchmark of packing", (PYTHON, "benchmarks/reshard_cuda.py"), 150, (MACHINE,)),
+        Step("benchmark of the trainer", (PYTHON, "benchmarks/trainer_cuda.py"), 120, left_out=no_trainer),
+    ]
+    return [*steps[: -len(LAST)], *measured, *steps[-len(LAST) :]]
+
+
+def without_gpu(*, no_trainer: str | None) -> list[Step]:
+    """Returns what can be shown without a GPU."""
+    steps = [Step("collection", (PYTHON, "-m", "tools.gpu.bare"), 120)]
+    steps += [Step(f"tests of {name}", test_command(name), 300, left_out=no_trainer) for name in TRAINERS]
+    for name, left_out in (("reshard_cuda", None), ("trainer_cuda", no_trainer)):
+        steps.append(Step(f"start of {name}", (PYTHON, f"benchmarks/{name}.py", "--help"), 60, left_out=left_out))
+    return steps
+
+
+def take(step: Step, output: Path, seconds: float, environment: dict[str, str]) -> str:
+    """Takes one step; returns its finding. Appends all that it prints to `output`; prints the end where it failed.
+
+    `seconds`: all that is left. Raises Failed where nothing is."""
+    if step.left_out:
+        raise LeftOut(step.left_out)
+    if seconds <= 0:
+        raise Failed("not begun: no time was left (--seconds)")
+    log = output.with_suffix(".step")
+    try:
+        return run_command(step.command, log, min(step.seconds, seconds), environment)
+    except Failed:
+        print(log.read_text(errors="replace")[-TAIL:], flush=True)
+        raise
+    finally:
+        with output.open("a") as file:
+            file.write(f"\n==== {step.name}\n{log.read_text(errors='replace')}")
+        log.unlink()
+
+
+def variables(site: Path | None) -> dict[str, str]:
+    """Returns the environment of steps. `site`: directory of the unpacked packages; None: those that are installed."""
+    paths = (str(ROOT), site and str(site), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def no_gpu() -> str | None:
+    """Returns why nothing can run here, in one sentence. Another process asks: this one stays without CUDA."""
+    ask = "import torch; print(torch.cuda.device_count() if torch.version.cuda else 'CPU build')"
+    found = subprocess.run([PYTHON, "-c", ask], capture_output=True, text=True)
+    answer = found.stdout.strip() or (found.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    if answer == "CPU build":
+        return f"the torch of {PYTHON} is a CPU build: run on a machine with a GPU, by make gpu PYTHON=..."
+    if not answer.isdigit():
+        return f"torch cannot be asked for devices: {answer}"
+    return (
+        None if int(answer) else "torch counts 0 CUDA devices: run this where nvidia-smi shows one, or make gpu DRY=1"
+    )
+
+
+def run(steps: Iterable[Step], taken: Steps, output: Path, ends: float, environment: dict[str, str]) -> None:
+    """Takes steps up to the time `ends`; each counts in `taken`."""
+    for step in steps:
+        work = partial(take, step, output, ends - time.monotonic(), environment)
+        taken.take(step.name, work, needs=step.needs)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
-    parser.add_argument("--seconds", type=float, default=450, help="for all steps together")
-    parser.add_argument("--skip-build", action="store_true", help="the libraries in slimx/_lib are up to date")
+    parser.add_argument("--seconds", type=float, help="for all steps together [450, with --quick 120]")
+    parser.add_argument("--quick", action="store_true", help="what shows most, and no measurement")
+    parser.add_argument("--dry-run", action="store_true", help="what can be shown without a GPU")
     options = parser.parse_args()
-    out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "output.txt").unlink(missing_ok=True)
-    summary, start = Summary(out / "summary.txt"), time.monotonic()
-
+    ends = time.monotonic() + (options.seconds or (120 if options.quick else 450))
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
-        summary.say(
-            f"{sys.executable} has no {', '.join(absent)}: make gpu PYTHON=/path/to/python of another environment"
-        )
+        print(f"{PYTHON} has no {', '.join(absent)}: make gpu PYTHON=/path/to/python of another environment")
         return 2
-    reason = no_gpu()
-    if reason:
-        summary.say(reason)
+    if not options.dry_run and (reason := no_gpu()):
+        print(reason)
         return 2
-
-    def left() -> float:
-        return max(10.0, options.seconds - (time.monotonic() - start))
-
-    if not options.skip_build and not step(summary, "build", build_command(), out, left()):
-        if not (ROOT / "slimx" / "_lib" / "libslimx_cuda.so").exists():
-            return 1
-        summary.say("going on with the libraries that were in slimx/_lib before")
-    ask = "import sys; from slimx.reshard.kernels import cuda; sys.exit(cuda.missing())"
-    if not step(summary, "library", [sys.executable, "-c", ask], out, left()):
-        return 1
-    facts(summary)
-    step(summary, "scales", [sys.executable, __file__.replace("check.py", "scales.py"), str(out)], out, left())
-    for name in TESTS:  # each in a process of its own: a fault of the device ends a process's use of it
-        pytest = [sys.executable, "-m", "pytest", "-rs", "-q", "--maxfail=8", f"tests/gpu/test_{name}.py"]
-        step(summary, f"tests of {name}", pytest, out, left() if name == "sanitizer" else min(left(), 120))
-        if name == "channel":
-            trainer(summary, out, left)
-        if name == "streams":  # before the sanitizer, which is slow and matters only where the rest passes
-            step(summary, "benchmark", [sys.executable, "benchmarks/reshard_cuda.py"], out, min(left(), 150))
-    summary.say(
-        f"{'FAILED' if summary.failed else 'passed'} in {time.monotonic() - start:.0f} s; all output is in {out}"
-    )
-    return int(summary.failed)
-
-
-def trainer(summary: Summary, out: Path, left: Callable[[], float]) -> None:
-    """The trainer's test and benchmark, if megatron-core is there or can be unpacked."""
-    environment = dict(os.environ)
-    if importlib.util.find_spec("megatron") is None:
-        wheels, site = sorted(map(str, WHEELS.glob("*.whl"))), out / "site"
-        if not wheels:
-            return summary.say(
-                f"left out: the trainer, which needs megatron-core: not installed, no wheels in {WHEELS}"
-            )
-        shutil.rmtree(site, ignore_errors=True)
-        unpack = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        if not step(summary, "wheels", [*unpack, "--target", str(site), *wheels], out, min(left(), 60)):
-            return None
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-rs",
-        "-q",
-        "tests/gpu/test_trainer.py",
-        "tests/gpu/test_exact_trainer.py",
-    ]
-    step(summary, "tests of trainer", pytest, out, min(left(), 240), environment)
-    measure = [sys.executable, "benchmarks/trainer_cuda.py"]
-    step(summary, "benchmark of the trainer", measure, out, min(left(), 90), environment)
-
-
-def no_gpu() -> str | None:
-    """Why nothing can run here, in one sentence. In a process of its own: this one stays without CUDA."""
-    ask = "import torch; print(torch.cuda.device_count() if torch.version.cuda else 'CPU build')"
-    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
-    said = found.stdout.strip() or found.stderr.strip().splitlines()[-1]
-    if said == "CPU build":
-        return f"the torch of {sys.executable} is a CPU build: run on a machine with a GPU, by make gpu PYTHON=..."
-    if not said.isdigit():
-        return f"torch cannot be asked for devices: {said}"
-    return None if int(said) else "there is no GPU: torch counts 0 CUDA devices; run this where nvidia-smi shows one"
-
-
-def build_command() -> list[str]:
-    return ["env", "SLIMX_CUDA=1", sys.executable, "setup.py", "build_ext", "--inplace"]
-
-
-def facts(summary: Summary) -> None:
-    """The machine and versions that the figures belong to."""
-    ask = (
-        "import sys, torch; p = torch.cuda.get_device_properties(0); "
-        "print(f'{p.name}, {p.multi_processor_count} processors, {p.total_memory / 2**30:.0f} GiB, '"
-        "f'sm_{p.major}{p.minor}; torch {torch.__version__}, Python {sys.version.split()[0]}')"
-    )
-    for command in (
-        [sys.executable, "-c", ask],
-        ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader"],
-        ["nvcc", "--version"],
-        ["git", "log", "-1", "--format=%h %s"],
-    ):
-        if shutil.which(command[0]):
-            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-            lines = (done.stdout or done.stderr).strip().splitlines()
-            summary.say(f"{Path(command[0]).name}: {lines[-1] if lines else 'said nothing'}")
-
-
-def step(
-    summary: Summary,
-    name: str,
-    command: list[str],
-    out: Path,
-    seconds: float,
-    environment: dict[str, str] | None = None,
-) -> bool:
-    """Runs `command`, shows its output and keeps it; False where it failed or took longer than `seconds`."""
-    start, log = time.monotonic(), out / "output.txt"
-    before = log.stat().st_size if log.exists() else 0
-    with log.open("a") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            code = None
-    text = log.read_bytes()[before:].decode(errors="replace")
-    print(text[-6000:], flush=True)
-    taken = f"{name} ({time.monotonic() - start:.0f} s)"
-    if code == 0:
-        summary.say(f"ok {taken}: {text.strip().splitlines()[-1][:160] if text.strip() else ''}")
-    elif code is None:
-        summary.fail(f"{taken}: not done after {seconds:.0f} s")
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    output, site = out / "output.txt", out / "site"
+    output.write_text("")
+    taken = Steps(f"make gpu, {time.strftime('%Y-%m-%d')}", out / "check.md")
+    run(prepared(site, PACKAGES, dry_run=options.dry_run), taken, output, ends, variables(None))
+    unpacked, no_trainer = taken.state(UNPACK) == "ok", None
+    if importlib.util.find_spec("megatron") is None and not unpacked:
+        no_trainer = f"megatron-core is not installed, and nothing was unpacked from {PACKAGES} (make gpu-wheels)"
+    if options.dry_run:
+        steps = without_gpu(no_trainer=no_trainer)
     else:
-        summary.fail(f"{taken}: exit code {code}")
-    return code == 0
+        steps = on_gpu(out, quick=options.quick, no_trainer=no_trainer)
+    run(steps, taken, output, ends, variables(site if unpacked else None))
+    print(f"{taken.summary()}; the table is {taken.path}, what the steps print {output}")
+    return int(bool(taken.failed))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ ENGINE = (
     "ipython",  # sglang.utils imports it for notebooks; with the next
     "traitlets",
 )
-"""What SGLang's server imports for a model of text, in an environment that has tokenizers and aiohttp too."""
+"""All that SGLang's server imports for a model of text, in an environment that has tokenizers and aiohttp too."""
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 PART_BYTES = 50 * 2**20
 LEFT_OUT = (

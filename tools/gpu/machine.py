@@ -1,0 +1,47 @@
+"""Prints the machine and the versions that figures belong to: `python -m tools.gpu.machine`.
+
+Exits with the reason where the kernels do not load there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slimx.reshard.kernels import cuda
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = (
+    ("driver", ("nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader")),
+    ("nvcc", ("nvcc", "--version")),
+    ("commit", ("git", "log", "-1", "--format=%h")),
+)
+
+
+def last_line(command: tuple[str, ...]) -> str:
+    """Returns the last line that a command prints; "" where there is no such program."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def main() -> None:
+    found = torch.cuda.get_device_properties(0)
+    memory = f"{found.total_memory / 2**30:.1f} GiB"
+    facts = [f"{found.name}, {found.multi_processor_count} processors, {memory}, sm_{found.major}{found.minor}"]
+    facts += [f"torch {torch.__version__}", f"numpy {np.__version__}", f"Python {sys.version.split()[0]}"]
+    facts += [f"{name} {line}" for name, command in COMMANDS if (line := last_line(command))]
+    if reason := cuda.missing():
+        sys.exit(reason)
+    print("; ".join(facts))
+
+
+if __name__ == "__main__":
+    main()
