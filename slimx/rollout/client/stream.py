@@ -20,6 +20,7 @@ import numpy as np
 from slimx.engines.server.answers import message_of
 from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import Completion, Scores
+from slimx.rollout.client.lines import Lines
 from slimx.rollout.client.reader import Meta, Reader
 from slimx.rollout.client.request import GenerationRequest, Pending
 from slimx.rollout.client.sending import AnswerError, Sender
@@ -109,7 +110,7 @@ class TokenStream:
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[Meta]:
         """`meta_info` of each server-sent event up to the last one."""
-        buffer = b""
+        lines = Lines()
         while True:
             left = self._left()
             try:
@@ -119,8 +120,7 @@ class TokenStream:
                 raise DeadlineError("a generation request", self._deadline_s, self._sender.url) from None
             if not chunk:
                 return
-            *lines, buffer = (buffer + chunk).split(b"\n")
-            for line in lines:
+            for line in lines.feed(chunk):
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
                     answer = json.loads(data)
