@@ -43,12 +43,17 @@ def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
             about="trainer.tensor",
         )
     own = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
+    # A batch of one step: the experts of all of its tokens are compared.
+    kept = config.track.rollouts.model_copy(update={"routes": True})
+    track = config.track.model_copy(update={"rollouts": kept})
     figures: dict[str, float] = {}
 
     def say(text: str) -> None:
         console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
-    run_session(config.model_copy(update={"run": own}), console, partial(_measure, figures, say, layers))
+    run_session(
+        config.model_copy(update={"run": own, "track": track}), console, partial(_measure, figures, say, layers)
+    )
     return figures["gap/tokens"] > 0 and figures["gap/max"] == 0.0
 
 

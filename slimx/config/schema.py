@@ -28,7 +28,7 @@ from slimx.config.sections.policies import ACTOR, Policy, check_apart, check_nam
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.reward import Reward
-from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.rollout import ROUTED_PER_STEP, Eval, Rollout
 from slimx.config.sections.run import Cluster, Model, Numerics, RunSection, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
@@ -125,6 +125,17 @@ class Config(Section):
     def roles(self) -> dict[str, str]:
         """The policy of each name that hooks may ask for: its own, or the one whose weights it shares."""
         return {ACTOR: ACTOR, **{name: policy.shares or name for name, policy in self.policies.items()}}
+
+    @property
+    def route_stride(self) -> int:
+        """Of how many rollouts one comes with its tokens' experts: 1 where all do, 0 where none does. They are tens of
+        megabytes each."""
+        if not self.rollout.routed_experts:
+            return 0
+        replayed = any(each.trainer.moe.routing_replay == "R3" for each in self.by_policy.values())
+        if replayed or self.track.rollouts.routes:
+            return 1
+        return max(1, self.rollout.prompts_per_step * self.rollout.group_size // ROUTED_PER_STEP)
 
     @property
     def exact(self) -> bool:

@@ -77,6 +77,8 @@ class MicroBatch(TokenArrays):
     """The packed row that each sequence is; the padding of the whole is none."""
     route_layers: tuple[int, ...] | None = None
     """Global numbers of the layers on the second axis of `routed_experts`; None: all of them, in order."""
+    routed: np.ndarray | None = None
+    """bool [T]: positions whose row came with `routed_experts`; None: all of them did, or none."""
 
 
 @dataclass(kw_only=True, slots=True)

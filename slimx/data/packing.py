@@ -195,14 +195,7 @@ def _pack_rows(
             at += length
         return out
 
-    shapes = {row.routed_experts.shape[1:] for row in rows if row.routed_experts is not None}
-    if shapes and (len(shapes) > 1 or any(row.routed_experts is None for row in rows)):
-        raise SlimxError(
-            "some trajectories of a batch carry routed_experts and some do not, or their shapes differ",
-            code="data.routes",
-            about="routed_experts",
-        )
-    routes = joined([row.routed_experts for row in rows], rows[0].routed_experts.dtype) if shapes else None
+    routes, routed = _joined_routes(rows, joined)
 
     arrays = {name: joined([getattr(row, name) for row in rows], dtype, pad) for name, (dtype, pad) in _ARRAYS.items()}
     for name, dtype in _OPTIONAL.items():
@@ -215,9 +208,31 @@ def _pack_rows(
         lengths=lengths,
         padding=joined([np.zeros(len(row), bool) for row in rows], bool, True),
         routed_experts=routes,
+        routed=routed,
         rows=numbers,
         support=_joined_support(rows, lengths),
     )
+
+
+def _joined_routes(
+    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """`routed_experts` and `routed` of a micro-batch of `rows`; `joined` puts arrays of rows at their places."""
+    known = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not known:
+        return None, None
+    if len(shapes := {each.shape[1:] for each in known}) > 1:
+        raise SlimxError(
+            f"trajectories of a batch carry routed_experts of the shapes {sorted(map(list, shapes))} a token; train "
+            "rollouts of one model",
+            code="data.routes",
+            about="routed_experts",
+        )
+    (shape,), dtype = shapes, known[0].dtype
+    parts = [np.zeros((len(row), *shape), dtype) if row.routed_experts is None else row.routed_experts for row in rows]
+    if len(known) == len(rows):
+        return joined(parts, dtype), None
+    return joined(parts, dtype), joined([np.full(len(row), row.routed_experts is not None) for row in rows], bool)
 
 
 def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Support | None:

@@ -243,7 +243,8 @@ class PolicyTrainer(TrainedModel):
             ]
         )
         measured = (weight > 0) & (versions == version)
-        values |= gap_metrics(logprobs, rollout, measured, differs, before)
+        comparable = torch.cat([self.routing.comparable(batch) for batch in batches])
+        values |= gap_metrics(logprobs, rollout, measured, differs, before, comparable)
         metrics = mismatch_metrics(reduce(values, self.parallel.token_group))
         tokens = metrics["gap/tokens"]
         metrics["gap/mean"] = metrics.pop("gap/sum") / tokens if tokens else float("nan")

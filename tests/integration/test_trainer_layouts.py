@@ -305,7 +305,7 @@ def test_positions_with_other_experts_than_the_engines_are_counted_exactly(labor
 def test_measuring_the_gap_without_training_gives_what_the_step_then_reports(laboratory, name):
     measured, step = laboratory[name].last["gap"], laboratory[name].last["grpo_step"]
     assert measured == {key: step[key] for key in step if key.startswith(("gap/", "routes/"))}
-    assert len(measured) == 7
+    assert len(measured) == 8
     mismatch = {key: step[key] for key in step if key.startswith("mismatch/")}
     assert laboratory[name].last["mismatch"] == measured | mismatch and len(mismatch) == 5
 

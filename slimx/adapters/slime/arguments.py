@@ -86,7 +86,7 @@ def _values(config: Config) -> dict[str, Any]:
         "hf_checkpoint": config.model.path,
         "partial_rollout": False,
         "mask_offpolicy_in_partial_rollout": False,
-        "use_rollout_routing_replay": rollout.routed_experts,
+        "use_rollout_routing_replay": config.route_stride == 1,  # hooks then want those of every answer
         "rollout_batch_size": rollout.prompts_per_step,
         "n_samples_per_prompt": rollout.group_size,
         "n_samples_per_eval_prompt": config.eval.samples,

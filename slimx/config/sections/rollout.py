@@ -15,6 +15,9 @@ from slimx.config.sections.prompts import Fields, PromptSet, check_sources
 MAX_SUPPORT = 4096
 """Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
 
+ROUTED_PER_STEP = 4
+"""Rollouts of a step, at least, that come with their tokens' experts where nothing replays or saves those of all."""
+
 RENDERED = {"conversation", "messages", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict"}
 """Arguments of a chat template's rendering that are not the user's."""
 
@@ -127,7 +130,9 @@ class Rollout(Section):
     max_failed_share: Share = 0.1
     """Share of a step's groups that may fail before the run stops."""
     routed_experts: bool = True
-    """Return each token's experts with the completion (MoE)."""
+    """Return tokens' experts with completions (MoE): of every rollout where they are replayed
+    (`trainer.moe.routing_replay: R3`) or saved (`track.rollouts.routes`), else of four to seven rollouts of a step, by
+    which metrics and saved rollouts say where trainer and engine chose others."""
     gap_probe: Count = 4
     """Rollouts re-scored by an engine per step where no token is on-version."""
     health: Health = Health()

@@ -33,8 +33,8 @@ class TrainedTokens:
     advantages: np.ndarray
     """float32 [L]; NaN for the first."""
     other_experts: np.ndarray | None = None
-    """bool [L]: any layer that led to this token's prediction took other experts than the engine did; None: engines do
-    not return theirs."""
+    """bool [L]: any layer that led to this token's prediction took other experts than the engine did; None: the
+    engine did not return its own."""
 
     @classmethod
     def of_row(cls, row: TrainingRow, logprobs: np.ndarray, other_experts: np.ndarray) -> TrainedTokens:
@@ -57,12 +57,13 @@ def write_trained(groups_file: Path, tokens: Sequence[TrainedTokens]) -> Path:
         "advantages": np.concatenate([each.advantages for each in tokens]),
     }
     if any(each.other_experts is not None for each in tokens):
-        # A dense policy beside one with experts has none to differ in.
         none = [np.zeros(len(each.logprobs), bool) for each in tokens]
         found = [
             own if each.other_experts is None else each.other_experts for each, own in zip(tokens, none, strict=True)
         ]
         tensors["other_experts"] = np.concatenate(found)
+        known = [np.full(len(each.logprobs), each.other_experts is not None) for each in tokens]
+        tensors["known_experts"] = np.concatenate(known)
     write_atomic(path, save(tensors), sync=False)
     return path
 
@@ -80,7 +81,9 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
         if not fits or any(len(values) != sum(lengths) for name, values in tensors.items() if name != "lengths"):
             raise ValueError("its tokens are not those of the groups beside it")
         parts = {name: np.split(tensors[name], np.cumsum(lengths)[:-1]) for name in tensors if name != "lengths"}
-        experts = parts.get("other_experts", [None] * len(trajectories))
+        experts: list[np.ndarray | None] = list(parts.get("other_experts", [None] * len(trajectories)))
+        for number, known in enumerate(parts.get("known_experts", [])):
+            experts[number] = experts[number] if known.all() else None
         values = zip(parts["logprobs"], parts["advantages"], experts, strict=True)
     except FileNotFoundError:
         return {}

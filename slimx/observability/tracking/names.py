@@ -105,6 +105,7 @@ METRICS = (
     Metric("gap/tokens_above_1e-5", "Tokens with a larger gap than 1e-5."),
     Metric("gap/tokens_other_routes", "Tokens among these that another set of experts explains."),
     Metric("gap/tokens_unexplained", "Tokens among these that no route explains."),
+    Metric("gap/tokens_without_routes", "Tokens among these whose experts the engine did not return."),
     Metric("mismatch/mean", "Mean |policy - engine| in log-probs over trained tokens of whatever version."),
     Metric("mismatch/max", "Largest such difference."),
     Metric("mismatch/k3", "KL(engine || policy), estimator k3."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import ceil, prod
 
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
@@ -82,13 +82,18 @@ def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
     two checkpoints, and of as many while the second is being written."""
     if not config.recovery.trainers:
         return 0
-    return 2 * config.checkpoint.every * batch.tokens_per_step * (_TRAINED_TOKEN + _routes(spec, config))
+    step = batch.tokens_per_step * _TRAINED_TOKEN
+    if spec.experts and config.route_stride:
+        # A micro-batch has a place for those of all its tokens if one of its rollouts came with them, and a mark for
+        # each if others did not.
+        rollouts = ceil(batch.rollouts_per_step / config.route_stride)
+        each = max(batch.tokens_per_microbatch, batch.tokens_per_rollout)
+        step += min(batch.tokens_per_step, rollouts * each) * (_routes(spec) + (config.route_stride > 1))
+    return 2 * config.checkpoint.every * step
 
 
-def _routes(spec: ModelSpec, config: Config) -> int:
-    """Bytes of a token's experts, where they come along."""
-    if not (spec.experts and config.rollout.routed_experts):
-        return 0
+def _routes(spec: ModelSpec) -> int:
+    """Bytes of a token's experts."""
     return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * (1 if spec.experts <= 256 else 2)
 
 
@@ -109,7 +114,7 @@ def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch:
     steps = schedule.steps // kept.every if kept.every and config.rollout.policy_engines else 0
     token = _TOKEN
     if kept.routes and spec.experts:
-        token += len(spec.moe_layers) * spec.transformer["moe_router_topk"] * (1 if spec.experts <= 256 else 2)
+        token += _routes(spec)
     return DiskBytes(
         checkpoint=checkpoint,
         checkpoints=options.keep + 1 + for_good,

@@ -85,7 +85,7 @@ class GenerationClient:
         """
         start = time.monotonic()
         meta = await self._post(self._request_body(request), request.affinity)
-        return self._reader.completion(meta, request, time.monotonic() - start)
+        return await self._reader.completion(meta, request, time.monotonic() - start)
 
     def stream(self, request: GenerationRequest) -> TokenStream:
         """Sample as `generate` does, with tokens that can be read while they are sampled."""
@@ -102,7 +102,7 @@ class GenerationClient:
         return Scores(
             logprobs=np.array(input_logprobs(meta, token_ids, self.url), np.float32),
             version=self._reader.version(meta["weight_version"]),
-            routed_experts=self._reader.experts(meta, len(token_ids) - 1) if routed else None,
+            routed_experts=await self._reader.experts(meta, len(token_ids) - 1) if routed else None,
         )
 
     def _request_body(self, request: GenerationRequest) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import binascii
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,12 @@ from slimx.engines.server.stamp import stamped
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, ModelShape, VersionSpan
 from slimx.rollout.client.request import GenerationRequest
+from slimx.runtime.threads import in_thread
 
 Meta = dict[str, Any]
 """`meta_info` of an answer."""
+PORTION = 2**20
+"""Characters of base64 that are decoded at once: a multiple of 16, of which 12 bytes come, three expert ids."""
 
 
 class Reader:
@@ -25,7 +28,7 @@ class Reader:
     def __init__(self, url: str, shape: ModelShape, adapters: str | None = None) -> None:
         self.url, self.shape, self.adapters = url, shape, adapters
 
-    def completion(self, meta: Meta, request: GenerationRequest, seconds: float) -> Completion:
+    async def completion(self, meta: Meta, request: GenerationRequest, seconds: float) -> Completion:
         """The whole answer to `request`. Raises SlimxError where something that was asked for is missing."""
         routed, aborted = self.routed(request), not meta["finish_reason"] or meta["finish_reason"]["type"] == "abort"
         count = len(meta.get("output_token_logprobs") or [])
@@ -35,7 +38,7 @@ class Reader:
         reason = "abort" if aborted else meta["finish_reason"]["type"]
         routes = None
         if routed and (count or not aborted):
-            routes = self.experts(meta, len(request.token_ids) + count - 1)
+            routes = await self.experts(meta, len(request.token_ids) + count - 1)
         return replace(self._tokens(meta, request, 0, count, reason, seconds), routed_experts=routes)
 
     def piece(self, meta: Meta, request: GenerationRequest, start: int, seconds: float) -> Completion:
@@ -49,18 +52,20 @@ class Reader:
         """True if the answer to `request` holds experts: it asks for them, and the model has some."""
         return request.routed_experts and self.shape.experts > 0
 
-    def experts(self, meta: Meta, rows: int) -> np.ndarray:
-        """The experts of `rows` tokens, uint8 or uint16 [rows, layers, k]."""
+    async def experts(self, meta: Meta, rows: int) -> np.ndarray:
+        """The experts of `rows` tokens, uint8 or uint16 [rows, layers, k]. Other work goes on meanwhile: there are tens
+        of megabytes of them."""
         shape = (rows, self.shape.layers, self.shape.top_k)
-        wire = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
-        if wire.size != np.prod(shape):
+        dtype = np.dtype(np.uint8 if self.shape.experts <= 256 else np.uint16)
+        ids = await in_thread(_decoded, meta.get("routed_experts") or "", dtype)
+        if ids.size != np.prod(shape):
             raise SlimxError(
-                f"{self.url} returned {wire.size} expert ids where {shape} (tokens, layers, experts per token) were "
+                f"{self.url} returned {ids.size} expert ids where {shape} (tokens, layers, experts per token) were "
                 "asked for; start the engine with routed_experts and the slimx plugin",
                 code="answer.experts",
                 about=self.url,
             )
-        return wire.reshape(shape).astype(np.uint8 if self.shape.experts <= 256 else np.uint16)
+        return ids.reshape(shape)
 
     def version(self, version: str) -> int:
         """The number of a weight version, out of what a server is stamped with."""
@@ -130,6 +135,17 @@ class Reader:
                 begin = out.pop()[0]
             out.append((begin, end, version))
         return out
+
+
+def _decoded(text: str, dtype: np.dtype) -> np.ndarray:
+    """The int32 that `text` is the base64 of, as `dtype` [n]."""
+    ids = np.empty(len(text) * 3 // 16, dtype)
+    count = 0
+    for start in range(0, len(text), PORTION):  # a thread that decodes keeps all others from running
+        part = np.frombuffer(binascii.a2b_base64(text[start : start + PORTION]), np.int32)
+        ids[count : count + len(part)] = part
+        count += len(part)
+    return ids[:count]
 
 
 def _last(meta: Meta, name: str, count: int) -> list[Any]:

@@ -7,7 +7,6 @@ have sampled, if both have the same weights; where they have not, the versions o
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from slimx.engines.server.answers import message_of
+from slimx.engines.server.answers import message_of, parse_body
 from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import Completion, Scores
 from slimx.rollout.client.lines import Lines
@@ -86,7 +85,7 @@ class TokenStream:
             response = await self._sender.open(body, self._left())
             try:
                 async for meta in self._events(response):
-                    if (piece := self._take(meta, request, before)) is not None:
+                    if (piece := await self._take(meta, request, before)) is not None:
                         yield piece
                     if self._finish:
                         return
@@ -123,7 +122,7 @@ class TokenStream:
             for line in lines.feed(chunk):
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    answer = json.loads(data)
+                    answer = parse_body(data)
                     if "meta_info" not in answer:
                         error = answer.get("error")
                         status = error.get("code") if isinstance(error, dict) else None
@@ -132,7 +131,7 @@ class TokenStream:
                         )
                     yield answer["meta_info"]
 
-    def _take(self, meta: Meta, request: GenerationRequest, before: int) -> Completion | None:
+    async def _take(self, meta: Meta, request: GenerationRequest, before: int) -> Completion | None:
         """The piece that an event brings; None if it brings nothing. `request`: of this attempt, before which `before`
         tokens had come."""
         start, now = self._pending.count - before, time.monotonic()
@@ -142,5 +141,5 @@ class TokenStream:
         self._pending.add(replace(piece, finish_reason=""))
         self._told, self._finish = now, piece.finish_reason
         if self._finish and self._reader.routed(request) and (self._finish != "abort" or meta.get("routed_experts")):
-            self._routes = self._reader.experts(meta, len(request.token_ids) + meta["completion_tokens"] - 1)
+            self._routes = await self._reader.experts(meta, len(request.token_ids) + meta["completion_tokens"] - 1)
         return piece

@@ -105,6 +105,7 @@ class GroupMaker:
         self.gate = Gate()
         """Closed while rollouts that are trained may ask no engine; an evaluation may."""
         self._slots = Slots(config.rollout.concurrency)
+        self._route_stride = config.route_stride
         # An evaluation has places of its own: rollouts that wait behind the closed gate keep theirs.
         self._places = {kind: Slots(config.rollout.max_rollouts) for kind in ("train", "eval")}
         self._rewards = (
@@ -190,7 +191,8 @@ class GroupMaker:
             return done
         sampling = self._sampling(evaluation=evaluation, greedy=greedy)
         seed = seed_of(self.config.run.seed, number, index)
-        routed = self.config.rollout.routed_experts and not (evaluation or greedy)
+        routed = bool(self._route_stride) and not (evaluation or greedy)
+        routed = routed and (number * self.config.rollout.group_size + index) % self._route_stride == 0
         limit = self.config.rollout.rollout_deadline
         clock = Clock(limit)
 

@@ -19,17 +19,17 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
     """The routes that came with a micro-batch for `layers` (global numbers), uint8 or int16 [routers, T, k]; padding is
     spread over all experts.
 
-    Raises SlimxError if they are missing or of another shape."""
+    Raises SlimxError if those of any other position are missing, or of another shape."""
     count = len(batch.tokens)
     spread = (np.arange(count)[:, None] * topk + np.arange(topk)) % experts
+    if not (known_routes(batch) | batch.padding).all():
+        raise SlimxError(
+            "trainer.moe.routing_replay=R3: a micro-batch came without the engine's routes; every trained trajectory "
+            "needs routed_experts",
+            code="routes.missing",
+            about="routed_experts",
+        )
     if batch.routed_experts is None:
-        if not batch.padding.all():
-            raise SlimxError(
-                "trainer.moe.routing_replay=R3: a micro-batch came without the engine's routes; every trained "
-                "trajectory needs routed_experts",
-                code="routes.missing",
-                about="routed_experts",
-            )
         return np.broadcast_to(spread, (len(layers), count, topk)).astype(_dtype(experts))
     held = list(batch.route_layers or range(batch.routed_experts.shape[1]))
     if missing := [layer for layer in layers if layer not in held]:
@@ -49,6 +49,13 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
     columns = batch.routed_experts[:, [held.index(layer) for layer in layers]]
     routes = np.where(batch.padding[:, None, None], spread[:, None, :], columns)
     return np.ascontiguousarray(routes.transpose(1, 0, 2)).astype(_dtype(experts))
+
+
+def known_routes(batch: MicroBatch) -> np.ndarray:
+    """Mark positions whose routes came with a micro-batch, bool [T]."""
+    if batch.routed_experts is None:
+        return np.zeros(len(batch.tokens), bool)
+    return ~batch.padding if batch.routed is None else batch.routed
 
 
 def _dtype(experts: int) -> type:

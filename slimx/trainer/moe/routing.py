@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,7 @@ from slimx.data.batch import MicroBatch
 from slimx.layout.zigzag import zigzag
 from slimx.trainer.device.transfer import to_device
 from slimx.trainer.moe.router import Cursor, PolicyRouter, RoutedTokens, RouterWatch
-from slimx.trainer.moe.routes import differing, engine_routes
+from slimx.trainer.moe.routes import differing, engine_routes, known_routes
 from slimx.trainer.parallel import ParallelState
 
 Routes = list[torch.Tensor]
@@ -172,9 +172,10 @@ class Routing:
         for batch, tokens in zip(batches, self._tokens, strict=True):
             here = torch.zeros(len(tokens.counted), dtype=torch.bool, device=self._parallel.device)
             if batch.routed_experts is not None and self.layers:
-                (engine,) = self.from_engine([batch])
+                known = known_routes(batch)
+                (engine,) = self.from_engine([replace(batch, padding=~known)])
                 chosen = torch.stack([tokens.chosen[row] for row in range(len(self.layers))])
-                here = differing(chosen, engine) & tokens.counted
+                here = differing(chosen, engine) & self._own(known)
             out.append(self._whole(here))
         return torch.cat(out)
 
@@ -186,6 +187,12 @@ class Routing:
         parts = [torch.empty_like(part, dtype=torch.uint8) for _ in range(size)]
         dist.all_gather(parts, part.to(torch.uint8), group=self._parallel.tensor_group)
         return torch.cat(parts).bool()
+
+    def comparable(self, batch: MicroBatch) -> torch.Tensor:
+        """Mark this rank's tokens, bool [T], whose routes can be compared with the engine's: there are none in a dense
+        model."""
+        known = known_routes(batch) if self.experts else np.ones(len(batch.tokens), bool)
+        return to_device(known, self._parallel.device)
 
     # Terms ------------------------------------------------------------------------------------------------------------
 

@@ -17,22 +17,25 @@ def gap_metrics(
     measured: torch.Tensor,
     other_routes: torch.Tensor,
     other_routes_before: torch.Tensor,
+    comparable: torch.Tensor,
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """The log-prob gap |trainer - engine| over the `measured` tokens; all inputs [T].
 
     `other_routes`: the engine chose another set of experts at this position; `other_routes_before`: here or earlier in
-    the sequence. Returns metric -> (reduction, value); the caller reduces over data-parallel ranks.
+    the sequence; `comparable`: the engine's choice is known, or the model has no experts. Returns metric -> (reduction,
+    value); the caller reduces over data-parallel ranks.
     """
     gap = (logprobs - rollout).abs().double()[measured]
     above = gap > GAP_LIMIT
-    explained = other_routes_before[measured]
+    explained, known = other_routes_before[measured], comparable[measured]
     return {
         "gap/sum": ("sum", gap.sum()),
         "gap/max": ("max", gap.max() if len(gap) else gap.new_zeros(())),
         "gap/tokens": ("sum", measured.sum().double()),
         "gap/tokens_above_1e-5": ("sum", above.sum().double()),
         "gap/tokens_other_routes": ("sum", (above & explained).sum().double()),
-        "gap/tokens_unexplained": ("sum", (above & ~explained).sum().double()),
+        "gap/tokens_unexplained": ("sum", (above & ~explained & known).sum().double()),
+        "gap/tokens_without_routes": ("sum", (above & ~known).sum().double()),
         "routes/differing": ("sum", other_routes[measured].sum().double()),
     }
 

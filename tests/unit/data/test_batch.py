@@ -263,8 +263,20 @@ def test_fewer_trajectories_than_data_parallel_ranks_are_refused():
         pack([numbered_row(n, 5, routes=False) for n in range(2)], data_size=3, max_tokens=32)
 
 
-def test_rows_with_and_without_routes_in_one_batch_are_refused():
-    rows = [numbered_row(0, 5, routes=True), numbered_row(1, 5, routes=False)]
+def test_a_micro_batch_says_which_of_its_rows_came_with_routes():
+    rows = [numbered_row(0, 5, routes=False), numbered_row(1, 5, routes=True)]
+    ((micro,),) = pack(rows, data_size=1, max_tokens=32, multiple_of=4).shards
+    for number, start in zip(micro.rows, np.cumsum([0, *micro.lengths]), strict=False):
+        part = slice(start, start + len(rows[number]))
+        assert micro.routed[part].all() if rows[number].routed_experts is not None else not micro.routed[part].any()
+        if number == 1:
+            assert np.array_equal(micro.routed_experts[part], rows[1].routed_experts)
+    assert not micro.routed[micro.padding].any()
+
+
+def test_rows_whose_routes_have_other_shapes_are_refused():
+    rows = [numbered_row(0, 5, routes=True), numbered_row(1, 5, routes=True)]
+    rows[1].routed_experts = rows[1].routed_experts[:, :0]
     with refused("data.routes", about="routed_experts"):
         pack(rows, data_size=1, max_tokens=32)
 

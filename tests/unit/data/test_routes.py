@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
@@ -18,6 +19,8 @@ from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import read_model
 from slimx.preflight.checks import routing
 from slimx.preflight.checks.routing import route_shape
+from slimx.trainer.moe.routes import known_routes
+from slimx.trainer.step.metrics import gap_metrics
 from tests.refusals import refused
 from tools.quickstart.make_model import CONFIG
 
@@ -128,6 +131,30 @@ def test_routes_that_do_not_fit_a_rank_are_refused(batch):
         engine_routes(replace(batch, routed_experts=None), [1])
     with refused("routes.shape"):
         engine_routes(replace(batch, routed_experts=batch.routed_experts[..., :2]), [1])
+
+
+def test_only_rows_that_came_with_routes_can_be_compared_and_others_cannot_be_replayed():
+    without = routed("b", 5, 1)
+    without.routed_experts = None
+    rows = make_rows([routed("a", 9), without], [1.0, 1.0], [np.ones(8) / 12, np.ones(4) / 12])
+    (batch,) = pack(rows, data_size=1, max_tokens=64, multiple_of=16).shards[0]
+    known = known_routes(batch)
+    assert known.sum() == 8 and not known[batch.padding].any()
+    assert not known_routes(replace(batch, routed_experts=None, routed=None)).any()
+    with refused("routes.missing"):
+        engine_routes(batch, [1])
+    compared = engine_routes(replace(batch, padding=~known), [1, 3])
+    assert np.array_equal(compared[:, known], batch.routed_experts[known][:, [1, 3]].transpose(1, 0, 2))
+
+
+def test_a_gap_is_unexplained_only_where_the_engines_choice_is_known():
+    gap = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
+    explained = torch.tensor([True, False, False, False, False])
+    known = torch.tensor([True, True, False, False, True])
+    measured = torch.tensor([True, True, True, True, False])
+    found = gap_metrics(gap, torch.zeros(5), measured, explained, explained, known)
+    counts = {name.removeprefix("gap/tokens_"): int(value) for name, (_, value) in found.items() if "tokens_" in name}
+    assert counts == {"above_1e-5": 3, "other_routes": 1, "unexplained": 1, "without_routes": 1}
 
 
 def test_a_micro_batch_of_nothing_but_padding_needs_no_routes(batch):

@@ -257,13 +257,27 @@ def test_batches_that_recovery_keeps_are_counted_by_their_own_bytes(tmp_path):
     micro = MicroBatch(**arrays, routed_experts=routes, lengths=[3], rows=[0])
     step = TrainedStep(0, 0, [TrainBatch(shards=[[micro]], tokens=3, trained_tokens=3, imbalance=0.0)], {})
     sections = {"recovery": {"trainers": 1}, "checkpoint": {"every": 5}}
-    config = config_of(**sections)
-    batch = SimpleNamespace(tokens_per_step=3)
+    config = config_of(**sections, track={"rollouts": {"routes": True}})
+    batch = SimpleNamespace(tokens_per_step=3, rollouts_per_step=1, tokens_per_microbatch=3, tokens_per_rollout=3)
     kept = kept_batches(config, spec, batch)
     assert kept == 2 * 5 * step.nbytes
     host = host_memory(config, H100, [trainer()], None, critic_own=False, batches=kept)
     assert kept in [held.nbytes for held in host.held]
     assert kept_batches(config_of(), spec, batch) == 0
+
+
+def test_experts_of_a_sample_of_rollouts_fill_at_most_the_micro_batches_that_these_are_in(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    spec = read_model(tmp_path)
+    sections = {"recovery": {"trainers": 1}, "checkpoint": {"every": 1}}
+    rollout = {"prompts": "p", "prompts_per_step": 16, "group_size": 4}
+    sampled = config_of(**sections, rollout=rollout)
+    none = config_of(**sections, rollout=rollout | {"routed_experts": False})
+    batch = SimpleNamespace(
+        tokens_per_step=64000, rollouts_per_step=64, tokens_per_microbatch=2500, tokens_per_rollout=1000
+    )
+    experts = kept_batches(sampled, spec, batch) - kept_batches(none, spec, batch)
+    assert experts == 2 * 4 * 2500 * (len(spec.moe_layers) * spec.transformer["moe_router_topk"] + 1)
 
 
 def test_mirrors_are_counted_once_where_they_are_sent_from_and_twice_where_they_are_kept() -> None:
