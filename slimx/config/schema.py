@@ -128,8 +128,8 @@ class Config(Section):
 
     @property
     def route_stride(self) -> int:
-        """Of how many rollouts one comes with its tokens' experts: 1 where all do, 0 where none does. They are tens of
-        megabytes each."""
+        """Rollouts among which one comes with its tokens' experts, tens of megabytes: 1 where all do, 0 where none
+        does."""
         if not self.rollout.routed_experts:
             return 0
         replayed = any(each.trainer.moe.routing_replay == "R3" for each in self.by_policy.values())

@@ -9,6 +9,7 @@ import numpy as np
 
 from slimx.preflight.hardware import GIB
 from slimx.reshard.direct import SLOTS
+from slimx.reshard.pack.packer import PORTION
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.wire import move_bytes, summed
 
@@ -44,10 +45,11 @@ def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool 
     return DirectMemory(ring, landing, int(kept.max()), int(received.sum(axis=0).max()))
 
 
-def packed_on_gpu(plan: Plan, *, ranks: int) -> int:
-    """Bytes that a rank packs of one bucket on its GPU, before they go to host memory, at most."""
+def packed_on_gpu(plan: Plan, *, ranks: int, portion: int = PORTION) -> int:
+    """Bytes of a rank's GPU through which its part of a bucket goes to host memory, at most."""
     moved = plan.moved
-    return int(np.max(summed((plan.count, ranks), (moved["bucket"], moved["source"]), move_bytes(plan))))
+    part = np.max(summed((plan.count, ranks), (moved["bucket"], moved["source"]), move_bytes(plan)))
+    return min(portion, int(part))
 
 
 def changes_memory(plan: Plan) -> tuple[int, int]:

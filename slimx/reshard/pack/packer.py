@@ -4,7 +4,7 @@ bucket."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,9 +14,12 @@ from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.pack.merging import Merging
-from slimx.reshard.pack.pieces import BucketForm, PlannedBuckets, compact, pieces_of, spread
+from slimx.reshard.pack.pieces import BucketForm, PlannedBuckets, Portion, compact, pieces_of, portions, spread
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.plan.copy_plan import Plan
+
+PORTION = 256 * 2**20
+"""Bytes that a rank packs on its GPU at once on their way to host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,13 @@ class Packer:
         *,
         merging: Mapping[str, Callable[[], torch.Tensor]] | None = None,
         apart: bool = False,
+        portion: int = PORTION,
     ):
         """`merging`: by parameter's name what makes the tensor [as parameter] that is read in its place, once for every
         part of a bucket that it is in. `apart`: what each target gets goes into memory of its own
-        (`slimx.reshard.pack.pieces.BucketForm`)."""
-        self.plan, self.rank, self.parameters = plan, rank, parameters
+        (`slimx.reshard.pack.pieces.BucketForm`). `portion`: bytes of the GPU's memory through which a run goes to host
+        memory."""
+        self.plan, self.rank, self.parameters, self.portion = plan, rank, parameters, portion
         self._merging = Merging(plan, rank, parameters, merging or {})
         self.parts = plan.targets if apart else 1
         """Memories of a bucket."""
@@ -55,6 +60,8 @@ class Packer:
         """By bucket and part."""
         self._device_plans: dict[tuple[int, int, bool], DevicePlan] = {}
         """By bucket and part, and whether its pieces are compacted."""
+        self._portions: dict[tuple[int, int], list[tuple[Portion, DevicePlan]]] = {}
+        """By bucket and part."""
 
     @property
     def device(self) -> torch.device:
@@ -73,6 +80,7 @@ class Packer:
             self._addresses = addresses
             self._pieces.clear()
             self._device_plans.clear()
+            self._portions.clear()
 
     def pack(self, bucket: int, *memories: torch.Tensor) -> Share:
         """Write this rank's part of `bucket` into its `parts` memories, uint8 [form(bucket).size] each, zero where
@@ -91,13 +99,10 @@ class Packer:
         """The bytes for one of a bucket's memories in one run in host memory, uint8 [bytes], for
         `slimx.reshard.pack.pieces.spread`: at the start of `memory`, which has room for them, or in memory of its
         own."""
-        if self._device is None:
-            pieces, size = compact(self._records(bucket, part))
-            run = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
-            return run, self._run(bucket, part, pieces, run)
-        run, share = self.pack_device_run(bucket, part)
-        place = torch.empty(len(run), dtype=torch.uint8, pin_memory=True) if memory is None else memory[: len(run)]
-        return place.copy_(run), share
+        pieces, size = compact(self._records(bucket, part))
+        on_gpu = self._device is not None
+        run = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) if memory is None else memory[:size]
+        return run, self._pack_portions(bucket, part, run) if on_gpu else self._run(bucket, part, pieces, run)
 
     def pack_at(self, bucket: int, part: int, address: int) -> Share:
         """Write one part of what `pack` does into memory of a GPU, this rank's or another's, which its own reaches at
@@ -135,8 +140,7 @@ class Packer:
         return moves[moves["target"] == part] if self.parts > 1 else moves
 
     def _run(self, bucket: int, part: int, pieces: np.ndarray, memory: torch.Tensor) -> Share:
-        count = len(self.form(bucket).tensors)
-        share = Share(np.zeros(count, np.uint64), np.zeros(count, np.uint32))
+        share = self._nothing(bucket)
         if len(pieces):  # of many ranks most bring nothing to a bucket
             self._merging.make(bucket, self._moves(bucket, part))
             kernel.pack(pieces, memory, share.sums, share.flags)
@@ -144,20 +148,50 @@ class Packer:
 
     def _launch(self, bucket: int, part: int, pieces: np.ndarray, size: int, address: int, *, compacted: bool) -> Share:
         """`pieces` into the `size` bytes at `address` by one launch; returns when it has ended."""
-        names = [tensor.name for tensor in self.form(bucket).tensors]
-        none = np.zeros(len(names), np.uint32)
         if not len(pieces):
-            return Share(np.zeros(len(names), np.uint64), none)
+            return self._nothing(bucket)
         if (bucket, part, compacted) not in self._device_plans:
-            self._device_plans[bucket, part, compacted] = DevicePlan(
-                pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self.device
-            )
+            self._device_plans[bucket, part, compacted] = self._device_plan(bucket, pieces, size)
         plan = self._device_plans[bucket, part, compacted]
         self._merging.make(bucket, self._moves(bucket, part))
-        sums = torch.zeros(len(names), dtype=torch.int64, device=self.device)
-        flags = torch.zeros(len(names), dtype=torch.int32, device=self.device)
+        sums, flags = self._counters(bucket)
         kernel_cuda.pack_at(plan, address, sums, flags)
-        return Share(kernel_cuda.results(plan, sums, flags), none)
+        return replace(self._nothing(bucket), sums=kernel_cuda.results(plan, sums, flags))
+
+    def _pack_portions(self, bucket: int, part: int, run: torch.Tensor) -> Share:
+        """One part of a bucket into `run` in host memory, through one portion's memory of the GPU; returns when it is
+        there."""
+        if (bucket, part) not in self._portions:
+            self._portions[bucket, part] = [
+                (portion, self._device_plan(bucket, portion.pieces, portion.size))
+                for portion in portions(self._records(bucket, part), self.portion)
+            ]
+        if not (steps := self._portions[bucket, part]):
+            return self._nothing(bucket)
+        self._merging.make(bucket, self._moves(bucket, part))
+        sums, flags = self._counters(bucket)
+        room = max(portion.size for portion, _ in steps)
+        memory = torch.empty(room, dtype=torch.uint8, device=self.device)
+        for portion, plan in steps:  # in the order of one stream: a portion has left before the next is packed
+            kernel_cuda.pack_at(plan, memory.data_ptr(), sums, flags)
+            for start, place, nbytes in portion.copies:
+                run[place : place + nbytes].copy_(memory[start : start + nbytes], non_blocking=True)
+        return replace(self._nothing(bucket), sums=kernel_cuda.results(steps[-1][1], sums, flags))
+
+    def _device_plan(self, bucket: int, pieces: np.ndarray, size: int) -> DevicePlan:
+        names = [tensor.name for tensor in self.form(bucket).tensors]
+        return DevicePlan(pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self.device)
+
+    def _counters(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Checksums and flags of the bucket's tensors on the GPU, all 0."""
+        count = len(self.form(bucket).tensors)
+        kinds = (torch.int64, torch.int32)
+        sums, flags = (torch.zeros(count, dtype=kind, device=self.device) for kind in kinds)
+        return sums, flags
+
+    def _nothing(self, bucket: int) -> Share:
+        count = len(self.form(bucket).tensors)
+        return Share(np.zeros(count, np.uint64), np.zeros(count, np.uint32))
 
 
 def total(shares: Sequence[Share]) -> Share:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -139,6 +140,62 @@ def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
     out["dst"], out["dst_ld"] = ends - values - scales, _row_bytes(pieces)
     out["scale"], out["scale_ld"] = ends - scales, _scale_row_bytes(pieces)
     return out, int(ends[-1]) if len(ends) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A part of a run that is packed at once, in memory of its own."""
+
+    pieces: np.ndarray
+    """Records that write it, from byte 0 of that memory on."""
+    size: int
+    """Bytes of the memory."""
+    copies: tuple[tuple[int, int, int], ...]
+    """(byte in the memory, byte in the run, bytes) of what it brings to the run."""
+
+
+def portions(pieces: np.ndarray, limit: int) -> Iterator[Portion]:
+    """Cut the run of `compact(pieces)` into portions of at most `limit` bytes: whole pieces that follow one another, or
+    rows of a piece that is longer. Only a row of blocks that is longer by itself makes a longer one."""
+    packed, _ = compact(pieces)
+    nbytes = run_bytes(pieces)
+    ends, first = np.cumsum(nbytes), 0
+    while first < len(packed):
+        if nbytes[first] > limit:
+            yield from _row_portions(packed[first : first + 1], limit)
+            first += 1
+            continue
+        base = ends[first] - nbytes[first]
+        stop = int(np.searchsorted(ends, base + limit, side="right"))
+        part, size = packed[first:stop].copy(), int(ends[stop - 1] - base)
+        for place in ("dst", "scale"):
+            part[place] -= np.uint64(base)
+        yield Portion(part, size, ((0, int(base), size),))
+        first = stop
+
+
+def _row_portions(piece: np.ndarray, limit: int) -> Iterator[Portion]:
+    """The rows of one piece [1], as `compact` places it."""
+    (width,), (scale_width,) = _row_bytes(piece), _scale_row_bytes(piece) * (piece["scale_tensor"] >= 0)
+    high = max(1, int(piece["block_rows"][0]))
+    rows = max(1, (limit - 32) // int(high * width + scale_width)) * high  # 32: both are padded to 16 bytes
+    for row in range(0, int(piece["rows"][0]), rows):
+        part = piece.copy()
+        part["rows"] = min(rows, int(piece["rows"][0]) - row)
+        for place, ld, moved in (
+            ("src", "src_ld", row),
+            ("pos", "pos_ld", row),
+            ("scale_pos", "scale_pos_ld", row // high),
+        ):
+            part[place] += (moved * piece[ld]).astype(np.uint64)
+        (values,), (scales,) = _compact_bytes(part)
+        part["dst"], part["scale"] = 0, values
+        copies = [(0, int(piece["dst"][0] + np.uint64(row * width)), int(part["rows"][0] * width))]
+        if scales:
+            blocks = -(-int(part["rows"][0]) // high)
+            place = int(piece["scale"][0] + np.uint64(row // high * scale_width))
+            copies.append((int(values), place, int(blocks * scale_width)))
+        yield Portion(part, int(values + scales), tuple(copies))
 
 
 def run_bytes(pieces: np.ndarray) -> np.ndarray:

@@ -1,0 +1,106 @@
+"""A run goes to host memory through a bounded part of a GPU's, byte for byte as if it had been packed at once."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slimx.layout.checkpoint import checkpoint_parts
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import Sizes
+from slimx.layout.rounded import in_int4
+from slimx.models.families import deepseek_v3
+from slimx.preflight.memory.direct import packed_on_gpu
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.pack.packer import PORTION, Packer
+from slimx.reshard.pack.pieces import compact, portions, spread
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
+from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
+from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
+from tests.unit.reshard.packer_stand import HUGE, WIDE, Values, one_thread
+
+RULES = {
+    "bf16": None,
+    "te": Quantisation("te", (128, 128)),
+    "narrow": Quantisation("ieee", (16, 64)),
+    "mxfp8": Quantisation("mxfp8", (1, 32)),
+    "int4": Quantisation("int4", (1, 32)),
+}
+
+
+@pytest.fixture(autouse=True)
+def single_threaded():
+    with one_thread():
+        yield
+
+
+def plan_and_held(rule: str) -> tuple[Plan, Tensors]:
+    """One bucket of everything, and the parameters of the first of two ranks."""
+    model = Model(WIDE, deepseek_v3.weight_table(WIDE))
+    sizes, table = Sizes(tensor=2, data=1), in_int4(model.table) if rule == "int4" else model.table
+    whole = checkpoint(model)
+    values = Values(1 + max(int(tensor.max()) for tensor in whole.values()))
+    precision = Precision("bfloat16", "bfloat16", RULES[rule])
+    trainers, parts = MegatronLayout(model.table, sizes).parts(), list(checkpoint_parts(table))
+    plan = compile_plan(trainers, parts, precision=precision, bucket_bytes=HUGE, ranks=1)
+    return plan, values.dress(held_by_trainers(model, sizes)[0], torch.bfloat16)
+
+
+@pytest.mark.parametrize("limit", [1000, 2**14 + 8, 2**17, HUGE])
+@pytest.mark.parametrize("rule", RULES)
+def test_portions_are_bounded_and_cover_every_byte_of_a_run_once(rule, limit):
+    plan, held = plan_and_held(rule)
+    pieces = Packer(plan, 0, held)._records(0, 0)
+    packed, size = compact(pieces)
+    filled, rows = np.zeros(size, np.int64), 0
+    for portion in portions(pieces, limit):
+        rows += int((portion.pieces["rows"] * portion.pieces["cols"]).sum())
+        blocks = portion.pieces["block_rows"].max(initial=1)
+        assert portion.size <= limit or (len(portion.pieces) == 1 and portion.pieces["rows"][0] <= max(1, blocks))
+        for start, place, nbytes in portion.copies:
+            assert start + nbytes <= portion.size
+            filled[place : place + nbytes] += 1
+    assert rows == (pieces["rows"] * pieces["cols"]).sum() and filled.max() == 1
+    padding = np.flatnonzero(filled == 0)
+    written = np.zeros(size, bool)
+    run = torch.zeros(size, dtype=torch.uint8)
+    for copy in spread(pieces, run):
+        first = int(copy["src"]) - run.data_ptr()
+        written[first : first + int(copy["rows"] * copy["cols"])] = True
+    assert not written[padding].any() and len(packed)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("limit", [3000, 2**16])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_in_portions_is_the_run_of_the_cpu_kernel(
+    emulator_library: Path, monkeypatch: pytest.MonkeyPatch, rule: str, limit: int
+):
+    library: ctypes.CDLL = use_emulator(emulator_library, monkeypatch)
+    library.emulator_seed(limit)
+    plan, held = plan_and_held(rule)
+    on_cpu, on_gpu = Packer(plan, 0, held), Packer(plan, 0, held, portion=limit)
+    on_gpu._device = DEVICE
+    form, pieces = on_cpu.form(0), on_cpu._records(0, 0)
+    assert compact(pieces)[1] > 2 * limit
+    memories, shares = [], []
+    for packer in (on_cpu, on_gpu, on_gpu):
+        run, share = packer.pack_run(0, torch.full((compact(pieces)[1] + 5,), 0xAA, dtype=torch.uint8))
+        memories.append(torch.zeros(form.size, dtype=torch.uint8))
+        kernel.pack(spread(pieces, run), memories[-1], np.zeros(1, np.uint64))
+        shares.append(share)
+    for memory, share in zip(memories[1:], shares[1:], strict=True):
+        assert memory.equal(memories[0])
+        assert np.array_equal(share.sums, shares[0].sums) and np.array_equal(share.flags, shares[0].flags)
+
+
+def test_a_plan_counts_one_portion_of_the_gpus_memory():
+    plan, _ = plan_and_held("bf16")
+    whole = packed_on_gpu(plan, ranks=2)
+    assert 0 < whole < PORTION == 256 * 2**20
+    assert packed_on_gpu(plan, ranks=2, portion=1000) == 1000
