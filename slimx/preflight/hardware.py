@@ -10,6 +10,11 @@ GIB = 2**30
 OVERHEAD = 3 * GIB
 """Bytes that a process on a GPU needs besides: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's
 allocator. Assumed."""
+DRIVER = 560 * 2**20
+"""Bytes of a GPU that its driver keeps from all processes. On one H100 80GB HBM3, driver 580.159.04, 2026-11-27, torch
+counts 79.1 of 79.65 GiB, and 78.50 are free to a process that has its context. Assumed for the other kinds."""
+MARGIN = 3 * GIB
+"""Bytes that a plan should leave on every GPU: activations and overheads are estimates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +23,7 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes that a process can have, as the driver reports them."""
+    """Bytes that processes can have: those that nvidia-smi reports, without the driver's."""
     per_node: int
     domain: int
     """GPUs that NVLink joins."""
@@ -40,7 +45,7 @@ class Gpu:
 # 143771 MiB. A DGX H100 or H200 has 2 TB of system memory.
 _H100 = Gpu(
     name="H100 SXM",
-    memory=81559 * 2**20,
+    memory=81559 * 2**20 - DRIVER,
     per_node=8,
     domain=8,
     nvlink=450e9,
@@ -52,13 +57,13 @@ _H100 = Gpu(
 )
 GPUS = {
     "h100": _H100,
-    "h200": replace(_H100, name="H200 SXM", memory=143771 * 2**20, bandwidth=4.8e12),
+    "h200": replace(_H100, name="H200 SXM", memory=143771 * 2**20 - DRIVER, bandwidth=4.8e12),
     # NVIDIA GB300 NVL72 product page: 72 GPUs in one NVLink 5 domain (1.8 TB/s both ways each), 4 GPUs per compute
     # tray, 279 GB of HBM3e each as sold (20 TB per rack), 8 TB/s, NVLink-C2C of 900 GB/s both ways per Grace (two
     # GPUs) and 17 TB of LPDDR5X per rack (18 trays), ConnectX-8 of 800 Gb/s, 180 PFLOP/s dense bf16 per rack.
     "gb300": Gpu(
         name="GB300 NVL72",
-        memory=int(279e9),
+        memory=int(279e9) - DRIVER,
         per_node=4,
         domain=72,
         nvlink=900e9,

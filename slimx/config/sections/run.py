@@ -77,7 +77,7 @@ class Cluster(Section):
     """GPUs that `slimx plan` plans for; it knows memory, links and GPUs per node of each. null: whether memory suffices
     is not judged."""
     gpu_memory_gib: Positive | None = None
-    """GiB of one GPU for `slimx plan`; null: by `gpu`."""
+    """GiB of one GPU for `slimx plan`, without the half GiB that its driver keeps; null: by `gpu`."""
     gpus_per_node: Size | None = None
     """GPUs of a node for `slimx plan`; null: by `gpu`, 8 without one."""
     nodes: Size | None = None

@@ -8,7 +8,7 @@ from slimx.config.rule import rule
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
-from slimx.preflight.hardware import Machine
+from slimx.preflight.hardware import MARGIN, Machine
 from slimx.preflight.memory_record import EngineMemory, HostMemory, PhaseMemory, TrainerMemory
 
 GIB = 2**30
@@ -84,6 +84,20 @@ def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[Phase
             f"a rank of engine {worst.group} does not fit a GPU of {_gib(machine.memory)} GiB in phase {_told(worst)}; "
             "lower mem_fraction_static of rollout.engines, or set publish.staging=bucket"
         )
+
+
+def margin_warnings(machine: Machine, phases: tuple[PhaseMemory, ...]) -> Iterator[str]:
+    """Sentences about GPUs that are nearly full in some phase, one for each kind."""
+    for kind, group in dict.fromkeys((each.gpu, each.group) for each in phases if machine.memory is not None):
+        own = [each for each in phases if (each.gpu, each.group) == (kind, group)]
+        worst = max(own, key=lambda each: each.nbytes)
+        if 0 <= machine.memory - worst.nbytes < MARGIN:
+            name = f"{kind} GPU of {group}" if group else f"{kind} GPU"
+            yield (
+                f"the fullest {name} has {_gib(machine.memory - worst.nbytes)} GiB left of {_gib(machine.memory)} in "
+                f"phase {_told(worst)}, and estimates may be off by {MARGIN // GIB}; use more ranks, or lower "
+                "mem_fraction_static or trainer.max_tokens_per_microbatch"
+            )
 
 
 @rule("memory.host", about="cluster.host_memory_gib")

@@ -18,13 +18,15 @@ from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.models.families import read_model
 from slimx.orchestration.recovery.ledger import TrainedStep
 from slimx.preflight.checks import memory
+from slimx.preflight.checks.memory import margin_warnings
 from slimx.preflight.hardware import GIB, OVERHEAD, Machine, machine_of
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
 from slimx.preflight.memory.engine import WORK, beside_trainer, graph_bytes, static_fraction
 from slimx.preflight.memory.node import PROCESS, disk_bytes, host_memory, kept_batches
 from slimx.preflight.memory.phases import PHASES, phase_memory
-from slimx.preflight.memory_record import EngineMemory, TrainerMemory
+from slimx.preflight.memory_record import EngineMemory, Held, Phase, PhaseMemory, TrainerMemory
+from tests.refusals import numbers
 from tests.unit.preflight.published_models import QWEN3_30B
 
 H100 = machine_of(Cluster(gpu="h100"))
@@ -304,3 +306,22 @@ def test_disk_counts_checkpoints_that_are_there_at_once_exports_and_rollouts(tmp
     assert (found.checkpoints, found.exports) == (3 + 1 + 2, 4 + 1)
     assert found.rollouts == 4 * batch.tokens_per_step * 9
     assert found.nbytes == found.checkpoint * 6 + found.export * 5 + found.rollouts
+
+
+def test_a_gpu_that_is_nearly_full_in_any_phase_is_warned_of_with_its_phase():
+    def phase(name: Phase, left: float, gpu: str = "shared") -> PhaseMemory:
+        held = (Held(what="weights", nbytes=int(H100.memory - left * GIB)),)
+        return PhaseMemory(gpu=gpu, group="actor", phase=name, held=held)
+
+    roomy = (phase("train", 3), phase("publish", 4), phase("train", 9, "trainer"))
+    assert not list(margin_warnings(H100, roomy))
+    (warning,) = margin_warnings(H100, (*roomy, phase("publish", 2.25)))
+    assert {2.2, 79.1} <= set(numbers(warning)) and "publish" in warning
+    assert not list(margin_warnings(H100, (phase("publish", -1),))), "that is refused"
+    assert not list(margin_warnings(machine_of(Cluster()), roomy))
+
+
+def test_no_process_has_the_drivers_part_of_a_gpu():
+    """torch counts 79.1 GiB of an H100, of which nvidia-smi reports 81559 MiB."""
+    assert H100.memory / GIB == pytest.approx(79.1, abs=0.01)
+    assert machine_of(Cluster(gpu_memory_gib=20)).memory == 20 * GIB
