@@ -77,14 +77,33 @@ def _masked_attention(
 
     A sink is one more key that is nonzero in one more dimension, where each head's queries hold its logit. So the
     kernels' own softmax sums it, and its gradient comes through the queries.
+
+    torch's CUDA kernels that take a mask and keep no scores want sizes that 8 divides, and not all of them know grouped
+    heads (`sdp_utils.cpp`): otherwise scores of every pair remain, in fp32.
     """
+    width = value.shape[-1]
     if sinks is not None:
         logit = (sinks / scale).to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
         query = torch.cat([query, logit], dim=-1)
         key, value = F.pad(key, (0, 1, 0, 1)), F.pad(value, (0, 0, 0, 1))
         key[..., -1, -1] = 1
         seen = F.pad(seen, (0, 1), value=True)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None], scale=scale, enable_gqa=True)
+    query, key, value = (_padded_size(x) for x in (query, key, value))
+    key, value = (_of_heads(x, query.shape[1]) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None], scale=scale)
+    return out[..., :width]
+
+
+def _padded_size(x: torch.Tensor) -> torch.Tensor:
+    """Zeros behind the last dimension up to a multiple of 8."""
+    return F.pad(x, (0, more)) if (more := -x.shape[-1] % 8) else x
+
+
+def _of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[n, groups, K, d] -> [n, heads, K, d]: the group of each head."""
+    if (repeat := heads // x.shape[1]) == 1:
+        return x
+    return x[:, :, None].expand(-1, -1, repeat, -1, -1).flatten(1, 2)
 
 
 def partial_attention(

@@ -107,7 +107,10 @@ def install_for_sinks(block: Any) -> None:
     """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with this attention.
 
     Transformer Engine's DotProductAttention takes `softmax_type` for packed sequences from 2.12 on, with cuDNN 9.18
-    (get_attention_backend). Whether it computes what this one does was never seen, for want of a GPU.
+    (get_attention_backend; under context parallelism with cp_comm_type a2a alone). Whether it computes what this one
+    does was never seen on a GPU. Its `softmax_offset` is fp32 and bears no mark of tensor parallelism (2.20.2), so that
+    the gradient norm would count the first rank's heads only. This one gives torch's memory-efficient kernel a shape
+    that it takes: no scores are kept, and windows cost what whole sequences do.
     """
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention

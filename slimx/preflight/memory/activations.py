@@ -40,6 +40,8 @@ class Setting:
     kernels: Kernels
     materialised: bool
     """True if the attention keeps its probabilities (no flash kernel for it)."""
+    masked: bool = False
+    """True if torch's kernel gets a mask of every pair of tokens, and keys and values for every head (sinks)."""
 
     @property
     def share(self) -> float:
@@ -305,6 +307,12 @@ def _core(
         core = (query + (key + value) * s.sizes.context) * FP32 + pairs + _mask(s)
         return {"core": core, "core_work": 2 * pairs, **alike}
     work = (query + key + value) * s.itemsize
+    if s.masked:
+        # `slimx.numerics.attention`: one dimension more for the sinks, rounded up to 8; no key without its head.
+        each = heads * s.tokens * (query / (heads * s.tokens) + 8)
+        laid = 3 * each * s.itemsize
+        mask = s.tokens * s.length * (s.itemsize + 1)  # as it is made, and as the kernel takes it
+        return {"core": heads * s.tokens * FP32 + laid + mask, "core_work": laid + each * FP32, **alike}
     return {"core": heads * s.tokens * FP32 + _mask(s), "core_work": work, **alike}
 
 

@@ -114,6 +114,7 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
         itemsize=ITEMSIZE[config.numerics.dtype],
         kernels="torch" if device == "cpu" else "engine",
         materialised=materialised,
+        masked=device == "cuda" and spec.transformer.get("softmax_type") == "learnable",
     )
 
 

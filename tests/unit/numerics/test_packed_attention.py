@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from slimx.layout.zigzag import zigzag
 from slimx.numerics.attention import packed_attention, partial_attention
@@ -61,6 +62,31 @@ def test_windows_and_sinks_are_those_of_the_formula_with_their_gradients(lengths
     gradients = [torch.autograd.grad(out, leaves, upstream, retain_graph=True) for out in (found, wanted)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("size", "wide"), [(64, 64), (8, 6), (13, 5)])
+@pytest.mark.parametrize(("window", "sunk"), [(None, True), (4, True), (4, False)])
+def test_beside_a_mask_torch_gets_a_shape_that_its_fused_kernel_takes(monkeypatch, size, wide, window, sunk):
+    """The conditions of `check_head_dim_size_mem_efficient` and `check_batch_size_and_num_heads_dense` of torch's
+    sdp_utils.cpp: sizes that 8 divides, as many keys as heads; without them scores of every pair are kept in fp32."""
+    seen, attend = [], F.scaled_dot_product_attention
+
+    def watched(query, key, value, **options):
+        seen.append((query.shape, key.shape, value.shape, options))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    lengths, heads = [8, 6, 24], 4
+    query, key, value = (torch.randn(sum(lengths), n, d) for n, d in ((heads, size), (2, size), (2, wide)))
+    sinks = torch.randn(heads) if sunk else None
+    assert packed_attention(query, key, value, lengths, SCALE, window=window, sinks=sinks).shape[1] == heads * wide
+    rows = torch.from_numpy(zigzag(lengths := [8, 24, 4], 2, 0))
+    more = [torch.randn(sum(lengths), n, d) for n, d in ((2, size), (2, wide))]
+    partial_attention(torch.randn(len(rows), heads, size), *more, lengths, rows, SCALE, window=window, sinks=sinks)
+    assert len(seen) >= 2
+    for *shapes, options in seen:
+        assert options["attn_mask"] is not None and not options.get("enable_gqa")
+        assert all(shape[1] == heads and shape[-1] % 8 == 0 for shape in shapes)
 
 
 @pytest.mark.parametrize("window", [None, 5])

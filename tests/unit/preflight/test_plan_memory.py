@@ -191,6 +191,18 @@ def test_a_dense_layer_keeps_what_korthikanti_count():
     assert layer.total == (34 - 2 + 4 + 8) * 2048 * 1024 + rows
 
 
+def test_attention_with_sinks_keeps_a_mask_and_keys_of_every_head_and_no_scores():
+    """gpt-oss-120b on TP2 with one rollout at its longest: scores of 32 heads would be 12.5 GiB in fp32."""
+    model = {"hidden_size": 2880, "num_attention_heads": 64, "num_query_groups": 8, "kv_channels": 64}
+    model |= {"ffn_hidden_size": 2880}
+    plain, masked = (
+        layer_bytes(model, setting(tokens=10240, length=10240, sizes=Sizes(tensor=2), masked=masked), moe=False)
+        for masked in (False, True)
+    )
+    assert masked.core - plain.core == 3 * 10240 * 32 * 72 * 2 + 10240**2 * (2 + 1)
+    assert masked.core < 2**30 < 10240**2 * 32 * 4
+
+
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_tensor_and_sequence_parallelism_divide_all_that_a_layer_keeps(tensor: int):
     """Section 4.2.2 there: with both, everything is divided by the tensor-parallel size."""
