@@ -30,12 +30,47 @@ def main() -> None:
     Offload.offload = lambda self, *, weights=True: 0  # it moves storage, which a pretended tensor has not
     for name in names:
         run(name, out, parallel)
+    _steps_with_host_moments(out)
     parallel.destroy()
     try:
         torch.ones(2, device="cuda") + torch.ones(2)
     except RuntimeError as error:
         (out / "mixed.txt").write_text(str(error))
     (out / "waits.json").write_text(json.dumps(pretended_cuda.WAITS))
+
+
+def _steps_with_host_moments(out: Path) -> None:
+    """Three steps of an Adam whose moments lie on the host, in pieces of a parameter each; what the host waited for."""
+    import torch
+
+    from slimx.adapters.megatron.layers import Adam
+    from slimx.trainer.device.host_moments import HostMoments
+    from tests.integration import pretended_cuda
+
+    def stepped(device: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        drawn = [torch.randn(size, generator=generator) for size in (7, 300, 5, 40)]
+        parameters = [torch.nn.Parameter(each.to(device)) for each in drawn]
+        optimizer = HostMoments(Adam(parameters, lr=0.01), share=1.0, piece_bytes=1)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
+            optimizer.step()
+        assert not any(moments["exp_avg"].is_cuda for moments in optimizer.state.values())
+        return [each.detach().cpu() for each in parameters]
+
+    stream, waits = torch.cuda.current_stream(), []
+    wait = type(stream).synchronize
+    type(stream).synchronize = lambda self: waits.append(1)
+    before = pretended_cuda.WAITS.copy()
+    found, expected = stepped("cuda"), stepped("cpu")
+    type(stream).synchronize = wait
+    said = {
+        "alike": all(map(torch.equal, found, expected)),
+        "waits": len(waits),
+        "copies": {place: n for place, n in (pretended_cuda.WAITS - before).items() if "host_moments" in place},
+    }
+    (out / "moments.json").write_text(json.dumps(said))
 
 
 def _rotation_of_latent_attention() -> None:

@@ -85,3 +85,8 @@ def test_the_host_waits_for_the_gpu_only_where_it_must(runs):
     steps = 2 * 5
     norm = [count for place, count in waits.items() if "clip_grads.py" in place]
     assert norm and sum(norm) <= steps, "one wait for the gradient norm of a step"
+
+
+def test_moments_that_visit_the_device_cost_one_wait_a_step(runs):
+    """Three steps of four pieces: the same numbers as on the CPU."""
+    assert json.loads((runs["pretended"] / "moments.json").read_text()) == {"alike": True, "waits": 3, "copies": {}}

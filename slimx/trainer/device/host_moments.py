@@ -76,7 +76,7 @@ class HostMoments:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step of the inner optimizer for every parameter, in pieces."""
+        """One step of the inner optimizer for every parameter, in pieces; returns when the moments are back."""
         groups = self.inner.param_groups
         whole = [group["params"] for group in groups]
         before = [group.get("step") for group in groups]
@@ -101,6 +101,10 @@ class HostMoments:
                 group["params"] = parameters
                 if count is not None:
                     group["step"] = count
+            if any(parameter.is_cuda for parameter in self.moved):
+                # A checkpoint may read the host's copies from here on. Until then pieces follow one another on the
+                # stream, in whose order the device's memory of one becomes that of the next.
+                torch.cuda.current_stream().synchronize()
 
     def _pieces(self, whole: list[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
         """Parameters by group: first those whose moments stay on the device, then pieces of the others."""
@@ -132,13 +136,12 @@ class HostMoments:
             self._rest(parameters)
 
     def _rest(self, parameters: Any) -> None:
-        """Bring moments to the host; those that lie there stay."""
+        """Queue the way of moments to the host; those that lie there stay."""
         for parameter in parameters:
             state = self.inner.state[parameter]
             for key in MOMENTS:
                 if key in state and state[key] is not self._memory(parameter, key):
-                    # Waits for the device: a checkpoint may read the host's copy at any time.
-                    state[key] = self._memory(parameter, key).copy_(state[key])
+                    state[key] = self._memory(parameter, key).copy_(state[key], non_blocking=True)
 
     def _memory(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
         """The host memory of a moment, fp32 as main weights are."""
