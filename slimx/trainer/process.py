@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
-from slimx.runtime.allocator import set_expandable_segments
+from slimx.runtime.allocator import set_expandable_segments, set_pinned_sizes
 from slimx.runtime.toolkit import set_cuda_home
 
 
-def prepare_process(device: str, *, shares_layers: bool, local: bool, fp8: bool = False) -> None:
+def prepare_process(device: str, *, shares_layers: bool, local: bool, fp8: bool = False, waiting: bool = False) -> None:
     """Set the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
     several ranks compute one layer together (tensor or context parallelism); `local`: whether they meet on loopback;
-    `fp8`: for trainer.fp8."""
+    `fp8`: for trainer.fp8; `waiting`: for trainer.offload_activations."""
     if local:
         # gloo would look up the host's name, which need not resolve, and listen at an address that others reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -22,6 +22,8 @@ def prepare_process(device: str, *, shares_layers: bool, local: bool, fp8: bool 
         return
     # Packs of many lengths would leave the GPU's memory in pieces: reserved, and of no use to the next allocation.
     set_expandable_segments(os.environ)
+    if not waiting:
+        set_pinned_sizes(os.environ)
     set_cuda_home(os.environ)
     if fp8:
         # Transformer Engine reads it on import: scales of 128-wide blocks are fp32, as publications write them, and not

@@ -70,7 +70,8 @@ class TrainerWorker:
         config = self._config = Config.model_validate(self._values)
         local = is_loopback(urlsplit(init_method).hostname or "")
         shares = config.trainer.tensor * config.trainer.context > 1
-        prepare_process(self.device, shares_layers=shares, local=local, fp8=config.trainer.fp8 is not None)
+        fp8, waiting = config.trainer.fp8 is not None, bool(config.trainer.offload_activations)
+        prepare_process(self.device, shares_layers=shares, local=local, fp8=fp8, waiting=waiting)
         adapters = install_adapters(exact=config.exact, deep_ep=config.trainer.moe.dispatcher == "flex")
         import torch
 

@@ -53,6 +53,10 @@ class StateBytes:
     """Elements of what a publication in fp8 makes blocks of."""
     adapted: int
     """Elements of the rank's weights that have an adapter, the adapters' own not counted."""
+    pinned_weights: int
+    """Bytes of pinned host memory that copies of the weights' buffers take where sizes are rounded up."""
+    pinned_share: float
+    """Bytes of pinned host memory for copies of single parameters, or of their state, over their own, likewise."""
 
 
 class Buffers:
@@ -88,12 +92,18 @@ class Buffers:
     def of(self, rank: int) -> StateBytes:
         """Bytes of state of `rank`, after its first optimizer step."""
         runs, weights, gradients, optimizer, moments, copied = self.runs, 0, 0, 0, 0, 0
+        parameters = [run for run in runs if run.parameter]
+        share = sum(pinned(run.elements) * run.count for run in parameters)
+        share /= sum(run.elements * run.count for run in parameters)
         for run in runs:
             if run.parameter and not (run.trained and self.distributed):
                 weights += run.elements * run.count * ITEMSIZE[run.dtype]
+        whole = buffers = 0
         for at, (_, dtype, length, _) in enumerate(self._buffers):
             owned = int(self._owned(np.array([rank]), at)[0])
-            weights += length * ITEMSIZE[dtype] if self.distributed else 0
+            if self.distributed:
+                weights, buffers = weights + length * ITEMSIZE[dtype], buffers + length * ITEMSIZE[dtype]
+                whole += pinned(length * ITEMSIZE[dtype])
             each = FP32 if self._in_fp32 else ITEMSIZE[dtype]
             gradients += length * each
             copied += owned * FP32 if each < FP32 else 0
@@ -109,6 +119,8 @@ class Buffers:
             largest=max(run.elements for run in runs),
             quantised=sum(run.elements * run.count for run in runs if run.quantised),
             adapted=sum(run.elements * run.count for run in runs if run.adapted),
+            pinned_weights=whole + round((weights - buffers) * share),
+            pinned_share=share,
         )
 
     def _each(self, at: int) -> int:
@@ -120,6 +132,12 @@ class Buffers:
         inside, sizes = ranks % self.sizes.stage, self.sizes
         number = inside // (sizes.expert * sizes.expert_tensor if expert else sizes.tensor)
         return owned[number if self.distributed else np.zeros_like(ranks)]
+
+
+def pinned(nbytes: int) -> int:
+    """Bytes of pinned host memory that torch takes for a tensor where it rounds up to a power of two
+    (`slimx.runtime.allocator`)."""
+    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def state_bytes(runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes, rank: int) -> StateBytes:

@@ -167,6 +167,9 @@ def _record(
     moving = config.schedule.colocate and config.trainer.offload
     copied = config.algorithm.reference and config.trainer.lora is None  # beside adapters it is the base
     others = copied + bool(config.algorithm.teacher) if model == "trainer" else 0
+    # Parameters that the distributed optimizer cuts between two ranks are taken as whole.
+    rounded = device == "cuda" and bool(config.trainer.offload_activations)  # `slimx.runtime.allocator`
+    share, away = (state.pinned_share, state.pinned_weights) if rounded else (1.0, state.weights)
     return TrainerMemory(
         model=model,
         stage=found.stage,
@@ -187,11 +190,11 @@ def _record(
         in_flight=activations.in_flight,
         peak=static + overhead + max(activations.peak + dispatched, step, buckets),
         away=overhead + (served + merging if moving else static),
-        host_optimizer=hosted,
-        host_copies=state.weights * (others + 1) if others else 0,
-        host_away=state.weights + state.optimizer - hosted if moving else 0,
+        host_optimizer=round(hosted * share),
+        host_copies=round(state.weights * share) * (others + 1) if others else 0,
+        host_away=away + round((state.optimizer - hosted) * share) if moving else 0,
         host_chosen=_chosen(config, spec, setting, found.stage) if model == "trainer" else 0,
-        host_checkpoint=state.weights + state.optimizer,
+        host_checkpoint=round((state.weights + state.optimizer - hosted) * share) + hosted,
         host_activations=2 * activations.hosted,
         moved=activations.moved * batch_plan(config, setting.sizes).microbatches_per_update,
         parts=activations.parts,

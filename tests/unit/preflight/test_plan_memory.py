@@ -21,9 +21,9 @@ from slimx.layout.table import Table
 from slimx.models.families import deepseek_v3, qwen3_moe, read_model
 from slimx.preflight.memory.activations import Setting, layer_bytes
 from slimx.preflight.memory.engine import kv_bytes
-from slimx.preflight.memory.parameter_runs import Holdings
+from slimx.preflight.memory.parameter_runs import Holdings, ParameterRun
 from slimx.preflight.memory.pipeline import _layers, in_flight
-from slimx.preflight.memory.state import state_bytes
+from slimx.preflight.memory.state import pinned, state_bytes
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.reshard.pack.served import ServedWeights
 from slimx.reshard.plan.precision import Quantisation
@@ -258,3 +258,20 @@ def test_bytes_of_a_token_in_the_cache():
     assert kv_bytes(qwen, EngineSizes(tensor=8, attention_data=8), 2, "fp8_e4m3") == 2 * 48 * 4 * 128
     # 70 KB per token: 2412.19437's latents of 512 + 64 in 61 layers.
     assert kv_bytes(deepseek, EngineSizes(tensor=16), 2, "auto") == 61 * 576 * 2
+
+
+@pytest.mark.parametrize(("nbytes", "taken"), [(1, 1), (4096, 4096), (4097, 8192), (5 * 2**30, 8 * 2**30)])
+def test_pinned_memory_that_is_rounded_comes_in_powers_of_two(nbytes: int, taken: int):
+    assert pinned(nbytes) == taken
+
+
+def test_copies_of_parameters_take_what_rounding_makes_of_them():
+    run = {"chunk": 0, "dtype": "bfloat16", "expert": False, "tied": False, "trained": True, "parameter": True}
+    runs = [
+        ParameterRun(name="linear.weight", elements=3 * 2**20, count=5, **run),
+        ParameterRun(name="norm.weight", elements=2**12, count=2, **run),
+    ]
+    state = state_bytes(runs, Trainer(), Sizes(), 0)
+    elements = 5 * 3 * 2**20 + 2 * 2**12
+    assert state.pinned_share == (5 * 4 * 2**20 + 2 * 2**12) / elements
+    assert state.weights <= state.pinned_weights == pinned(state.weights), "one buffer holds them all"

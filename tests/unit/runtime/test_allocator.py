@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from slimx.runtime.allocator import VARIABLES, drop_expandable_segments, set_expandable_segments
+from slimx.runtime.allocator import VARIABLES, drop_expandable_segments, set_expandable_segments, set_pinned_sizes
 
 NEW, OLD = VARIABLES
 ROUNDED = "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:64"
@@ -40,6 +40,31 @@ def test_trainers_get_the_option_and_engines_lose_it(given, trainer, engine):
         assert environment == {"PATH": "/bin", **expected}
 
 
+@pytest.mark.parametrize(
+    ("release", "given", "expected"),
+    [
+        ("2.14.1+cu130", {}, {NEW: "pinned_max_round_threshold_mb:1"}),
+        ("3.0.0", {OLD: ROUNDED}, {OLD: f"{ROUNDED},pinned_max_round_threshold_mb:1"}),
+        ("2.14.0", {NEW: "pinned_max_round_threshold_mb:64"}, {NEW: "pinned_max_round_threshold_mb:64"}),
+        ("2.11.0+cu130", {}, {}),
+    ],
+)
+def test_pinned_memory_has_the_sizes_of_tensors_where_torch_knows_the_option(release, given, expected):
+    environment = dict(given)
+    set_pinned_sizes(environment, release)
+    assert environment == expected
+
+
+def test_the_installed_torch_takes_the_options_and_refuses_unknown_ones():
+    environment: dict[str, str] = {}
+    set_expandable_segments(environment)
+    set_pinned_sizes(environment)
+    (options,) = environment.values()
+    program = "import sys, torch\ntorch._C._accelerator_setAllocatorSettings(sys.argv[1])"
+    codes = [subprocess.run([sys.executable, "-c", program, each]).returncode for each in (options, f"{options}0,no:1")]
+    assert codes == [0, 1]
+
+
 def test_the_processes_of_both_sides_do_so_before_torch_is_there():
     """In processes of their own, since both change their environment."""
     program = (
@@ -47,7 +72,7 @@ def test_the_processes_of_both_sides_do_so_before_torch_is_there():
         "from slimx.trainer.process import prepare_process\n"
         "from slimx.engines.server.launch import prepare\n"
         "for kind in ('cpu', 'cuda'):\n"
-        "    prepare_process(kind, shares_layers=False, local=False)\n"
+        "    prepare_process(kind, shares_layers=False, local=False, waiting=True)\n"
         f"    print(os.environ.get({NEW!r}))\n"
         "prepare(['--device', 'cuda'])\n"
         f"print(os.environ.get({NEW!r}), 'torch' in sys.modules)\n"
