@@ -14,7 +14,7 @@ import asyncio
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ SLEEP, TRAINED, AGAIN = "sleep", "update", "wake"
 class Loop:
     """The steps, and the trainer and engine that they share."""
 
-    def __init__(self, device: str, out: Path, seconds: float):
-        """`seconds`: for all steps together."""
+    def __init__(self, device: str, out: Path, seconds: float, only: Collection[str] = ()):
+        """`seconds`: for all steps together. `only`: names of steps; none: all of them."""
         from tools.gpu.pair import Pair
 
         self.device, self.out, self._make_pair = device, out, Pair
-        self.cuda = device == "cuda"
+        self.cuda, self.only = device == "cuda", frozenset(only)
         self.steps = Steps(f"The loop on one device ({device}), {time.strftime('%Y-%m-%d')}", out / "loop.md")
         self._ends = time.monotonic() + seconds
         self._runner = asyncio.Runner()
@@ -72,7 +72,9 @@ class Loop:
             except TimeoutError:
                 raise Failed(f"not done after {left:.0f} s") from None
 
-        self.steps.take(name, timely, expected=expected, needs=needs)
+        if self.only and name not in self.only:
+            return
+        self.steps.take(name, timely, expected=expected, needs=() if self.only else needs)
 
     def run_all(self) -> None:
         """Takes every step."""
@@ -299,12 +301,13 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-loop", help="directory, emptied first")
     parser.add_argument("--seconds", type=float, default=270, help="for all steps together [270]")
+    parser.add_argument("--only", nargs="+", metavar="STEP", default=(), help="these steps and no other")
     options = parser.parse_args()
     out = options.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     print(f"model of {write_model(out, options.device) / 1e6:.1f} million parameters", flush=True)
-    loop = Loop(options.device, out, options.seconds)
+    loop = Loop(options.device, out, options.seconds, options.only)
     loop.run_all()
     print(f"{loop.steps.summary()}; the table is {loop.steps.path}, the logs are beside it")
     return int(bool(loop.steps.failed))
