@@ -30,7 +30,6 @@ MODULES = (
 """What a server and its scheduler import on CUDA."""
 IMPORTS = """
 import importlib, importlib.util, sys
-from types import SimpleNamespace
 from slimx.adapters.sglang.absent import install
 from slimx.adapters.transformers import import_transformers
 
@@ -38,25 +37,18 @@ import_transformers()
 inert = install()  # torchvision, where torch is a CPU build
 assert "sgl_kernel" not in inert, inert
 assert importlib.util.find_spec("flashinfer") is None, "flashinfer is installed: this shows nothing"
-import torch
+from tools.gpu.pretended import pretend_gpu
 
-gpu = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132, warp_size=32
-)
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: 1
-torch.cuda.current_device = lambda: 0
-torch.cuda.get_device_capability = lambda device=None: (9, 0)
-torch.cuda.get_device_properties = lambda device=None: gpu
-torch.cuda.get_device_name = lambda device=None: gpu.name
-torch.cuda.mem_get_info = lambda device=None: (78 << 30, 79 << 30)
+pretend_gpu()
 for module in sys.argv[1:]:
     importlib.import_module(module)
 
 from sglang.srt.layers import layernorm
 from sglang.srt.utils import is_cuda
+from tools.gpu.kernels import builders
 
 assert is_cuda()
+assert all(map(callable, builders(128, 4).values()))
 print(layernorm.rmsnorm.__module__, sys.modules["sgl_kernel"].__file__)
 """
 
