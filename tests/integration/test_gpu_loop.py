@@ -19,7 +19,6 @@ GPU_ONLY = {
     "pinned memory",
     "attention",
     "seeded sampling",
-    "device copy",
 }
 TAKEN = {
     "server",
