@@ -109,9 +109,8 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
 
 
 def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests: int) -> Iterator[str]:
-    """Sentence about servers whose KV caches have room for less than a third of the rollouts in flight: the others wait,
-    or are retracted and computed again. `engines`: memory of the groups; `requests`: in flight at most, in all of them.
-    """
+    """Sentence about servers whose KV caches have room for less than a third of the rollouts in flight: the others wait
+    or are computed again. `engines`: memory of the groups; `requests`: in flight at most, in all of them."""
     sampling = {group.name for group in rollout.policy_engines if group.role != "prefill"}
     fit = [engine.count * engine.concurrency for engine in engines if engine.group in sampling and engine.concurrency]
     if fit and sum(fit) < requests / CROWDED:
