@@ -2,8 +2,8 @@
 
     python benchmarks/exact_cuda.py [--rounds 9]
 
-A line has the microseconds of both, and how many times as long exact mode takes: linear layers of a decode step and of a
-packed batch, attention of the trainer and of a decode step.
+A line has the microseconds of both, and how many times as long exact mode takes: linear layers of a decode step and of
+a packed batch, attention of the trainer and of a decode step.
 """
 
 from __future__ import annotations

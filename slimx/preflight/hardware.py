@@ -9,7 +9,7 @@ from slimx.config.sections.run import Cluster
 GIB = 2**30
 OVERHEAD = 3 * GIB
 """Bytes that a process on a GPU needs besides: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's
-allocator. Assumed."""
+allocator. Assumed; 1.2 GiB of it were measured on one H100 with one rank (docs/planning.md)."""
 DRIVER = 560 * 2**20
 """Bytes of a GPU that its driver keeps from all processes. On one H100 80GB HBM3, driver 580.159.04, 2026-11-27, torch
 counts 79.1 of 79.65 GiB, and 78.50 are free to a process that has its context. Assumed for the other kinds."""

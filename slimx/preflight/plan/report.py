@@ -25,7 +25,7 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.checks.machine import has_nodes, idle_warnings, machine_warnings, unused_warnings
+from slimx.preflight.checks.machine import crowded_warnings, has_nodes, idle_warnings, machine_warnings, unused_warnings
 from slimx.preflight.checks.memory import margin_warnings
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import (
@@ -149,6 +149,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
             *machine_warnings(config.trainer, config.rollout, machine),
             *(margin_warnings(machine, known["phases"]) if runs else ()),
             *(idle_warnings(config.schedule, config.trainer, config.rollout) if runs else ()),
+            *crowded_warnings(config.rollout, known["engine_memory"], known["batch"].requests_in_flight),
             *(unused_warnings(config.rollout, config.cluster, places) if runs and alone else ()),
         ),
     }
