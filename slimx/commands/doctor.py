@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import slimx
-from slimx.runtime.toolkit import cuda_home, python_header
+from slimx.runtime.toolkit import cuda_home, link_error, python_header
 
 ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
@@ -239,11 +239,12 @@ def toolchain() -> Iterator[Finding]:
     """Compilers of kernels that are made while a run goes on, and packages of the GPU whose import fails without it."""
     cuda, home, header = _cuda(), cuda_home(os.environ), python_header()
     unneeded = "" if cuda else " (needed on GPUs only)"
-    have = home is not None and (home / "bin" / "nvcc").exists()
-    problem = f"there is no nvcc in {home}/bin" if home is not None else "no CUDA toolkit was found"
-    remedy = "DeepGEMM and DeepEP cannot be imported without one; run `make venv LOCK=cu130`, or set CUDA_HOME"
-    text = f"{home}/bin/nvcc" if have else f"none{unneeded}"
-    yield Finding("nvcc", text, None if have or not cuda else f"{problem}; {remedy}")
+    problem, text = "no CUDA toolkit was found", f"none{unneeded}"
+    if home is not None:
+        error = link_error(home)
+        problem, text = error and f"the CUDA toolkit in {home} makes no kernel ({error})", f"{home}/bin/nvcc"
+    remedy = "engines make theirs when they start; run `make venv LOCK=cu130`, or set CUDA_HOME"
+    yield Finding("nvcc", text, f"{problem}; {remedy}" if problem and (cuda or home) else None, needed=cuda)
     yield Finding(
         "Python.h",
         f"{header}" if header else f"none{unneeded}",
