@@ -18,6 +18,11 @@ from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
 from slimx.models.state_space import PATTERN, layers_of
 
+DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""Ranks for which DeepEP has settings (`get_dispatch_config` in `deep_ep/buffers/legacy.py`)."""
+DEEP_EP_NODE = 8
+"""Ranks of a node to DeepEP, however many GPUs it has (`LEGACY_NUM_MAX_NVL_PEERS`)."""
+
 
 @rule("layout.divides", about="trainer")
 def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
@@ -138,7 +143,35 @@ def decays_known(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
     yield from ()
 
 
-SPLIT = (sizes_divide, shares_key_heads, shares_groups, covers, trains_something, decays_known)
+def crosses_nodes(spec: ModelSpec) -> bool:
+    """True if DeepEP's kernels between nodes take the model: its combine asserts on the GPU that a bf16 row is whole
+    warps of 16 bytes (`hidden_int4 % 32 == 0`)."""
+    return spec.transformer["hidden_size"] % 256 == 0
+
+
+@rule("layout.deep_ep", about="trainer.moe.dispatcher")
+def dispatches(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
+    """Sizes for which sgl-deep-ep 0.1.2 has no kernels or no settings."""
+    ranks = sizes.expert * sizes.expert_tensor
+    if trainer.moe.dispatcher != "flex" or trainer.moe.flex_backend != "deepep" or not spec.experts or ranks == 1:
+        return
+    if ranks not in DEEP_EP_RANKS:
+        yield (
+            "trainer.expert",
+            f"trainer.moe.dispatcher=flex is DeepEP, which has no settings for {ranks} ranks (trainer.expert x "
+            f"trainer.expert_tensor), only for {', '.join(map(str, DEEP_EP_RANKS))}; choose one of these or set "
+            "trainer.moe.dispatcher=alltoall",
+        )
+    elif ranks > DEEP_EP_NODE and not crosses_nodes(spec):
+        yield (
+            "trainer.moe.dispatcher",
+            f"trainer.moe.dispatcher=flex is DeepEP, whose kernels between nodes take hidden sizes that 256 divides, "
+            f"and {spec.path} has {spec.transformer['hidden_size']}; set trainer.moe.dispatcher=alltoall, or "
+            f"trainer.expert x trainer.expert_tensor to at most {DEEP_EP_NODE}",
+        )
+
+
+SPLIT = (sizes_divide, shares_key_heads, shares_groups, covers, trains_something, decays_known, dispatches)
 """Asked of the policy and, with other keys, of the critic."""
 
 

@@ -10,6 +10,8 @@ from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
+from slimx.models.families import ModelSpec
+from slimx.preflight.checks.layout import crosses_nodes
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.preflight.record import RankMap, Together
 
@@ -65,7 +67,7 @@ def has_trackers(track: Track, local_device: str) -> Iterator[tuple[str, str]]:
             yield key, f"{key} is set but {package} is not installed: pip install {package} or set {key}={off}"
 
 
-def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> Iterator[str]:
+def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec: ModelSpec) -> Iterator[str]:
     """Sentences about what runs, but not well."""
     for key, size in (
         ("trainer.tensor", trainer.tensor),
@@ -76,7 +78,8 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> It
                 f"{key}={size} reaches beyond the {machine.domain} GPUs that NVLink joins, so that every layer waits "
                 "for the network"
             )
-    if trainer.moe.dispatcher == "alltoall" and trainer.expert * trainer.expert_tensor_size > machine.domain:
+    wide = trainer.expert * trainer.expert_tensor_size > machine.domain
+    if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec):
         yield (
             f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens travel once "
             "per expert, not once per node; flex does better where its kernels are installed"

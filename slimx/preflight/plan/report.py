@@ -145,7 +145,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         "violations": tuple(map(str, problems + told)),
         "refits": any(problem.code in OF_LAYOUT for problem in told),
         "warnings": (
-            *machine_warnings(config.trainer, config.rollout, machine),
+            *machine_warnings(config.trainer, config.rollout, machine, spec),
             *(idle_warnings(config.schedule, config.trainer, config.rollout) if runs else ()),
             *(unused_warnings(config.rollout, config.cluster, places) if runs and alone else ()),
         ),
