@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from math import prod
 
 from slimx.config.rule import rule
+from slimx.config.schema import Config
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.models.families import ModelSpec
+from slimx.models.files.starting import start_seconds, weight_bytes
 from slimx.preflight.checks.layout import crosses_nodes
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.preflight.record import RankMap, Together
+from slimx.reshard.plan.precision import ITEMSIZE
 
 
 @rule("machine.server_nodes", about="rollout.engines.nodes")
@@ -83,6 +87,18 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
         yield (
             f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens travel once "
             "per expert, not once per node; flex does better where its kernels are installed"
+        )
+
+
+def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
+    """A sentence about a deadline that a first start may miss, which ends the run. The weights need not be here."""
+    given, key = config.cluster.start_deadline, "cluster.start_deadline"
+    elements = sum(prod(shape) for shape in spec.table.checkpoint_shapes().values())
+    nbytes = max(weight_bytes(config), elements * ITEMSIZE[config.numerics.dtype])
+    if device == "cuda" and given is not None and given < (takes := start_seconds(device, nbytes)):
+        yield (
+            f"{key}={given:g} ends a first start after less than the {takes:.0f} s that it may take: to read "
+            f"{nbytes / 1e9:.0f} GB of weights and to compile; leave {key} out or raise it"
         )
 
 

@@ -25,7 +25,7 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.checks.machine import has_nodes, idle_warnings, machine_warnings, unused_warnings
+from slimx.preflight.checks.machine import has_nodes, idle_warnings, machine_warnings, start_warnings, unused_warnings
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import (
     Links,
@@ -146,6 +146,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         "refits": any(problem.code in OF_LAYOUT for problem in told),
         "warnings": (
             *machine_warnings(config.trainer, config.rollout, machine, spec),
+            *start_warnings(config, spec, device),
             *(idle_warnings(config.schedule, config.trainer, config.rollout) if runs else ()),
             *(unused_warnings(config.rollout, config.cluster, places) if runs and alone else ()),
         ),
