@@ -217,6 +217,7 @@ def _of_layout(
             figures,
             critic_own=critic_own,
             batches=kept_batches(config, spec, batch),
+            graphs=max((record.graphs for record in engines), default=0),
         ),
         "disk": disk_bytes(config, spec, critic[0] if critic else None, batch),
         "batch": batch,

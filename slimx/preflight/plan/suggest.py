@@ -308,7 +308,8 @@ class Search:
             colocate=bool(engines),
             offload=tried.trainer.offload,
         )
-        host = host_memory(tried, self.machine, records + critics, None, critic_own=False)
+        graphs = max((engine.graphs for engine in engines), default=0)
+        host = host_memory(tried, self.machine, records + critics, None, critic_own=False, graphs=graphs)
         return {"phases": phases, "host": host, "engine_memory": engines}
 
     def _told(self, tried: Config, cost: Cost, peak: int) -> Suggestion:
