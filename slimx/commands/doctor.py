@@ -256,9 +256,28 @@ def toolchain() -> Iterator[Finding]:
         error = _import_error("deep_ep", os.environ | ({"CUDA_HOME": str(home)} if home else {}))
         text = "can be imported" if error is None else f"cannot be imported: {error}"
         yield Finding("deep_ep", text, error and f"trainer.moe.dispatcher=flex needs it: {error}", needed=False)
+    yield from _cubins(os.environ, cuda and _blackwell())
     flash = {name: version for name in FLASH if (version := _version(name))}
     said = ", ".join(f"{name} {version}" for name, version in flash.items())
     yield Finding("FlashAttention", said or f"no distribution of it{unneeded}")
+
+
+def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding]:
+    """Compiled kernels that flashinfer 0.7.2 takes for attention on Blackwell, and would download at a first start."""
+    if (needed := _version("flashinfer-python")) is None:
+        return
+    base = environment.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
+    folder = Path(environment.get("FLASHINFER_CUBIN_DIR") or Path(base, ".cache", "flashinfer", "cubins"))
+    if _version("flashinfer-cubin") == needed:
+        text = f"flashinfer-cubin {needed}"
+    elif any(folder.rglob("*.cubin")):
+        text = f"in {folder}"
+    else:
+        remedy = "from flashinfer.artifacts import download_artifacts; download_artifacts()"
+        problem = f"SGLang's attention on Blackwell downloads them when it first needs each; run `python -c '{remedy}'`"
+        yield Finding("cubins", f"none in {folder}", problem if blackwell else None, needed=False)
+        return
+    yield Finding("cubins", text)
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
@@ -318,6 +337,12 @@ def _cuda() -> bool:
     except ImportError:
         return False
     return torch.cuda.is_available()
+
+
+def _blackwell() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability()[0] >= 10
 
 
 def _found(module: str) -> bool:
