@@ -241,7 +241,7 @@ def toolchain() -> Iterator[Finding]:
     unneeded = "" if cuda else " (needed on GPUs only)"
     problem, text = "no CUDA toolkit was found", f"none{unneeded}"
     if home is not None:
-        error = link_error(home)
+        error = link_error(home, driver=cuda)
         problem, text = error and f"the CUDA toolkit in {home} makes no kernel ({error})", f"{home}/bin/nvcc"
     remedy = "engines make theirs when they start; run `make venv LOCK=cu130`, or set CUDA_HOME"
     yield Finding("nvcc", text, f"{problem}; {remedy}" if problem and (cuda or home) else None, needed=cuda)

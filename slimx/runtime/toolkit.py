@@ -89,17 +89,18 @@ def set_cuda_home(environment: MutableMapping[str, str], packages: Path | None =
         environment.setdefault("CUDA_HOME", str(home))
 
 
-def link_error(home: Path) -> str | None:
+def link_error(home: Path, *, driver: bool) -> str | None:
     """Returns why a kernel cannot be compiled and linked by the toolkit in `home` as SGLang 0.5.23
     (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do it at run time: in the words
-    of the program that fails; None if it can be."""
+    of the program that fails; None if it can be. `driver`: with the driver's library, too, as flashinfer does."""
     with tempfile.TemporaryDirectory() as scratch:
         source, compiled, library = (Path(scratch, name) for name in ("one.cu", "one.o", "one.so"))
         source.write_text(PROGRAM)
         linker = os.environ.get("CXX", "c++")
+        libraries = [f"-L{home}/lib64", "-lcudart", *([f"-L{home}/lib64/stubs", "-lcuda"] if driver else [])]
         for command in (
             [home / "bin/nvcc", "-Xcompiler", "-fPIC", "-c", source, "-o", compiled],
-            [linker, "-shared", compiled, f"-L{home}/lib64", "-lcudart", "-o", library],
+            [linker, "-shared", compiled, *libraries, "-o", library],
         ):
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -97,10 +97,10 @@ def test_a_gpu_machine_without_compilers_misses_them_and_only_flash_attn_4_is_to
     assert "no CUDA home" in bare["deep_ep"].text
     assert bare["FlashAttention"].text == "flash-attn-4 4.0.0b36"
     monkeypatch.setattr(doctor, "cuda_home", lambda environment: tmp_path)
-    monkeypatch.setattr(doctor, "link_error", lambda home: "cannot find -lcudart")
+    monkeypatch.setattr(doctor, "link_error", lambda home, driver: "cannot find -lcudart")
     (compiler,) = (finding for finding in doctor.toolchain() if finding.name == "nvcc")
     assert compiler.needed and "cannot find -lcudart" in compiler.problem
-    monkeypatch.setattr(doctor, "link_error", lambda home: None)
+    monkeypatch.setattr(doctor, "link_error", lambda home, driver: None)
     monkeypatch.setattr(doctor, "python_header", lambda: tmp_path / "Python.h")
     assert not [finding for finding in doctor.toolchain() if finding.problem]
 

@@ -41,6 +41,10 @@ def wheels_in(packages: Path) -> Path:
     return wheel
 
 
+def empty_library(file: Path) -> None:
+    subprocess.run(["c++", "-shared", "-x", "c++", "/dev/null", "-o", file], check=True)
+
+
 def test_a_toolkit_is_the_one_that_is_named_else_the_paths_else_the_usual_else_the_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,12 +112,16 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 
 def test_a_toolkit_whose_library_is_absent_links_nothing(tmp_path: Path) -> None:
     nvcc = compiler(tmp_path) / "bin" / "nvcc"
-    assert str(nvcc) in link_error(tmp_path)  # it cannot be run
+    assert str(nvcc) in link_error(tmp_path, driver=False)  # it cannot be run
     nvcc.write_text('#!/bin/sh\nfor last; do :; done\necho "void run() {}" | c++ -x c++ -fPIC -c - -o "$last"\n')
-    assert "-lcudart" in link_error(tmp_path)
+    assert "-lcudart" in link_error(tmp_path, driver=False)
     (tmp_path / "lib64").mkdir()
-    subprocess.run(["c++", "-shared", "-x", "c++", "/dev/null", "-o", tmp_path / "lib64/libcudart.so"], check=True)
-    assert link_error(tmp_path) is None
+    empty_library(tmp_path / "lib64" / "libcudart.so")
+    assert link_error(tmp_path, driver=False) is None
+    assert "-lcuda" in link_error(tmp_path, driver=True)
+    (tmp_path / "lib64" / "stubs").mkdir()
+    empty_library(tmp_path / "lib64" / "stubs" / "libcuda.so")
+    assert link_error(tmp_path, driver=True) is None
 
 
 @pytest.mark.slow
@@ -124,10 +132,11 @@ def test_sglang_makes_its_kernels_where_cuda_comes_from_wheels(tmp_path: Path, m
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "packages", *pins]
     if subprocess.run(install).returncode:
         missing("needs the wheels of requirements/cu130.txt, which pip does not get here")
-    bare = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert link_error(tmp_path / "packages" / WHEEL) is not None
+    empty_library(tmp_path / "libcuda.so.1")  # as the driver's, which brings it
+    bare = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache"), "LD_LIBRARY_PATH": str(tmp_path)}
+    assert link_error(tmp_path / "packages" / WHEEL, driver=False) is not None
     home = cuda_home(bare, tmp_path / "packages")
-    assert link_error(home) is None
+    assert link_error(home, driver=True) is None
     program = (
         "import torch\n"
         "from sglang.kernels.jit.utils.arch import override_jit_cuda_arch\n"
