@@ -158,6 +158,12 @@ gpu: ## build, test and measure kernels and trainer on this machine's GPU (PYTHO
 	$(if $(filter command environment,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON))) \
 	  -m tools.gpu.check --out "$${OUT:-build/gpu}" $(if $(QUICK),--quick) $(if $(DRY),--dry-run)
 
+# A trainer and an SGLang server on the same GPU: tools/gpu/loop.py.
+.PHONY: gpu-loop
+gpu-loop: ## train, publish and sample on this machine's GPU, step by step: build/gpu-loop/loop/loop.md (PYTHON, OUT)
+	$(if $(filter command environment,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON))) \
+	  -m tools.gpu.check --loop --out "$${OUT:-build/gpu-loop}"
+
 .PHONY: first-hour
 first-hour: $(LIBRARY) ## everything that a node of 8 GPUs must show, one table (MODEL: directory of Qwen3-30B-A3B)
 	$(BIN)/python -m tools.first_hour.check $(if $(MODEL),--model $(MODEL)) --out "$${OUT:-runs/first-hour}"

@@ -1,12 +1,13 @@
 """Builds the kernels, tests them and the trainer on this machine's GPU and measures them: `make gpu`.
 
-    python -m tools.gpu.check [--out DIR] [--seconds 450] [--quick] [--dry-run]
+    python -m tools.gpu.check [--out DIR] [--seconds 450] [--quick | --loop | --dry-run]
 
 Needs numpy, torch, pytest and setuptools, and nvcc unless the libraries in slimx/_lib are up to date; nothing else of
 slimx and no network. The trainer needs more, as benchmarks and some tests do: installed, or in build/gpu-wheels (`make
 gpu-wheels`, where there is a network), which is unpacked for all steps; without either they are left out.
 
---quick: what shows most in 120 s. --dry-run: what can be shown of the same without a GPU. Into DIR go check.md (the
+--quick: what shows most in 120 s. --loop: a trainer and a server on one GPU (tools/gpu/loop.py), 360 s. --dry-run: what
+can be shown without a GPU. Into DIR go check.md (the
 table), output.txt (all that the steps print) and triton_scales.npy: the table for the rule triton on the CPU, to be
 stored in slimx/reshard/kernels. Every step has its deadline, and one that fails ends no other. Exits with 1 where
 anything failed, 2 where it cannot run.
@@ -27,12 +28,16 @@ from importlib import metadata
 from pathlib import Path
 
 from tools.gpu.library import has_nvcc, up_to_date
+from tools.gpu.server_arguments import VARIABLES
 from tools.gpu.unpack import MANIFEST
 from tools.steps import ROOT, Failed, LeftOut, Steps, run_command
 
 PYTHON = sys.executable
 PACKAGES = ROOT / "build" / "gpu-wheels"
 """Folder of the packages that tools/gpu/wheels.py collects."""
+KERNELS = ROOT / "build" / "gpu-kernels"
+"""Cache of the kernels that SGLang compiles at run time."""
+STAND_INS = ROOT / "tools" / "gpu" / "stand_ins"
 NEEDED = ("numpy", "torch", "pytest", "setuptools")
 """Packages without which nothing runs."""
 TRAINERS = ("trainer", "exact_trainer")
@@ -99,16 +104,27 @@ def on_gpu(out: Path, *, quick: bool, no_trainer: str | None) -> list[Step]:
     measured = [
         Step("scales", (PYTHON, "tools/gpu/scales.py", str(out)), 60, (MACHINE,)),
         Step("benchmark of packing", (PYTHON, "benchmarks/reshard_cuda.py"), 150, (MACHINE,)),
+        Step("benchmark of exact mode", (PYTHON, "benchmarks/exact_cuda.py"), 60, (MACHINE,)),
         Step("benchmark of the trainer", (PYTHON, "benchmarks/trainer_cuda.py"), 120, left_out=no_trainer),
     ]
     return [*steps[: -len(LAST)], *measured, *steps[-len(LAST) :]]
+
+
+def loop_on_gpu(out: Path) -> list[Step]:
+    """Returns the steps of the loop; its table and logs go into `out`/loop."""
+    compiled, loop = "kernels of SGLang", ("-m", "tools.gpu.loop", "--out", str(out / "loop"))
+    return [
+        Step(MACHINE, (PYTHON, "-m", "tools.gpu.machine"), 60),
+        Step(compiled, (PYTHON, "-m", "tools.gpu.kernels", "--out", str(KERNELS)), 240),
+        Step("loop", (PYTHON, *loop), 300, (MACHINE, compiled)),
+    ]
 
 
 def without_gpu(*, no_trainer: str | None) -> list[Step]:
     """Returns what can be shown without a GPU."""
     steps = [Step("collection", (PYTHON, "-m", "tools.gpu.bare"), 120)]
     steps += [Step(f"tests of {name}", test_command(name), 300, left_out=no_trainer) for name in TRAINERS]
-    for name, left_out in (("reshard_cuda", None), ("trainer_cuda", no_trainer)):
+    for name, left_out in (("reshard_cuda", None), ("exact_cuda", None), ("trainer_cuda", no_trainer)):
         steps.append(Step(f"start of {name}", (PYTHON, f"benchmarks/{name}.py", "--help"), 60, left_out=left_out))
     return steps
 
@@ -133,10 +149,13 @@ def take(step: Step, output: Path, seconds: float, environment: dict[str, str]) 
         log.unlink()
 
 
-def variables(site: Path | None) -> dict[str, str]:
-    """Returns the environment of steps. `site`: directory of the unpacked packages; None: those that are installed."""
-    paths = (str(ROOT), site and str(site), os.environ.get("PYTHONPATH"))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+def variables(site: Path | None, *, engine: bool = False) -> dict[str, str]:
+    """Returns the environment of steps. `site`: directory of the unpacked packages; None: those that are installed.
+    `engine`: for steps that run SGLang, whose kernels may have a stand-in."""
+    stand_ins = engine and importlib.util.find_spec("sgl_kernel") is None
+    paths = (str(ROOT), site and str(site), stand_ins and str(STAND_INS), os.environ.get("PYTHONPATH"))
+    more = {"SGLANG_JIT_CACHE_DIR": str(KERNELS)} | (VARIABLES if stand_ins else {}) if engine else {}
+    return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def no_gpu() -> str | None:
@@ -163,11 +182,13 @@ def run(steps: Iterable[Step], taken: Steps, output: Path, ends: float, environm
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
-    parser.add_argument("--seconds", type=float, help="for all steps together [450, with --quick 120]")
-    parser.add_argument("--quick", action="store_true", help="what shows most, and no measurement")
-    parser.add_argument("--dry-run", action="store_true", help="what can be shown without a GPU")
+    parser.add_argument("--seconds", type=float, help="for all steps together [450; --quick 120, --loop 360]")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--quick", action="store_true", help="what shows most, and no measurement")
+    kinds.add_argument("--loop", action="store_true", help="a trainer and a server that take turns, and no test")
+    kinds.add_argument("--dry-run", action="store_true", help="what can be shown without a GPU")
     options = parser.parse_args()
-    ends = time.monotonic() + (options.seconds or (120 if options.quick else 450))
+    ends = time.monotonic() + (options.seconds or (120 if options.quick else 360 if options.loop else 450))
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
         print(f"{PYTHON} has no {', '.join(absent)}: make gpu PYTHON=/path/to/python of another environment")
@@ -186,9 +207,11 @@ def main() -> int:
         no_trainer = f"megatron-core is not installed, and nothing was unpacked from {PACKAGES} (make gpu-wheels)"
     if options.dry_run:
         steps = without_gpu(no_trainer=no_trainer)
+    elif options.loop:
+        steps = loop_on_gpu(out)
     else:
         steps = on_gpu(out, quick=options.quick, no_trainer=no_trainer)
-    run(steps, taken, output, ends, variables(site if unpacked else None))
+    run(steps, taken, output, ends, variables(site if unpacked else None, engine=options.loop))
     print(f"{taken.summary()}; the table is {taken.path}, what the steps print {output}")
     return int(bool(taken.failed))
 

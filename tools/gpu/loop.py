@@ -14,7 +14,7 @@ import asyncio
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,18 @@ SLEEP, TRAINED, AGAIN = "sleep", "update", "wake"
 class Loop:
     """The steps, and the trainer and engine that they share."""
 
-    def __init__(self, device: str, out: Path, seconds: float):
-        """`seconds`: for all steps together."""
+    def __init__(self, device: str, out: Path, seconds: float, only: Collection[str] = ()):
+        """`seconds`: for all steps together. `only`: names of steps; none: all of them."""
         from tools.gpu.pair import Pair
 
         self.device, self.out, self._make_pair = device, out, Pair
-        self.cuda = device == "cuda"
+        self.cuda, self.only = device == "cuda", frozenset(only)
         self.steps = Steps(f"The loop on one device ({device}), {time.strftime('%Y-%m-%d')}", out / "loop.md")
         self._ends = time.monotonic() + seconds
         self._runner = asyncio.Runner()
         self.pair: Pair | None = Pair(make_config(out, device, "fast"), device, out)
         self.sampled: Any = None
-        self.published: Any = None
+        """Rollouts of the last round."""
 
     def take(
         self,
@@ -72,7 +72,9 @@ class Loop:
             except TimeoutError:
                 raise Failed(f"not done after {left:.0f} s") from None
 
-        self.steps.take(name, timely, expected=expected, needs=needs)
+        if self.only and name not in self.only:
+            return
+        self.steps.take(name, timely, expected=expected, needs=() if self.only else needs)
 
     def run_all(self) -> None:
         """Takes every step."""
@@ -109,7 +111,7 @@ class Loop:
         return f"adapters {', '.join(started['adapters'])}; seconds: {seconds}{self.taken(before)}"
 
     async def publish(self) -> str:
-        done = self.published = await self.pair.publish(1)
+        done = await self.pair.publish(1)
         rate = done.nbytes / done.seconds["total"] / 1e9
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in done.seconds.items())
         return f"{done.tensors} tensors, {done.nbytes / 2**20:.0f} MiB, {rate:.2f} GB/s; seconds: {stages}"
@@ -132,19 +134,21 @@ class Loop:
         pair = self.pair
         batches = pair.batches(sampled)
         replayed = await pair.trainer.call("measure_gap", batches, version, False)
-        own = await pair.trainer.call("logprobs", batches)
-        free = [
-            np.abs(scores - batch.rollout_logprobs)[batch.versions == version]
-            for scores, batch in zip(own, batches, strict=True)
-        ]
-        free = np.concatenate(free)
-        told = (
+        scores = await pair.trainer.call("logprobs", batches)
+        differences = np.concatenate(
+            [
+                np.abs(logprobs - batch.rollout_logprobs)[batch.versions == version]
+                for logprobs, batch in zip(scores, batches, strict=True)
+            ]
+        )
+        finding = (
             f"R3 replay: mean {replayed['gap/mean']:.1e}, greatest {replayed['gap/max']:.1e} over "
-            f"{replayed['gap/tokens']:.0f} tokens; own routes: mean {free.mean():.1e}, greatest {free.max():.1e}"
+            f"{replayed['gap/tokens']:.0f} tokens; without: mean {differences.mean():.1e}, greatest "
+            f"{differences.max():.1e}"
         )
         if not replayed["gap/mean"] <= GAP[self.device]:
-            raise Failed(told)
-        return told
+            raise Failed(finding)
+        return finding
 
     async def sleep(self) -> str:
         before = self.free()
@@ -170,19 +174,15 @@ class Loop:
 
     async def wake(self) -> str:
         engine, before = self.pair.engine, self.sampled
-        free = [self.free()]
+        asleep = self.free()
         await engine.wake(("weights",))
-        free.append(self.free())
+        with_weights = self.free()
         await self.pair.publish(2)  # its last verb takes the KV cache back
-        free.append(self.free())
+        finding = f"; GiB free asleep {asleep:.2f}, with weights {with_weights:.2f}, with all {self.free():.2f}"
         self.sampled = await self.pair.sample()
-        told = await self._gap(self.sampled, 2)
-        if same := share_of_equal_tokens(before, self.sampled) == 1:
-            raise Failed(f"version 2 samples what version 1 did ({same})")
-        taken = (
-            f"; GiB free: asleep, with weights, all: {', '.join(f'{each:.2f}' for each in free)}" if self.cuda else ""
-        )
-        return told + taken
+        if share_of_equal_tokens(before, self.sampled) == 1:
+            raise Failed("version 2 samples the tokens that version 1 did")
+        return await self._gap(self.sampled, 2) + (finding if self.cuda else "")
 
     async def repeat(self) -> str:
         again = await self.pair.sample()
@@ -191,22 +191,26 @@ class Loop:
     # Other servers ----------------------------------------------------------------------------------------------------
 
     async def graphs(self) -> str:
-        return await self._other("graphs", GRAPHS[self.device])
+        finding, _ = await self._with_server("graphs", GRAPHS[self.device])
+        return finding
 
     async def deterministic(self) -> str:
-        return await self._other("deterministic", DETERMINISTIC[self.device])
+        finding, equal = await self._with_server("deterministic", DETERMINISTIC[self.device])
+        if equal < 1:
+            raise Failed(f"{equal:.2%} of the tokens are those of the same seeds before; {finding}")
+        return finding
 
-    async def _other(self, name: str, arguments: dict[str, Any]) -> str:
-        """Starts another server, publishes to it and samples twice."""
+    async def _with_server(self, name: str, arguments: dict[str, Any]) -> tuple[str, float]:
+        """Starts another server, publishes to it and samples twice; returns the finding and the share of tokens that
+        both rounds have in common."""
         await self.pair.stop_engine()
         before, began, version = self.free(), time.monotonic(), 3
         await self.pair.start_engine(name, arguments, 80)
         started = f"started in {time.monotonic() - began:.0f} s{self.taken(before)}"
         await self.pair.publish(version)
-        await self.pair.sample()
-        sampled = await self.pair.sample()
-        told = await self._gap(sampled, version)
-        return f"{started}; {rate_of(sampled)}; {told}"
+        first, sampled = await self.pair.sample(), await self.pair.sample()
+        equal, gap = share_of_equal_tokens(first, sampled), await self._gap(sampled, version)
+        return f"{started}; {rate_of(sampled)}; same seeds {equal:.2%} equal; {gap}", equal
 
     async def exact(self) -> str:
         """Exact mode, with a pair of its own."""
@@ -217,10 +221,10 @@ class Loop:
         sampled = await self.pair.sample()
         batches = self.pair.batches(sampled)
         found = await self.pair.trainer.call("measure_gap", batches, 1, False)
-        told = f"greatest {found['gap/max']:.1e} over {found['gap/tokens']:.0f} tokens; {rate_of(sampled)}"
+        finding = f"greatest {found['gap/max']:.1e} over {found['gap/tokens']:.0f} tokens; {rate_of(sampled)}"
         if found["gap/max"] != 0 or not found["gap/tokens"]:
-            raise Failed(told)
-        return f"{told}; {done.tensors} tensors verified"
+            raise Failed(finding)
+        return f"{finding}; {done.tensors} tensors verified"
 
     async def probe(self, name: str) -> str:
         """A measurement in a process of its own."""
@@ -299,12 +303,13 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-loop", help="directory, emptied first")
     parser.add_argument("--seconds", type=float, default=270, help="for all steps together [270]")
+    parser.add_argument("--only", nargs="+", metavar="STEP", default=(), help="these steps and no other")
     options = parser.parse_args()
     out = options.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     print(f"model of {write_model(out, options.device) / 1e6:.1f} million parameters", flush=True)
-    loop = Loop(options.device, out, options.seconds)
+    loop = Loop(options.device, out, options.seconds, options.only)
     loop.run_all()
     print(f"{loop.steps.summary()}; the table is {loop.steps.path}, the logs are beside it")
     return int(bool(loop.steps.failed))

@@ -108,9 +108,9 @@ class Pair:
         return self.engine.attestation
 
     async def stop_engine(self) -> None:
-        """Ends the server."""
+        """Ends the server at once: SGLang takes 8 s to drain what is not there."""
         if self.engine is not None:
-            await self.engine.stop()
+            await self.engine.stop(grace_s=0.0)
             self.engine = None
 
     async def publish(self, version: int) -> Publication:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slimx.runtime.ports import free_port
+
 GIB = 2**30
 
 
@@ -36,7 +38,7 @@ def overhead() -> str:
 
     torch.zeros(1, device="cuda")
     mark("context")
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     dist.all_reduce(torch.ones(1, device="cuda"))
     mark("NCCL")
     left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -57,17 +59,17 @@ def pinned() -> str:
     """Host memory that 5 GiB of pinned memory take."""
     import torch
 
-    def locked() -> float:
+    def available() -> float:
         text = Path("/proc/meminfo").read_text()
         return int(next(line for line in text.splitlines() if line.startswith("MemAvailable")).split()[1]) / 2**20
 
     torch.zeros(1, device="cuda")
-    before, began = locked(), time.perf_counter()
-    held = torch.empty(5 * GIB, dtype=torch.uint8, pin_memory=True)
-    seconds, taken = time.perf_counter() - began, before - locked()
+    before, began = available(), time.perf_counter()
+    host = torch.empty(5 * GIB, dtype=torch.uint8, pin_memory=True)
+    seconds, taken = time.perf_counter() - began, before - available()
     device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     rates = []
-    for source, target in ((device, held[:GIB]), (held[:GIB], device)):
+    for source, target in ((device, host[:GIB]), (host[:GIB], device)):
         target.copy_(source)
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -126,35 +128,17 @@ def seeded_sampling() -> str:
     return f"{(time.perf_counter() - began) / 20 * 1e3:.2f} ms for 256 x 151,936"
 
 
-def copies() -> str:
-    """The rate of a copy on the GPU, reads and writes counted, to compare others with."""
-    import torch
-
-    source = torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    target.copy_(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(10):
-        target.copy_(source)
-    end.record()
-    end.synchronize()
-    return f"{2 * 4 * GIB * 10 / start.elapsed_time(end) / 1e9:.2f} TB/s"
-
-
 FINDINGS: dict[str, Callable[[], str]] = {
     "overhead": overhead,
     "pinned memory": pinned,
     "attention": attention,
     "seeded sampling": seeded_sampling,
-    "device copy": copies,
 }
 PROBES = {
     "overhead": "at most 3 GiB, which `slimx plan` assumes",
     "pinned memory": "5 GiB",
     "attention": "a fused kernel for gpt-oss's shapes",
     "seeded sampling": "below 1 ms",
-    "device copy": "3 TB/s on an H100",
 }
 """By name what is expected."""
 

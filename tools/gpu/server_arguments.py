@@ -1,21 +1,28 @@
-"""Arguments of SGLang for the servers of the loop, by device, and variables that they need on a bare GPU machine."""
+"""Arguments of SGLang for the servers of the loop, by device, and variables that they need on a bare GPU machine.
+
+Written for sglang 0.5.23. Beside them stands what every engine of slimx is given (slimx.engines.server.spec): the
+pytorch sampler, routed experts, the memory saver, max_total_tokens.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 _PLAIN: dict[str, Any] = {
-    "attention_backend": "triton",  # flashinfer is not there
-    "moe_runner_backend": "triton",
-    "disable_custom_all_reduce": True,  # sglang-kernel is not there
+    "attention_backend": "triton",  # Hopper's default is sglang-kernel's FlashAttention 3; flashinfer is not there
+    "moe_runner_backend": "triton",  # auto may choose DeepGEMM or flashinfer by what is installed
+    "disable_custom_all_reduce": True,  # an operation of sglang-kernel
     "mem_fraction_static": 0.5,  # the trainer is on the same GPU
-    "log_level": "info",
+    "log_level": "info",  # batches' sizes and tokens/s, and the seconds of each part of a start
 }
 EAGER: dict[str, dict[str, Any]] = {"cuda": _PLAIN | {"disable_cuda_graph": True}, "cpu": {}}
 """Without CUDA graphs."""
 GRAPHS: dict[str, dict[str, Any]] = {
-    # Of prompts there are 58 sizes, which take longer to capture than the loop has.
-    "cuda": _PLAIN | {"cuda_graph_max_bs_decode": 64, "disable_prefill_cuda_graph": True},
+    "cuda": _PLAIN
+    | {
+        "cuda_graph_max_bs_decode": 64,  # the loop's rollouts: 12 graphs in 3 s on an H100
+        "disable_prefill_cuda_graph": True,  # of prompts there are 58 sizes: longer to capture than the loop has
+    },
     "cpu": {},
 }
 """With graphs of decoding."""
@@ -30,5 +37,6 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 """For numerics.mode exact, which chooses its kernels."""
 VARIABLES = {
-    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",  # tools/gpu/stand_ins is in its place
+    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",  # tools/gpu/stand_ins has no metadata of a package
 }
+"""For servers with the stand-in for sglang-kernel."""

@@ -7,6 +7,7 @@ PYTHONPATH. Needs nothing beside Python.
 from __future__ import annotations
 
 import argparse
+import compileall
 import hashlib
 import json
 import shutil
@@ -67,6 +68,8 @@ def unpack(folder: Path, directory: Path) -> int:
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
+    # A server's three processes import thousands of modules each, and an environment may forbid them to keep byte code.
+    compileall.compile_dir(directory, quiet=2, workers=0)
     stamp.write_text(digest)
     return len(manifest["packages"])
 

@@ -68,13 +68,13 @@ def h100_infiniband() -> Links:
     """Nodes of 8 H100 SXM and 8 x 400 Gb/s InfiniBand, one adapter per GPU.
 
     Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX
-    H100 user guide, "Network Modules"). Assumed: 90% of both, because a device copy reaches 90% of an H200's 4.8 TB/s
-    (reads and writes together) and RDMA loses its headers; pack and checksum at 85% of a copy and of a read, which is
-    slimx's goal, not a measurement; 20 us per message, 10 us per launch; 8 ms per call to all ranks, as Ray and an
-    SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms).
+    H100 user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy has 2.83 TB/s of it, reads
+    and writes together, pack with its checksum 87% of a copy's rate, and a launch takes the host 20 us. Assumed: 90% of
+    the links, as RDMA loses its headers; checksums at 85% of a read; 20 us per message; 8 ms per call to all ranks, as
+    Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms).
     """
     name = "H100, 8 x 400 Gb/s InfiniBand per node"
-    return _cluster(name, memory=0.9 * 3.35e12, link=0.9 * 400e9 / 8, message=20e-6)
+    return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, message=20e-6)
 
 
 def gb300_nvlink() -> Links:
@@ -82,22 +82,23 @@ def gb300_nvlink() -> Links:
 
     Public figures: 1.8 TB/s of NVLink 5 per GPU in both directions together, 130 TB/s per rack, and 8 TB/s of memory
     per GPU (NVIDIA's GB300 NVL72 product page and enterprise reference architecture). Assumed: 80% of the 900 GB/s in
-    one direction, 90% of the memory; the rest as in `h100_infiniband`.
+    one direction, 90% of the memory; pack at 85% of a copy; the rest as in `h100_infiniband`.
     """
     name = "GB300 NVL72, one NVLink domain"
-    return _cluster(name, memory=0.9 * 8e12, link=0.8 * 900e9, message=10e-6, domain=72)
+    return _cluster(name, memory=0.9 * 8e12, pack=0.85, link=0.8 * 900e9, message=10e-6, domain=72)
 
 
-def _cluster(name: str, *, memory: float, link: float, message: float, domain: int | None = None) -> Links:
-    """Ranks with a GPU each, whose `memory` reads and writes so many bytes per second together."""
+def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
+    """Ranks with a GPU each, whose `memory` reads and writes so many bytes per second together; `pack` is the share of
+    a copy's rate that packing has."""
     return Links(
         name=name,
-        pack=0.85 * memory / 2,
+        pack=pack * memory / 2,
         link=link,
         check=0.85 * memory,
         copy=memory / 2,
         verify=0.85 * memory,
-        call=10e-6,
+        call=20e-6,
         message=message,
         control=8e-3,
         domain=domain,

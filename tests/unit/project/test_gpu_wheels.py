@@ -54,7 +54,7 @@ def files_of(root: Path) -> dict[str, bytes]:
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in root.rglob("*")
-        if path.is_file() and path.name != STAMP
+        if path.is_file() and path.name != STAMP and ".cpython-" not in path.name
     }
 
 
