@@ -28,8 +28,8 @@ def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> P
 
     An nvcc on PATH may be a script that starts one elsewhere, so a home needs libraries, too. Wheels have them under
     names that no linker looks for: they get a home of links (`wheel_home`)."""
-    if given := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
-        return Path(given)
+    if named := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
+        return Path(named)
     compiler = shutil.which("nvcc", path=environment.get("PATH"))
     on_path = Path(compiler).resolve().parents[1] if compiler else USUAL
     if (home := next((home for home in (on_path, USUAL) if (home / RUNTIME).exists()), None)) is not None:

@@ -16,8 +16,8 @@ COMPILATION_S = 600.0
 
 def start_deadline(config: Config, device: str) -> float:
     """Seconds until trainers and engines on `device`, "cpu" or "cuda", must be up."""
-    given = config.cluster.start_deadline
-    return start_seconds(device, weight_bytes(config)) if given is None else given
+    deadline = config.cluster.start_deadline
+    return start_seconds(device, weight_bytes(config)) if deadline is None else deadline
 
 
 def start_seconds(device: str, nbytes: int) -> float:
@@ -32,5 +32,6 @@ def weight_bytes(config: Config) -> int:
     directories |= {group.model or config.model.path for group in config.rollout.engines if group.started}
     if config.critic is not None and config.critic.load is not None:
         directories.add(config.critic.load)
-    files = (file for each in directories for form in ("*.safetensors", "*/*.distcp") for file in Path(each).glob(form))
+    patterns = ("*.safetensors", "*/*.distcp")  # Hugging Face's directory, Megatron-LM's
+    files = (file for name in directories for pattern in patterns for file in Path(name).glob(pattern))
     return sum(file.stat().st_size for file in files)

@@ -149,25 +149,26 @@ def crosses_nodes(spec: ModelSpec) -> bool:
     return spec.transformer["hidden_size"] % 256 == 0
 
 
-@rule("layout.deep_ep", about="trainer.moe.dispatcher")
-def dispatches(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
-    """Sizes for which sgl-deep-ep 0.1.2 has no kernels or no settings."""
-    ranks = sizes.expert * sizes.expert_tensor
-    if trainer.moe.dispatcher != "flex" or trainer.moe.flex_backend != "deepep" or not spec.experts or ranks == 1:
-        return
+def deep_ep_lacks(ranks: int, spec: ModelSpec) -> str | None:
+    """What sgl-deep-ep 0.1.2 has not to exchange tokens of the model among `ranks`, in words; None: it has all."""
     if ranks not in DEEP_EP_RANKS:
-        yield (
-            "trainer.expert",
-            f"trainer.moe.dispatcher=flex is DeepEP, which has no settings for {ranks} ranks (trainer.expert x "
-            f"trainer.expert_tensor), only for {', '.join(map(str, DEEP_EP_RANKS))}; choose one of these or set "
-            "trainer.moe.dispatcher=alltoall",
+        return f"has no settings for {ranks} ranks, only for {', '.join(map(str, DEEP_EP_RANKS))}"
+    if ranks > DEEP_EP_NODE and not crosses_nodes(spec):
+        return (
+            f"has kernels for {ranks} ranks, more than {DEEP_EP_NODE}, only of hidden sizes that 256 divides, and "
+            f"{spec.path} has {spec.transformer['hidden_size']}"
         )
-    elif ranks > DEEP_EP_NODE and not crosses_nodes(spec):
+    return None
+
+
+@rule("layout.deep_ep", about="trainer.moe.dispatcher")
+def dispatches(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
+    ranks = sizes.expert * sizes.expert_tensor
+    flex = trainer.moe.dispatcher == "flex" and trainer.moe.flex_backend == "deepep"
+    if flex and spec.experts and ranks > 1 and (lack := deep_ep_lacks(ranks, spec)):
         yield (
-            "trainer.moe.dispatcher",
-            f"trainer.moe.dispatcher=flex is DeepEP, whose kernels between nodes take hidden sizes that 256 divides, "
-            f"and {spec.path} has {spec.transformer['hidden_size']}; set trainer.moe.dispatcher=alltoall, or "
-            f"trainer.expert x trainer.expert_tensor to at most {DEEP_EP_NODE}",
+            f"trainer.moe.dispatcher=flex is DeepEP, which {lack}; set trainer.moe.dispatcher=alltoall, or other sizes "
+            "(trainer.expert x trainer.expert_tensor)"
         )
 
 

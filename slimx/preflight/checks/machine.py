@@ -92,13 +92,13 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
 
 def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
     """A sentence about a deadline that a first start may miss, which ends the run. The weights need not be here."""
-    given, key = config.cluster.start_deadline, "cluster.start_deadline"
+    deadline = config.cluster.start_deadline
     elements = sum(prod(shape) for shape in spec.table.checkpoint_shapes().values())
     nbytes = max(weight_bytes(config), elements * ITEMSIZE[config.numerics.dtype])
-    if device == "cuda" and given is not None and given < (takes := start_seconds(device, nbytes)):
+    if device == "cuda" and deadline is not None and deadline < (seconds := start_seconds(device, nbytes)):
         yield (
-            f"{key}={given:g} ends a first start after less than the {takes:.0f} s that it may take: to read "
-            f"{nbytes / 1e9:.0f} GB of weights and to compile; leave {key} out or raise it"
+            f"cluster.start_deadline={deadline:g} is less than the {seconds:.0f} s that a first start may take to read "
+            f"{nbytes / 1e9:.0f} GB of weights and to compile; leave it out or raise it"
         )
 
 

@@ -103,9 +103,8 @@ def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
         parts = _kept(rank, phase)
         return {what: n for what, n in parts.items() if what not in ("gradients", "optimizer state", "codes in fp8")}
     if phase in ("start", "generate"):
-        own = _process(rank)
         left = sum(record.away - record.overhead - record.dispatcher for record in rank)
-        return own | {"trainer's state": left}
+        return _process(rank) | {"trainer's state": left}
     return _kept(rank, phase)
 
 

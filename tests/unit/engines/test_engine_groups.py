@@ -208,16 +208,16 @@ def test_a_server_on_gpus_gets_variables_that_a_users_own_take_the_place_of(monk
     for name in (precompile, warmup, nccl, swiglu):
         monkeypatch.delenv(name, raising=False)
     deep_ep = replace(GPU, sglang={"moe_a2a_backend": "deepep"})
-    known = server_env(deep_ep)
-    assert (known[precompile], known[warmup], known[nccl], known[swiglu]) == ("false", "true", "1", "0")
+    variables = server_env(deep_ep)
+    assert [variables[name] for name in (precompile, warmup, nccl, swiglu)] == ["false", "true", "1", "0"]
     assert nccl not in server_env(GPU) and swiglu not in server_env(replace(GPU, frozen=True))
     assert not {precompile, warmup} & server_env(replace(GPU, precompile=True)).keys()
     assert not {precompile, warmup, nccl, swiglu} & server_env(replace(deep_ep, device="cpu", dtype="float32")).keys()
     for name in (precompile, nccl, swiglu):
         monkeypatch.setenv(name, "1")
-    own = server_env(deep_ep)
-    assert precompile not in own and nccl not in own and own[warmup] == "true"
-    assert own[swiglu] == "0", "no publication would find what it brought"
+    variables = server_env(deep_ep)
+    assert precompile not in variables and nccl not in variables and variables[warmup] == "true"
+    assert variables[swiglu] == "0", "no publication would find what it brought"
 
 
 def test_variables_of_servers_are_those_that_sglang_reads() -> None:

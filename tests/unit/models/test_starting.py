@@ -57,9 +57,9 @@ def test_every_directory_that_is_read_counts_once(tmp_path: Path) -> None:
     assert weight_bytes(config_of(model, rollout=rollout)) == 7e9
 
 
-@pytest.mark.parametrize(("given", "warned"), [(900, True), (1100, False), ("null", False)])
-def test_a_deadline_that_a_first_start_may_miss_is_warned_of(given: Any, warned: bool) -> None:
-    config = load_config(ROOT / "configs/moe/qwen3-235b-a22b.yaml", [f"cluster.start_deadline={given}"])
+@pytest.mark.parametrize(("deadline", "warned"), [(900, True), (1100, False), ("null", False)])
+def test_a_deadline_that_a_first_start_may_miss_is_warned_of(deadline: Any, warned: bool) -> None:
+    config = load_config(ROOT / "configs/moe/qwen3-235b-a22b.yaml", [f"cluster.start_deadline={deadline}"])
     spec = read_model(ROOT / config.model.path)
     found = list(start_warnings(config, spec, "cuda"))
     assert len(found) == warned and not list(start_warnings(config, spec, "cpu"))

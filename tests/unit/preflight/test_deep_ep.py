@@ -10,6 +10,7 @@ from slimx.layout.ranks import engine_sizes, sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.checks import RULES
 from slimx.preflight.checks.layout import dispatches
+from slimx.preflight.checks.serving import exchanges
 from slimx.preflight.memory.deep_ep import (
     engine_buffers,
     low_latency_buffer,
@@ -31,20 +32,45 @@ def broken_by(*overrides: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "about"),
+    ("overrides", "refused"),
     [
-        ((), "trainer.moe.dispatcher"),
-        (("trainer.expert=8", "trainer.expert_tensor=2"), "trainer.moe.dispatcher"),
-        (("trainer.expert=8",), None),
-        (("trainer.expert=8", "trainer.expert_tensor=2", "trainer.moe.flex_backend=hybridep"), None),
-        (("trainer.expert=1", "trainer.expert_tensor=null", "trainer.tensor=1"), None),  # dispatches nothing
-        (("trainer.world_size=80", "trainer.pipeline=2", "trainer.expert=40"), "trainer.expert"),
-        (("trainer.world_size=12", "trainer.pipeline=1", "trainer.expert=6"), "trainer.expert"),
+        ((), True),
+        (("trainer.expert=8", "trainer.expert_tensor=2"), True),
+        (("trainer.expert=8",), False),
+        (("trainer.expert=8", "trainer.expert_tensor=2", "trainer.moe.flex_backend=hybridep"), False),
+        (("trainer.expert=1", "trainer.expert_tensor=null", "trainer.tensor=1"), False),  # dispatches nothing
+        (("trainer.world_size=80", "trainer.pipeline=2", "trainer.expert=40"), True),
+        (("trainer.world_size=12", "trainer.pipeline=1", "trainer.expert=6"), True),
     ],
 )
-def test_sizes_without_kernels_of_deep_ep_are_refused(overrides: tuple[str, ...], about: str | None) -> None:
+def test_sizes_without_kernels_of_deep_ep_are_refused(overrides: tuple[str, ...], refused: bool) -> None:
     assert dispatches in RULES
-    assert broken_by(*overrides) == ([("layout.deep_ep", about)] if about else [])
+    assert broken_by(*overrides) == [("layout.deep_ep", "trainer.moe.dispatcher")] * refused
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fields", "refused"),
+    [
+        (8, {}, False),
+        (16, {}, True),
+        (6, {}, True),
+        (6, {"deepep_mode": "low_latency"}, False),
+        (16, {"moe_a2a_backend": "none"}, False),
+    ],
+)
+def test_servers_whose_size_deep_ep_does_not_take_are_refused(
+    tensor: int, fields: dict[str, str], refused: bool
+) -> None:
+    assert exchanges in RULES
+    config = load_config(GPT_OSS, [])
+    (group,) = config.rollout.engines
+    group = group.model_copy(update={"tensor": tensor, "sglang": {"moe_a2a_backend": "deepep", **fields}})
+    facts = {
+        "rollout": config.rollout.model_copy(update={"engines": (group,)}),
+        "spec": read_model(ROOT / config.model.path),
+    }
+    found = [(problem.code, problem.about) for problem in broken([exchanges], facts)]
+    assert found == [("engines.deep_ep", "rollout.engines.sglang.moe_a2a_backend")] * refused
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -52,8 +78,8 @@ def test_shipped_configurations_have_sizes_that_their_dispatcher_takes(file) -> 
     config = load_config(file, [])
     if not (ROOT / config.model.path).exists():
         pytest.skip("the recipe's model is downloaded")
-    facts = {"trainer": config.trainer, "sizes": sizes_of(config.trainer), "spec": read_model(ROOT / config.model.path)}
-    assert broken([dispatches], facts) == []
+    facts = config.sections | {"sizes": sizes_of(config.trainer), "spec": read_model(ROOT / config.model.path)}
+    assert broken([dispatches, exchanges], facts) == []
 
 
 def test_buffers_have_the_bytes_of_deep_eps_formulas() -> None:
