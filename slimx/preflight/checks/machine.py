@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 
 from slimx.config.rule import rule
@@ -16,8 +16,13 @@ from slimx.models.families import ModelSpec
 from slimx.models.files.starting import start_seconds, weight_bytes
 from slimx.preflight.checks.layout import crosses_nodes
 from slimx.preflight.hardware import GPUS, Machine
+from slimx.preflight.memory_record import EngineMemory
 from slimx.preflight.record import RankMap, Together
 from slimx.reshard.plan.precision import ITEMSIZE
+
+CROWDED = 3
+"""Requests in flight for each one whose keys and values fit at its greatest length, above which a plan warns: rollouts
+have about half of that on average."""
 
 
 @rule("machine.server_nodes", about="rollout.engines.nodes")
@@ -119,6 +124,19 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
             f"schedule.max_staleness is 0: the {trainer.world_size} GPUs of trainers idle while engines generate, and "
             f"the {generating} of engines while trainers train; schedule.max_staleness=1 lets both work at once, one "
             "version apart, and schedule.colocate=true gives GPUs to each in turn"
+        )
+
+
+def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests: int) -> Iterator[str]:
+    """Sentence about servers whose KV caches have room for less than a third of the rollouts in flight: the others wait
+    or are computed again. `engines`: memory of the groups; `requests`: in flight at most, in all of them."""
+    sampling = {group.name for group in rollout.policy_engines if group.role != "prefill"}
+    fit = [engine.count * engine.concurrency for engine in engines if engine.group in sampling and engine.concurrency]
+    if fit and sum(fit) < requests / CROWDED:
+        yield (
+            f"rollout.engines: {sum(fit)} rollouts of the greatest length fit into the KV caches of all servers, of "
+            f"{requests} in flight; give servers more GPUs (tensor, expert, nodes), so that weights take less of each, "
+            "raise sglang.mem_fraction_static, or lower rollout.concurrency"
         )
 
 

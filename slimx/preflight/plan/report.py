@@ -25,7 +25,14 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.checks.machine import has_nodes, idle_warnings, machine_warnings, start_warnings, unused_warnings
+from slimx.preflight.checks.machine import (
+    crowded_warnings,
+    has_nodes,
+    idle_warnings,
+    machine_warnings,
+    start_warnings,
+    unused_warnings,
+)
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import (
     Links,
@@ -148,6 +155,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
             *machine_warnings(config.trainer, config.rollout, machine, spec),
             *start_warnings(config, spec, device),
             *(idle_warnings(config.schedule, config.trainer, config.rollout) if runs else ()),
+            *crowded_warnings(config.rollout, known["engine_memory"], known["batch"].requests_in_flight),
             *(unused_warnings(config.rollout, config.cluster, places) if runs and alone else ()),
         ),
     }

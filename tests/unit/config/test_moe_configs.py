@@ -10,6 +10,7 @@ import pytest
 
 from slimx.config import load_config
 from slimx.models.files.megatron_directory import iteration_name
+from slimx.preflight.checks.machine import crowded_warnings
 from slimx.preflight.plan.report import plan_report
 from tools.docs import make_phases
 
@@ -53,6 +54,7 @@ def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyP
         free = report.gpu_memory - each.nbytes
         assert free >= (config.trainer.memory_margin_mib * 2**20 if each.phase == "train" else 0), each
     assert report.host.nbytes <= report.host.memory, "judged by the kind of GPU"
+    assert not [*crowded_warnings(config.rollout, report.engine_memory, report.batch.requests_in_flight)]
     assert (report.publication is not None) == served and bool(report.engine_memory) == served
     assert report.rank_map.nodes == config.cluster.nodes, "the header names the nodes that the run fills"
     name = Path(config.model.path).name

@@ -346,6 +346,19 @@ def test_gpus_that_idle_are_counted_in_a_warning(plan, overrides, counts):
     assert [[number for number in numbers(warning) if number > 1][:2] for warning in told] == counts, told
 
 
+@pytest.mark.parametrize(
+    ("concurrency", "counts"), [(96, []), (98, [[32.0, 98.0]])], ids=["a third", "less than a third"]
+)
+def test_rollouts_that_find_no_room_in_kv_caches_are_counted_in_a_warning(plan, concurrency, counts):
+    room = "rollout.engines=[{count: 2, max_total_tokens: 65536, tensor: 4, expert: 4}]"
+    batch = ("rollout.max_prompt_tokens=2048", "rollout.sampling={max_new_tokens: 2048}", "rollout.prompts_per_step=64")
+    overrides = (room, *batch, f"rollout.concurrency={concurrency}")
+    status, text = plan(SHALLOW, *RUN_30B, *overrides, "--json")
+    assert status == 0, text
+    found = [warning for warning in json.loads(text)["warnings"] if "KV" in warning]
+    assert [[number for number in numbers(warning) if number > 1][:2] for warning in found] == counts, found
+
+
 def test_each_policy_is_planned_with_its_own_layout_and_its_problems_bear_its_name(plan):
     run = ("trainer={world_size: 2, expert: 2}", "publish.transport=memory", "cluster.device=cpu")
     code, text = plan(SHALLOW, *run, "policies.judge.trainer={world_size: 4, expert: 4}", "--json")
