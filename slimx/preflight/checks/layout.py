@@ -150,7 +150,7 @@ def crosses_nodes(spec: ModelSpec) -> bool:
 
 
 def deep_ep_lacks(ranks: int, spec: ModelSpec) -> str | None:
-    """What sgl-deep-ep 0.1.2 has not to exchange tokens of the model among `ranks`, in words; None: it has all."""
+    """Returns in words why sgl-deep-ep 0.1.2 cannot exchange tokens of the model among `ranks`; None if it can."""
     if ranks not in DEEP_EP_RANKS:
         return f"has no settings for {ranks} ranks, only for {', '.join(map(str, DEEP_EP_RANKS))}"
     if ranks > DEEP_EP_NODE and not crosses_nodes(spec):
