@@ -48,6 +48,12 @@ RUN python -m pip download --no-deps --no-build-isolation --no-binary :all: --de
   && python -m pip install --no-deps --force-reinstall "$(grep -o '^flash-attn-4==[^ ]*' requirements/cu130.txt)" \
   && rm -rf /tmp/flash_attn-2.8.3.post2 /tmp/flash_attn-2.8.3.post2.tar.gz
 
+# Attention kernels of flashinfer for Blackwell, which it would download at the first start: its package flashinfer-cubin
+# is on PyPI up to 0.6.13 only. Its own command ends with 0 when a download failed.
+ENV FLASHINFER_CUBIN_DIR=/opt/flashinfer-cubins
+RUN python -c 'from flashinfer.artifacts import download_artifacts; download_artifacts()' \
+  && test -n "$(find "$FLASHINFER_CUBIN_DIR" -name '*.cubin' -print -quit)"
+
 COPY . .
 RUN make build LOCK=cu130 PYTHON=python3.12 && python -c 'import slimx.cli'
 

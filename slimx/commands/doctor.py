@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import slimx
-from slimx.runtime.toolkit import cuda_home, python_header
+from slimx.runtime.toolkit import cuda_home, link_error, python_header
 
 ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
@@ -239,11 +239,12 @@ def toolchain() -> Iterator[Finding]:
     """Compilers of kernels that are made while a run goes on, and packages of the GPU whose import fails without it."""
     cuda, home, header = _cuda(), cuda_home(os.environ), python_header()
     unneeded = "" if cuda else " (needed on GPUs only)"
-    have = home is not None and (home / "bin" / "nvcc").exists()
-    problem = f"there is no nvcc in {home}/bin" if home is not None else "no CUDA toolkit was found"
-    remedy = "DeepGEMM and DeepEP cannot be imported without one; run `make venv LOCK=cu130`, or set CUDA_HOME"
-    text = f"{home}/bin/nvcc" if have else f"none{unneeded}"
-    yield Finding("nvcc", text, None if have or not cuda else f"{problem}; {remedy}")
+    problem, text = "no CUDA toolkit was found", f"none{unneeded}"
+    if home is not None:
+        error = link_error(home, driver=cuda)
+        problem, text = error and f"the CUDA toolkit in {home} makes no kernel ({error})", f"{home}/bin/nvcc"
+    remedy = "engines make theirs when they start; run `make venv LOCK=cu130`, or set CUDA_HOME"
+    yield Finding("nvcc", text, f"{problem}; {remedy}" if problem and (cuda or home) else None, needed=cuda)
     yield Finding(
         "Python.h",
         f"{header}" if header else f"none{unneeded}",
@@ -255,9 +256,28 @@ def toolchain() -> Iterator[Finding]:
         error = _import_error("deep_ep", os.environ | ({"CUDA_HOME": str(home)} if home else {}))
         text = "can be imported" if error is None else f"cannot be imported: {error}"
         yield Finding("deep_ep", text, error and f"trainer.moe.dispatcher=flex needs it: {error}", needed=False)
+    yield from _cubins(os.environ, cuda and _blackwell())
     flash = {name: version for name in FLASH if (version := _version(name))}
     said = ", ".join(f"{name} {version}" for name, version in flash.items())
     yield Finding("FlashAttention", said or f"no distribution of it{unneeded}")
+
+
+def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding]:
+    """Compiled kernels that flashinfer 0.7.2 takes for attention on Blackwell, and would download at a first start."""
+    if (needed := _version("flashinfer-python")) is None:
+        return
+    base = environment.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
+    folder = Path(environment.get("FLASHINFER_CUBIN_DIR") or Path(base, ".cache", "flashinfer", "cubins"))
+    if _version("flashinfer-cubin") == needed:
+        text = f"flashinfer-cubin {needed}"
+    elif any(folder.rglob("*.cubin")):
+        text = f"in {folder}"
+    else:
+        remedy = "from flashinfer.artifacts import download_artifacts; download_artifacts()"
+        problem = f"SGLang's attention on Blackwell downloads them when it first needs each; run `python -c '{remedy}'`"
+        yield Finding("cubins", f"none in {folder}", problem if blackwell else None, needed=False)
+        return
+    yield Finding("cubins", text)
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
@@ -317,6 +337,12 @@ def _cuda() -> bool:
     except ImportError:
         return False
     return torch.cuda.is_available()
+
+
+def _blackwell() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability()[0] >= 10
 
 
 def _found(module: str) -> bool:

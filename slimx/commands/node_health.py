@@ -24,6 +24,9 @@ XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})
 """Errors after which NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors) has the GPU reset or replaced: memory (48,
 64, 95, 140), NVLink (74), off the bus (79), its own processors (62, 119, 120, 143). Others come of programs, or
 are in NVML's counters."""
+IBGDA = {"NVreg_EnableStreamMemOPs=1": r"^EnableStreamMemOPs: 1$", "PeerMappingOverride=1": r"PeerMappingOverride=1"}
+"""Options of NVIDIA's kernel module with which GPUs ring InfiniBand adapters themselves, as DeepEP has them do between
+nodes (docs.nvidia.com/nvshmem, installation guide), and what the driver shows of each."""
 XID_LINE = re.compile(r"NVRM: Xid \((PCI:[^)]+)\): (\d+)")
 RECENT_S = 3600.0
 """Age in seconds up to which an error in the kernel's log counts: a node that was repaired keeps its log."""
@@ -55,6 +58,7 @@ class Places:
     infiniband: Path = Path("/sys/class/infiniband")
     shm: Path = Path("/dev/shm")
     kernel_log: Path = Path("/dev/kmsg")
+    driver: Path = Path("/proc/driver/nvidia/params")
     now: Callable[[], float] = field(default=time.time)
     uptime: Callable[[], float] = field(default=lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
 
@@ -79,6 +83,7 @@ def examine_node(
             except SlimxError as error:
                 problems.append(str(error))
         problems += _kernel_errors(places)
+        notes += _ibgda(places)
     return problems, notes
 
 
@@ -128,6 +133,19 @@ def _hcas(wanted: Wanted, places: Places) -> Iterator[str]:
         elif not any("ACTIVE" in state.read_text() for state in ports):
             states = ", ".join(state.read_text().strip() for state in ports)
             yield f"no port of {name} is active ({states}); look at ibstat, cable and switch"
+
+
+def _ibgda(places: Places) -> Iterator[str]:
+    """Options of the driver, on a node with adapters, that DeepEP needs between nodes: not every run has it."""
+    if not places.driver.exists() or not (places.infiniband.is_dir() and os.listdir(places.infiniband)):
+        return
+    params = places.driver.read_text()
+    if missing := [option for option, line in IBGDA.items() if not re.search(line, params, re.MULTILINE)]:
+        yield (
+            f"the NVIDIA driver runs without {' and '.join(missing)}, which DeepEP needs between nodes "
+            "(trainer.moe.dispatcher=flex, moe_a2a_backend=deepep); add to /etc/modprobe.d: options nvidia "
+            'NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords="PeerMappingOverride=1;"'
+        )
 
 
 def _kernel_errors(places: Places) -> Iterator[str]:

@@ -21,7 +21,7 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
     config = engines.config
     if not config.publish.one_machine:
         return
-    hosts, deadline_s = external_hosts(config.rollout), config.cluster.start_deadline
+    hosts, deadline_s = external_hosts(config.rollout), engines.start_deadline_s
     started = [engine for engine in engines.engines if engine.name not in hosts]
     (publisher,) = await gather(
         [trainers.actors[PUBLISHER].__ray_call__.remote(place_among, list(hosts.values()))],

@@ -40,6 +40,8 @@ class TrainerMemory(Record):
     trainer leaves the device."""
     communication: int
     """Tokens on their way to and from experts."""
+    dispatcher: int = 0
+    """DeepEP's buffers (`slimx.preflight.memory.deep_ep`), which the process keeps."""
     publication: int
     """On this rank's GPU while weights are published: buckets, or its part of one on its way to host memory, and what
     merging a weight with its adapter takes for a moment."""
@@ -102,6 +104,8 @@ class EngineMemory(Record):
     """Beside the weights, while weights are published."""
     overhead: int
     """CUDA context, NCCL, workspaces of libraries: assumed, not measured."""
+    dispatcher: int = 0
+    """DeepEP's buffers, which stay while the server sleeps."""
     graphs: int
     """CUDA graphs, by SGLang's own reserve for them."""
     work: int

@@ -2,28 +2,84 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
 import shutil
+import subprocess
 import sysconfig
-from collections.abc import MutableMapping
+import tempfile
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+
+from slimx.errors import SlimxError
 
 USUAL = Path("/usr/local/cuda")
 WHEEL = "nvidia/cu13"
-"""Directory of site-packages in which the wheel nvidia-cuda-nvcc of the CUDA lock puts bin/nvcc."""
+"""Directory of site-packages in which the wheels of the CUDA lock have their files."""
+RUNTIME = "lib64/libcudart.so"
+"""The library that SGLang and flashinfer link their kernels with, as a toolkit has it."""
+PROGRAM = "#include <cuda_runtime.h>\n__global__ void one(int* x) { *x = 1; }\nvoid run(int* x) { one<<<1, 1>>>(x); }\n"
 
 
-def cuda_home(environment: MutableMapping[str, str], packages: Path | None = None) -> Path | None:
+def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> Path | None:
     """Returns the home of the toolkit: the one that CUDA_HOME or CUDA_PATH names, that of the nvcc on PATH, the usual
-    place, or the lock's wheel in `packages` (site-packages of this Python); None if there is none.
+    place, or the lock's wheels in `packages` (site-packages of this Python); None if there is none.
 
-    An nvcc on PATH may be a script that starts one elsewhere, so a home needs libraries, too."""
-    if given := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
-        return Path(given)
+    An nvcc on PATH may be a script that starts one elsewhere, so a home needs libraries, too. Wheels have them under
+    names that no linker looks for: they get a home of links (`wheel_home`)."""
+    if named := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
+        return Path(named)
     compiler = shutil.which("nvcc", path=environment.get("PATH"))
     on_path = Path(compiler).resolve().parents[1] if compiler else USUAL
+    if (home := next((home for home in (on_path, USUAL) if (home / RUNTIME).exists()), None)) is not None:
+        return home
     wheel = (packages or Path(sysconfig.get_path("purelib"))) / WHEEL
-    homes = [(on_path, "lib64/libcudart.so"), (USUAL, "lib64/libcudart.so"), (wheel, "bin/nvcc")]
-    return next((home for home, needed in homes if (home / needed).exists()), None)
+    return wheel_home(wheel, environment) if (wheel / "bin/nvcc").exists() else None
+
+
+def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
+    """Returns a directory in the user's cache with links to the files of `wheel`, laid out as a toolkit: libraries in
+    lib64, with names for linkers, and the driver's in lib64/stubs.
+
+    Its name is a digest of the links, so that whoever finds it finds it whole and right.
+    Raises SlimxError if the cache cannot be written."""
+    links = {name: wheel / name for name in ("bin", "include", "nvvm")}
+    for library in sorted((wheel / "lib").glob("lib*")):
+        links[f"lib64/{library.name}"] = library
+        if (stem := library.name.partition(".so.")[0]) != library.name:
+            links.setdefault(f"lib64/{stem}.so", library)
+    if (driver := _driver(environment)) is not None:
+        links["lib64/stubs/libcuda.so"] = driver
+    digest = hashlib.sha256("\n".join(f"{name} {target}" for name, target in links.items()).encode()).hexdigest()
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slimx"
+    home = cache / f"cuda-{digest[:16]}"
+    if home.exists():
+        return home
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".cuda-") as scratch:
+            made = Path(scratch, "home")
+            for name, target in links.items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).symlink_to(target)
+            made.rename(home)
+    except OSError as error:
+        if not home.exists():  # else another process of the node, which starts together with this one, was first
+            raise SlimxError(
+                f"{home} cannot be made ({error.strerror}), in which kernels would find the CUDA toolkit of {wheel}; "
+                "set XDG_CACHE_HOME to a directory that can be written, or CUDA_HOME to a toolkit",
+                code="toolkit.cache",
+                about=str(cache),
+            ) from None
+    return home
+
+
+def _driver(environment: Mapping[str, str]) -> Path | None:
+    """The driver's library where the loader finds it."""
+    usual = (f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/local/nvidia/lib64")
+    folders = [*filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")), *usual]
+    return next((path for folder in folders if (path := Path(folder, "libcuda.so.1")).exists()), None)
 
 
 def set_cuda_home(environment: MutableMapping[str, str], packages: Path | None = None) -> None:
@@ -31,6 +87,29 @@ def set_cuda_home(environment: MutableMapping[str, str], packages: Path | None =
     find no toolkit, and neither looks for the wheel."""
     if (home := cuda_home(environment, packages)) is not None:
         environment.setdefault("CUDA_HOME", str(home))
+
+
+def link_error(home: Path, *, driver: bool) -> str | None:
+    """Returns why a kernel cannot be compiled and linked by the toolkit in `home` as SGLang 0.5.23
+    (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do it at run time: in the words
+    of the program that fails; None if it can be. `driver`: with the driver's library, too, as flashinfer does."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source, compiled, library = (Path(scratch, name) for name in ("one.cu", "one.o", "one.so"))
+        source.write_text(PROGRAM)
+        linker = os.environ.get("CXX", "c++")
+        libraries = [f"-L{home}/lib64", "-lcudart", *([f"-L{home}/lib64/stubs", "-lcuda"] if driver else [])]
+        for command in (
+            [home / "bin/nvcc", "-Xcompiler", "-fPIC", "-c", source, "-o", compiled],
+            [linker, "-shared", compiled, *libraries, "-o", library],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                return f"{command[0]}: {error}"
+            if done.returncode:
+                lines = (done.stderr + done.stdout).strip().splitlines() or [f"status {done.returncode}"]
+                return next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
+    return None
 
 
 def python_header() -> Path | None:

@@ -6,13 +6,22 @@ import os
 import sys
 
 from slimx.runtime.allocator import set_expandable_segments, set_pinned_sizes
+from slimx.runtime.nvshmem import NVSHMEM
 from slimx.runtime.toolkit import set_cuda_home
 
 
-def prepare_process(device: str, *, shares_layers: bool, local: bool, fp8: bool = False, waiting: bool = False) -> None:
+def prepare_process(
+    device: str,
+    *,
+    shares_layers: bool,
+    local: bool,
+    fp8: bool = False,
+    deep_ep: bool = False,
+    waiting: bool = False,
+) -> None:
     """Set the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
     several ranks compute one layer together (tensor or context parallelism); `local`: whether they meet on loopback;
-    `fp8`: for trainer.fp8; `waiting`: for trainer.offload_activations."""
+    `fp8`: for trainer.fp8; `deep_ep`: for a flex dispatcher; `waiting`: for trainer.offload_activations."""
     if local:
         # gloo would look up the host's name, which need not resolve, and listen at an address that others reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -29,6 +38,9 @@ def prepare_process(device: str, *, shares_layers: bool, local: bool, fp8: bool 
         # Transformer Engine reads it on import: scales of 128-wide blocks are fp32, as publications write them, and not
         # powers of two.
         os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
+    if deep_ep:
+        for name, value in NVSHMEM.items():
+            os.environ.setdefault(name, value)
     if shares_layers:
         # One hardware queue: a layer's collective is then launched before the product that should hide it, as
         # megatron-core's overlap of the two assumes (it warns otherwise).

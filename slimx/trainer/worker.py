@@ -70,9 +70,16 @@ class TrainerWorker:
         config = self._config = Config.model_validate(self._values)
         local = is_loopback(urlsplit(init_method).hostname or "")
         shares = config.trainer.tensor * config.trainer.context > 1
-        fp8, waiting = config.trainer.fp8 is not None, bool(config.trainer.offload_activations)
-        prepare_process(self.device, shares_layers=shares, local=local, fp8=fp8, waiting=waiting)
-        adapters = install_adapters(exact=config.exact, deep_ep=config.trainer.moe.dispatcher == "flex")
+        fp8, deep_ep = config.trainer.fp8 is not None, config.trainer.moe.dispatcher == "flex"
+        prepare_process(
+            self.device,
+            shares_layers=shares,
+            local=local,
+            fp8=fp8,
+            deep_ep=deep_ep,
+            waiting=bool(config.trainer.offload_activations),
+        )
+        adapters = install_adapters(exact=config.exact, deep_ep=deep_ep)
         import torch
 
         import slimx.trainer.trainer  # noqa: F401 - what `_build` needs counts among the imports, not as the model

@@ -278,7 +278,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
     engine: Engine, tiny_weights: Weights, shape: ModelShape
 ) -> None:
     await engine.pause()
-    await engine.sleep(("kv_cache", "weights"))
+    await engine.sleep()
     with refused("engine.state", about="resume"):
         await engine.resume()
     await engine.wake(("weights",))
@@ -289,7 +289,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
         await engine.load()
     await engine.verify()
     await engine.commit(30)
-    assert engine.asleep == {"kv_cache"}
+    assert engine.asleep == {"kv_cache", "cuda_graph"}
     await engine.resume()
     assert engine.state is State.READY and not engine.asleep
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:

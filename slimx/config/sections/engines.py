@@ -63,6 +63,9 @@ class Engines(Section):
     """Pipeline parallel size of a server (pp_size)."""
     dp_attention: Size = 1
     """Copies of the attention in a server (dp_size with enable_dp_attention); divides tensor."""
+    precompile: bool = False
+    """Compile DeepGEMM's kernels for all sizes before a server serves (tens of minutes at a first start with fp8
+    weights), not when it first needs each."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs, passed through after a check."""
 
@@ -168,7 +171,7 @@ class Engines(Section):
 
     def _external(self, where: str) -> None:
         """Refuse addresses that are none, and keys that cannot reach a server which runs already."""
-        idle = ("count", "model", "nodes", "max_total_tokens", "threads", "sglang")
+        idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
         # Ranks, and a run's own config.yaml, have the defaults written out.
         default = type(self)()
         if given := [key for key in idle if getattr(self, key) != getattr(default, key)]:

@@ -65,8 +65,9 @@ class Cluster(Section):
     """Network on which nobody but this run's users sends anything: true, or its CIDR, in which every machine's servers
     then take their address (without it: the one by which Ray knows the machine). Engines with `dp_attention` over
     several `nodes` need it (docs/engines.md)."""
-    start_deadline: Seconds = 300
-    """Seconds until Ray, trainers and engines must be up."""
+    start_deadline: Seconds | None = None
+    """Seconds until Ray, trainers and engines must be up; null: 300 on the CPU, and on GPUs 600 for compilation and one
+    for every GB of weights that a node reads."""
     ray_deadline: Seconds = 45
     """Seconds in which Ray's processes must answer; later the run ends, and says which is silent."""
     stop_deadline: Seconds = 120

@@ -259,8 +259,9 @@ class Trainer(RankLayout):
     """Tokens of a rank whose logits exist at once, in forward and backward; null: as many as make 256 MiB of fp32
     logits, at least 128."""
     attention: Literal["auto", "flash", "fused", "unfused"] = "auto"
-    """Kernel of the attention: flash (flash-attn), fused (cuDNN), unfused (Transformer Engine's own, or torch without
-    it); auto: the fastest that the machine has."""
+    """Kernel of the attention: flash (flash-attn; on Hopper FlashAttention 4, a beta, unless FlashAttention 3 is
+    installed), fused (cuDNN), unfused (Transformer Engine's own, or torch without it); auto: the fastest that the
+    machine has."""
     moe: Moe = Moe()
     indexer_replay: Literal["none", "R2", "R3"] = "none"
     """Tokens that sparse attention (DSA) sees in a training pass. none: the indexer's own choice; R2: what it chose

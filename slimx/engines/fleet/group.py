@@ -22,6 +22,7 @@ from slimx.engines.server.configured import spec_values
 from slimx.engines.server.keys import Keys, key_in
 from slimx.engines.server.router import Router
 from slimx.errors import SlimxError
+from slimx.models.files.starting import start_deadline
 from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
 
@@ -53,6 +54,7 @@ class EngineGroup:
         trainer ranks, one GPU each, with which engines take turns on CUDA; empty: they have GPUs of their own."""
         groups = config.rollout.policy_engines if groups is None else groups
         self.config, self.device, self.moe, self.frozen = config, device, moe, groups[0].frozen
+        self.start_deadline_s = start_deadline(config, device)
         self._shared = list(shared)
         self.keys = Keys.random()
         """Keys of the router and of all servers that slimx starts."""
@@ -70,7 +72,7 @@ class EngineGroup:
             self.engines,
             self.router,
             health=config.rollout.health,
-            start_deadline_s=config.cluster.start_deadline,
+            start_deadline_s=self.start_deadline_s,
             note=note,
             record=record,
         )
@@ -109,7 +111,7 @@ class EngineGroup:
 
     async def start(self) -> None:
         """Start servers and router together. An engine is in the router only after its first publication."""
-        limit = self.config.cluster.start_deadline
+        limit = self.start_deadline_s
         self.router.start()
         await asyncio.gather(self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines))
         # A server that runs already refuses what is older than the publications of the run before.

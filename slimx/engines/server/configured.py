@@ -30,6 +30,7 @@ def spec_values(config: Config, group: Engines, name: str, *, device: str, moe: 
         "exact_leaves": None if group.frozen else config.leaves,
         "draft": config.publishes_draft(group),
         "adapters": None if group.frozen else served_lora(config),
+        "precompile": group.precompile,
         "sleeps": config.schedule.colocate and not group.frozen,
     }
 

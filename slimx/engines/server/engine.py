@@ -177,8 +177,8 @@ class Engine:
         """End every request now; each brings what it has, with finish reason "abort"."""
         await self.control.abort_all()
 
-    async def sleep(self, tags: tuple[Tag, ...] = ("kv_cache", "weights")) -> None:
-        """Release the memory of `tags`."""
+    async def sleep(self, tags: tuple[Tag, ...] = ("kv_cache", "weights", "cuda_graph")) -> None:
+        """Release the memory of `tags`; that of CUDA graphs is copied to host memory, if it can be released."""
         self.require("sleep", State.PAUSED)
         await self.control.sleep(tags)
         self.asleep |= set(tags)

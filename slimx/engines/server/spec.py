@@ -13,6 +13,7 @@ from slimx.engines.server.control import RECEIVER
 from slimx.engines.server.keys import STDIN, Keys
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
+from slimx.runtime.nvshmem import NVSHMEM
 from slimx.runtime.ports import address, is_loopback
 
 EXACT_ATTENTION = "slimx_exact"
@@ -83,6 +84,8 @@ class EngineSpec:
     """True if publications bring the weights of its draft model, too."""
     adapters: ServedLora | None = None
     """Adapters that publications bring unmerged; None: they bring weights alone."""
+    precompile: bool = False
+    """True if DeepGEMM's kernels are compiled before it serves (CUDA only)."""
     sleeps: bool = False
     """True if its memory is given back while trainers train."""
     external: bool = False
@@ -248,6 +251,14 @@ def server_env(spec: EngineSpec) -> dict[str, str]:
         # SGLang gives up where one rank's GPU has a tenth less memory free than another's, as sleeping trainers leave
         # them; how much there is, `slimx plan` has counted.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    if spec.device == "cuda":
+        environment |= {name: value for name, value in cuda_defaults(spec).items() if name not in os.environ}
+        if spec.sleeps:
+            # Without it graphs stay on the GPU while trainers train; with it captured all-reduces copy their input.
+            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
+        if not spec.frozen:
+            # Else rows of experts are permuted after loading, and no publication would find what it brought.
+            environment["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(spec.threads)
         if spec.sizes.world > 1:
@@ -256,3 +267,15 @@ def server_env(spec: EngineSpec) -> dict[str, str]:
             shares = [[cores[(rank * n + k) % len(cores)] for k in range(n)] for rank in range(spec.sizes.world)]
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment
+
+
+def cuda_defaults(spec: EngineSpec) -> dict[str, str]:
+    """Variables of a server on GPUs that a user's own take the place of."""
+    variables = {}
+    if not spec.precompile:
+        # SGLang would compile kernels for every number of tokens up to 16384, for 10 to 20 minutes by its own estimate
+        # (srt/layers/deep_gemm_wrapper/compile_utils.py), before a server of fp8 weights is ready.
+        variables |= {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true"}
+    if spec.sglang.get("moe_a2a_backend") == "deepep":
+        variables |= NVSHMEM
+    return variables

@@ -18,6 +18,7 @@ from slimx.cluster.waiting import begin_log, gather
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, PartLost
 from slimx.layout.ranks import Sizes, coordinates
+from slimx.models.files.starting import start_deadline
 from slimx.orchestration.ranks.placement import PackedGpus
 from slimx.runtime.tasks import cancelled
 
@@ -45,8 +46,9 @@ class RankGroup:
         """`name`: of the group, in messages and logs. `config`: its `trainer` section is the group's own."""
         self.name, self.config, self.sizes = name, config, sizes
         self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(sizes.world)]
+        self.start_deadline_s = start_deadline(config, device)
         self._gpus = (
-            PackedGpus(name, sizes.world, cpus=config.trainer.threads, deadline_s=config.cluster.start_deadline)
+            PackedGpus(name, sizes.world, cpus=config.trainer.threads, deadline_s=self.start_deadline_s)
             if device == "cuda"
             else None
         )
@@ -81,7 +83,7 @@ class RankGroup:
 
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks up; their pids and adapters, by rank."""
-        limit = self.config.cluster.start_deadline
+        limit = self.start_deadline_s
         asked = [self.actors[0].rendezvous.remote()]
         (where,) = await self.answers(asked, [0], f"the start of {self.holder(0)}", limit)
         answers = await self.call("start", self.same(where), f"the start of the {self.name} ranks", limit)
@@ -92,7 +94,7 @@ class RankGroup:
         """Add the process, the machine and Ray's id of it to `started`, for ranks that may not have started yet; they
         have `deadline_s`, or `cluster.start_deadline`, to find a place."""
         asked = [actor.__ray_call__.remote(identity_of) for actor in self.actors]
-        what, limit = f"the processes of the {self.name} ranks", deadline_s or self.config.cluster.start_deadline
+        what, limit = f"the processes of the {self.name} ranks", deadline_s or self.start_deadline_s
         found = await self.answers(asked, range(self.sizes.world), what, limit)
         self.started = [started | one for started, one in zip(self.started or [{}] * len(found), found, strict=True)]
 

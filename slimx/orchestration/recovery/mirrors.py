@@ -127,7 +127,7 @@ class Mirrors:
                 ],
                 what=f"{method} of mirrors",
                 holders=holders,
-                deadline_s=self.trainers.config.cluster.start_deadline,
+                deadline_s=self.trainers.start_deadline_s,
                 logs=[self._log(number) for number in range(len(self._stores))],
             )
         except (DeadlineError, SlimxError) as error:

@@ -18,6 +18,11 @@ from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
 from slimx.models.state_space import PATTERN, layers_of
 
+DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""Ranks for which DeepEP has settings (`get_dispatch_config` in `deep_ep/buffers/legacy.py`)."""
+DEEP_EP_NODE = 8
+"""Ranks of a node to DeepEP, however many GPUs it has (`LEGACY_NUM_MAX_NVL_PEERS`)."""
+
 
 @rule("layout.divides", about="trainer")
 def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
@@ -138,7 +143,36 @@ def decays_known(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
     yield from ()
 
 
-SPLIT = (sizes_divide, shares_key_heads, shares_groups, covers, trains_something, decays_known)
+def crosses_nodes(spec: ModelSpec) -> bool:
+    """True if DeepEP's kernels between nodes take the model: its combine asserts on the GPU that a bf16 row is whole
+    warps of 16 bytes (`hidden_int4 % 32 == 0`)."""
+    return spec.transformer["hidden_size"] % 256 == 0
+
+
+def deep_ep_lacks(ranks: int, spec: ModelSpec) -> str | None:
+    """Returns in words why sgl-deep-ep 0.1.2 cannot exchange tokens of the model among `ranks`; None if it can."""
+    if ranks not in DEEP_EP_RANKS:
+        return f"has no settings for {ranks} ranks, only for {', '.join(map(str, DEEP_EP_RANKS))}"
+    if ranks > DEEP_EP_NODE and not crosses_nodes(spec):
+        return (
+            f"has kernels for {ranks} ranks, more than {DEEP_EP_NODE}, only of hidden sizes that 256 divides, and "
+            f"{spec.path} has {spec.transformer['hidden_size']}"
+        )
+    return None
+
+
+@rule("layout.deep_ep", about="trainer.moe.dispatcher")
+def dispatches(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
+    ranks = sizes.expert * sizes.expert_tensor
+    flex = trainer.moe.dispatcher == "flex" and trainer.moe.flex_backend == "deepep"
+    if flex and spec.experts and ranks > 1 and (lack := deep_ep_lacks(ranks, spec)):
+        yield (
+            f"trainer.moe.dispatcher=flex is DeepEP, which {lack}; set trainer.moe.dispatcher=alltoall, or other sizes "
+            "(trainer.expert x trainer.expert_tensor)"
+        )
+
+
+SPLIT = (sizes_divide, shares_key_heads, shares_groups, covers, trains_something, decays_known, dispatches)
 """Asked of the policy and, with other keys, of the critic."""
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Iterator
+from math import prod
 
 from slimx.config.rule import rule
+from slimx.config.schema import Config
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
+from slimx.models.families import ModelSpec
+from slimx.models.files.starting import start_seconds, weight_bytes
+from slimx.preflight.checks.layout import crosses_nodes
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.preflight.memory_record import EngineMemory
 from slimx.preflight.record import RankMap, Together
+from slimx.reshard.plan.precision import ITEMSIZE
 
 CROWDED = 3
 """Requests in flight for each one whose keys and values fit at its greatest length, above which a plan warns: rollouts
@@ -70,7 +76,7 @@ def has_trackers(track: Track, local_device: str) -> Iterator[tuple[str, str]]:
             yield key, f"{key} is set but {package} is not installed: pip install {package} or set {key}={off}"
 
 
-def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> Iterator[str]:
+def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec: ModelSpec) -> Iterator[str]:
     """Sentences about what runs, but not well."""
     for key, size in (
         ("trainer.tensor", trainer.tensor),
@@ -81,10 +87,23 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> It
                 f"{key}={size} reaches beyond the {machine.domain} GPUs that NVLink joins, so that every layer waits "
                 "for the network"
             )
-    if trainer.moe.dispatcher == "alltoall" and trainer.expert * trainer.expert_tensor_size > machine.domain:
+    wide = trainer.expert * trainer.expert_tensor_size > machine.domain
+    if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec):
         yield (
             f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens travel once "
             "per expert, not once per node; flex does better where its kernels are installed"
+        )
+
+
+def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
+    """A sentence about a deadline that a first start may miss, which ends the run. The weights need not be here."""
+    deadline = config.cluster.start_deadline
+    elements = sum(prod(shape) for shape in spec.table.checkpoint_shapes().values())
+    nbytes = max(weight_bytes(config), elements * ITEMSIZE[config.numerics.dtype])
+    if device == "cuda" and deadline is not None and deadline < (seconds := start_seconds(device, nbytes)):
+        yield (
+            f"cluster.start_deadline={deadline:g} is less than the {seconds:.0f} s that a first start may take to read "
+            f"{nbytes / 1e9:.0f} GB of weights and to compile; leave it out or raise it"
         )
 
 

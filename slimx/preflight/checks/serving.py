@@ -19,6 +19,7 @@ from slimx.layout.ranks import engine_sizes
 from slimx.models.families import ModelSpec
 from slimx.models.files.index import read_object
 from slimx.models.flops import delta_net_layers
+from slimx.preflight.checks.layout import deep_ep_lacks
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.runtime.ports import is_own
 
@@ -106,6 +107,19 @@ def publishes_to_plain_layouts(
                 f"rollout.engines.sglang.{field}",
                 f"{group.where}: on cluster.gpu=gb300 SGLang would hold weights in a layout that cannot be published "
                 f"with sglang.{field}={group.sglang.get(field, 'auto')}; set it to {plain}",
+            )
+
+
+@rule("engines.deep_ep", about="rollout.engines.sglang.moe_a2a_backend")
+def exchanges(rollout: Rollout, spec: ModelSpec) -> Iterator[str]:
+    """SGLang's low-latency mode alone has no settings by ranks, nor the kernels between nodes that prompts need."""
+    for group in rollout.policy_engines:
+        backend, mode = group.sglang.get("moe_a2a_backend"), group.sglang.get("deepep_mode")
+        by_deep_ep = backend == "deepep" and mode != "low_latency"
+        if by_deep_ep and spec.experts and (lack := deep_ep_lacks(group.tensor, spec)):
+            yield (
+                f"{group.where}: moe_a2a_backend=deepep is DeepEP, which {lack}; leave moe_a2a_backend out, or set "
+                "another tensor"
             )
 
 

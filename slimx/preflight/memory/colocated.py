@@ -20,6 +20,6 @@ def colocated_memory(
         training=shared["train"],
         generating=shared["generate"],
         publishing=shared["publish"],
-        engine_asleep=max(engine.overhead + engine.graphs for engine in engines),
+        engine_asleep=max(engine.overhead + engine.dispatcher for engine in engines),
         margin=machine.memory - max(shared.values()),
     )

@@ -18,6 +18,7 @@ from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
 from slimx.preflight.hardware import OVERHEAD, Machine
+from slimx.preflight.memory.deep_ep import engine_buffers
 from slimx.preflight.memory_record import EngineMemory
 from slimx.reshard.plan.precision import ITEMSIZE, Quantisation
 
@@ -65,6 +66,7 @@ def engine_memory(
         concurrency=None,
         staged=staged,
         overhead=OVERHEAD,
+        dispatcher=engine_buffers(group, spec, sizes),
         graphs=0 if machine.memory is None else graph_bytes(group, sizes, machine.memory),
         work=WORK,
     )

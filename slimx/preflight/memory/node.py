@@ -32,9 +32,11 @@ def host_memory(
     *,
     critic_own: bool,
     batches: int = 0,
+    graphs: int = 0,
 ) -> HostMemory:
     """Host memory of the fullest node with trainer ranks, when everything there has been allocated: pinned memory is
-    kept for the next time. `batches`: bytes that the driver, which may be there, keeps of them (`kept_batches`)."""
+    kept for the next time. `batches`: bytes that the driver, which may be there, keeps of them (`kept_batches`).
+    `graphs`: bytes of CUDA graphs of an engine rank, which are there while it sleeps."""
     shared = not critic_own and any(record.model == "critic" for record in trainers)
     policy = [record for record in trainers if record.model == "trainer"]
     rank = max(policy, key=lambda record: record.host)
@@ -66,6 +68,7 @@ def host_memory(
         "mirrors of a neighbour's ranks": 2 * ranks * mirrored,  # the whole one, and the one that comes in
         "buckets of a publication": buckets,
         "weights published last": last,
+        "CUDA graphs of sleeping engines": engines * graphs,
         "batches that are kept for new trainers": batches,
         "processes": (ranks + engines) * PROCESS,
     }

@@ -13,8 +13,9 @@
 
 Weights are twice there while Megatron's buffers are filled with those that the model was built with. A trainer whose
 engines have GPUs of their own (or without `trainer.offload`) keeps its state always. An engine rank that sleeps keeps
-its context and its CUDA graphs. The first publication is like all others. Checkpoints are written from the state and
-read into it, without more memory. The order of phases is that of `slimx.orchestration`.
+its context and DeepEP's buffers; its CUDA graphs go to host memory, and come back with the KV cache. The first
+publication is like all others. Checkpoints are written from the state and read into it, without more memory. The order
+of phases is that of `slimx.orchestration`.
 """
 
 from __future__ import annotations
@@ -102,9 +103,8 @@ def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
         parts = _kept(rank, phase)
         return {what: n for what, n in parts.items() if what not in ("gradients", "optimizer state", "codes in fp8")}
     if phase in ("start", "generate"):
-        left = sum(record.away for record in rank) - sum(record.overhead for record in rank[1:])
-        own = max(record.overhead for record in rank)
-        return {"trainer's overhead": own, "trainer's state": left - own}
+        left = sum(record.away - record.overhead - record.dispatcher for record in rank)
+        return _process(rank) | {"trainer's state": left}
     return _kept(rank, phase)
 
 
@@ -115,7 +115,7 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
         return sum(getattr(record, field) for record in rank for field in fields)
 
     weights, gradients = total("weights"), total("gradients")
-    overhead = {"trainer's overhead": max(record.overhead for record in rank)}
+    overhead = _process(rank)
     if phase == "load":
         main = total("optimizer") - total("moments")
         # megatron-core copies what is trained into its buffers, and frees what it was.
@@ -138,6 +138,12 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
     return state
 
 
+def _process(rank: Sequence[TrainerMemory]) -> _Bytes:
+    """Bytes that the models of a rank have in common, by holder."""
+    buffers = max(record.dispatcher for record in rank)
+    return {"trainer's overhead": max(record.overhead for record in rank), "trainer's DeepEP buffers": buffers}
+
+
 def _activations(record: TrainerMemory) -> int:
     return record.activations + max(record.head, record.work) + record.communication
 
@@ -150,12 +156,13 @@ def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
     """Bytes of an engine rank, by holder; `shared`: in turns with a trainer rank."""
     if shared and phase == "load":
         return {}
-    own = {"engine's overhead": engine.overhead, "CUDA graphs": engine.graphs}
+    own = {"engine's overhead": engine.overhead, "engine's DeepEP buffers": engine.dispatcher}
     if shared and phase not in ("start", "generate", "publish", "wake"):
         return own
     own["engine's weights"] = engine.weights
     if phase == "publish":
         own["staged weights"] = engine.staged
     if phase in ("start", "generate") or not shared:
-        own |= {"KV cache": engine.cache, "recurrent states": engine.states, "engine's activations": engine.work}
+        own |= {"KV cache": engine.cache, "recurrent states": engine.states, "CUDA graphs": engine.graphs}
+        own["engine's activations"] = engine.work
     return own

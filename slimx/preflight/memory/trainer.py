@@ -17,6 +17,7 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import OVERHEAD
 from slimx.preflight.memory.activations import Setting
 from slimx.preflight.memory.batch_plan import batch_plan
+from slimx.preflight.memory.deep_ep import trainer_buffers
 from slimx.preflight.memory.parameter_runs import Holdings, ParameterRun
 from slimx.preflight.memory.pipeline import ActivationBytes, activation_bytes
 from slimx.preflight.memory.state import FP32, Buffers, StateBytes, state_bytes
@@ -158,6 +159,7 @@ def _record(
     hosted = round(state.moments * config.trainer.optimizer.offload_fraction)
     step = min(MOMENT_PIECE, hosted) + state.copied
     dispatched = _dispatched(spec, setting)
+    dispatcher = trainer_buffers(config.trainer, spec, setting.sizes, device)
     overhead = OVERHEAD if device == "cuda" else 0
     served = _served(config, state) if model == "trainer" else 0
     copies = _in_fp8(config, state, device) if model == "trainer" else 0
@@ -185,11 +187,12 @@ def _record(
         step=step,
         copies=copies,
         communication=dispatched,
+        dispatcher=dispatcher,
         publication=buckets,
         overhead=overhead,
         in_flight=activations.in_flight,
-        peak=static + overhead + max(activations.peak + dispatched, step, buckets),
-        away=overhead + (served + merging if moving else static),
+        peak=static + overhead + dispatcher + max(activations.peak + dispatched, step, buckets),
+        away=overhead + dispatcher + (served + merging if moving else static),
         host_optimizer=round(hosted * share),
         host_copies=round(state.weights * share) * (others + 1) if others else 0,
         host_away=away + round((state.optimizer - hosted) * share) if moving else 0,

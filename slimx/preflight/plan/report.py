@@ -25,7 +25,14 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.checks.machine import crowded_warnings, has_nodes, idle_warnings, machine_warnings, unused_warnings
+from slimx.preflight.checks.machine import (
+    crowded_warnings,
+    has_nodes,
+    idle_warnings,
+    machine_warnings,
+    start_warnings,
+    unused_warnings,
+)
 from slimx.preflight.checks.memory import margin_warnings
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import (
@@ -146,7 +153,8 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         "violations": tuple(map(str, problems + told)),
         "refits": any(problem.code in OF_LAYOUT for problem in told),
         "warnings": (
-            *machine_warnings(config.trainer, config.rollout, machine),
+            *machine_warnings(config.trainer, config.rollout, machine, spec),
+            *start_warnings(config, spec, device),
             *(margin_warnings(machine, known["phases"]) if runs else ()),
             *(idle_warnings(config.schedule, config.trainer, config.rollout) if runs else ()),
             *crowded_warnings(config.rollout, known["engine_memory"], known["batch"].requests_in_flight),
@@ -219,6 +227,7 @@ def _of_layout(
             figures,
             critic_own=critic_own,
             batches=kept_batches(config, spec, batch),
+            graphs=max((record.graphs for record in engines), default=0),
         ),
         "disk": disk_bytes(config, spec, critic[0] if critic else None, batch),
         "batch": batch,

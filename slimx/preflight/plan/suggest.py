@@ -28,7 +28,7 @@ from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
 from slimx.preflight.checks import batch, memory
-from slimx.preflight.checks.layout import sizes_divide
+from slimx.preflight.checks.layout import dispatches, sizes_divide
 from slimx.preflight.checks.memory import together
 from slimx.preflight.hardware import OVERHEAD, Machine
 from slimx.preflight.memory.engine import beside_trainer, engine_memory
@@ -44,7 +44,7 @@ from slimx.preflight.plan.splits import Fields, divides, sizes_of_split, splits
 from slimx.preflight.record import Searched, Suggestion
 from slimx.reshard.plan.precision import ITEMSIZE
 
-TRAINED = (sizes_divide, *rules_in(batch))
+TRAINED = (sizes_divide, dispatches, *rules_in(batch))
 """Rules of layouts that are searched, with words for a user."""
 MEMORY_RULES = rules_in(memory)
 KEPT = 5
@@ -308,7 +308,8 @@ class Search:
             colocate=bool(engines),
             offload=tried.trainer.offload,
         )
-        host = host_memory(tried, self.machine, records + critics, None, critic_own=False)
+        graphs = max((engine.graphs for engine in engines), default=0)
+        host = host_memory(tried, self.machine, records + critics, None, critic_own=False, graphs=graphs)
         return {"phases": phases, "host": host, "engine_memory": engines}
 
     def _told(self, tried: Config, cost: Cost, peak: int) -> Suggestion:

@@ -28,7 +28,7 @@ COLUMNS: tuple[tuple[str, int, Callable[[TrainerMemory], str]], ...] = (
     ("optimizer", 11, lambda record: _gib(record.optimizer)),
     ("activations", 13, lambda record: _gib(record.activations)),
     ("on top", 8, lambda record: _gib(max(record.head, record.work) + record.communication + record.copies)),
-    ("overhead", 10, lambda record: _gib(record.overhead)),
+    ("overhead", 10, lambda record: _gib(record.overhead + record.dispatcher)),
     ("peak", 8, lambda record: _gib(record.peak)),
     ("in flight", 11, lambda record: str(record.in_flight)),
     ("host", 8, lambda record: _gib(record.host)),
@@ -190,6 +190,7 @@ def _engine_memory(record: EngineMemory) -> Iterator[str]:
     yield (
         f"  {record.group}: weights {_gib(record.weights)} a rank, {_size(record.kv_per_token)} of KV cache per token"
         + states
+        + (f", DeepEP's buffers {_gib(record.dispatcher)} beside them" if record.dispatcher else "")
         + (
             f", {_gib(record.static)} for {'all' if states else 'both'} (mem_fraction_static {record.static_fraction})"
             if record.static is not None

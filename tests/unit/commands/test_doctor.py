@@ -86,6 +86,7 @@ def test_a_gpu_machine_without_compilers_misses_them_and_only_flash_attn_4_is_to
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(doctor, "_cuda", lambda: True)
+    monkeypatch.setattr(doctor, "_blackwell", lambda: False)
     monkeypatch.setattr(doctor, "cuda_home", lambda environment: None)
     monkeypatch.setattr(doctor, "python_header", lambda: None)
     monkeypatch.setattr(doctor, "_version", {"flash-attn-4": "4.0.0b36"}.get)
@@ -95,11 +96,32 @@ def test_a_gpu_machine_without_compilers_misses_them_and_only_flash_attn_4_is_to
     assert bare["nvcc"].needed and bare["Python.h"].needed and not bare["deep_ep"].needed
     assert "no CUDA home" in bare["deep_ep"].text
     assert bare["FlashAttention"].text == "flash-attn-4 4.0.0b36"
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch()
     monkeypatch.setattr(doctor, "cuda_home", lambda environment: tmp_path)
+    monkeypatch.setattr(doctor, "link_error", lambda home, driver: "cannot find -lcudart")
+    (compiler,) = (finding for finding in doctor.toolchain() if finding.name == "nvcc")
+    assert compiler.needed and "cannot find -lcudart" in compiler.problem
+    monkeypatch.setattr(doctor, "link_error", lambda home, driver: None)
     monkeypatch.setattr(doctor, "python_header", lambda: tmp_path / "Python.h")
     assert not [finding for finding in doctor.toolchain() if finding.problem]
+
+
+def test_cubins_of_blackwell_are_missed_there_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", {}.get)
+    assert not list(doctor._cubins({}, True)), "without flashinfer there is nothing to miss"
+    versions = {"flashinfer-python": "0.7.2", "flashinfer-cubin": "0.6.13"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    named = {"FLASHINFER_CUBIN_DIR": str(tmp_path)}
+    (hopper,), (blackwell,) = doctor._cubins(named, False), doctor._cubins(named, True)
+    assert hopper.problem is None and blackwell.problem is not None and not blackwell.needed
+    versions["flashinfer-cubin"] = "0.7.2"
+    (packaged,) = doctor._cubins(named, True)
+    versions.pop("flashinfer-cubin")
+    base = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    cubin = tmp_path / ".cache" / "flashinfer" / "cubins" / "0a1b" / "fmha.cubin"
+    cubin.parent.mkdir(parents=True)
+    cubin.touch()
+    (downloaded,) = doctor._cubins(base, True)
+    assert packaged.problem is None and downloaded.problem is None and str(cubin.parents[1]) in downloaded.text
 
 
 def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_note(screen, monkeypatch):

@@ -21,6 +21,7 @@ def places(tmp_path: Path) -> Places:
         infiniband=tmp_path / "ib",
         shm=tmp_path,
         kernel_log=tmp_path / "kmsg",
+        driver=tmp_path / "params",
         now=lambda: 1000.0,
         uptime=lambda: 10_000.0,
     )
@@ -76,6 +77,26 @@ def test_adapters_are_there_and_have_an_active_port(places):
     found = problems(Wanted(disk_gib=0, shm_gib=0, paths=[], hcas=["mlx5_0", "mlx5_1", "mlx5_2"]), places)
     inactive, absent = found
     assert "mlx5_1" in inactive and "1: DOWN" in inactive and str(places.infiniband / "mlx5_2") in absent
+
+
+@pytest.mark.parametrize(
+    ("params", "missing"),
+    [
+        ('EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n', 0),
+        ('EnableStreamMemOPs: 0\nRegistryDwords: "PeerMappingOverride=1;"\n', 1),
+        ('EnableStreamMemOPs: 0\nRegistryDwords: ""\n', 1),
+        (None, 0),
+    ],
+)
+def test_a_driver_without_the_options_of_deep_ep_is_a_note_where_there_are_adapters(places, params, missing):
+    wanted = Wanted(gpus=1, disk_gib=0, shm_gib=0, paths=[])
+    if params is not None:
+        places.driver.write_text(params)
+    assert examine_node(wanted, lambda: [FakeGpu()], places) == ([], [])
+    (places.infiniband / "mlx5_0").mkdir(parents=True)
+    found, notes = examine_node(wanted, lambda: [FakeGpu()], places)
+    assert found == [] and len(notes) == missing
+    assert all("EnableStreamMemOPs" in note for note in notes)
 
 
 def test_recent_errors_of_the_hardware_count_and_old_ones_or_those_of_programs_do_not(places):

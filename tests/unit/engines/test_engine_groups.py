@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import pickle
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -187,11 +188,45 @@ def test_roles_machines_and_turns_become_arguments_of_the_server() -> None:
     assert server_env(replace(GPU, gpus=("4", "5")))["CUDA_VISIBLE_DEVICES"] == "4,5"
     check = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
     assert server_env(replace(GPU, sleeps=True))[check] == "0" and check not in server_env(GPU)
+    graphs = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    assert server_env(replace(GPU, sleeps=True))[graphs] == "true" and graphs not in server_env(GPU)
+    assert graphs not in server_env(replace(GPU, sleeps=True, device="cpu"))
     frozen = server_args(replace(GPU, frozen=True))
     assert not {"custom_weight_loader", "enable_deterministic_inference"} & frozen.keys()
     with refused("sglang.taken", about="rollout.engines.sglang.nnodes"):
         server_args(replace(GPU, node=NodeShare(0, 2, "a:1", ()), sglang={"nnodes": 3}))
     assert replace(GPU, host="fd00::1").url == "http://[fd00::1]:31000"
+
+
+def test_a_server_on_gpus_gets_variables_that_a_users_own_take_the_place_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    precompile, warmup, nccl = (
+        "SGLANG_JIT_DEEPGEMM_PRECOMPILE",
+        "SGLANG_JIT_DEEPGEMM_FAST_WARMUP",
+        "NVSHMEM_DISABLE_NCCL",
+    )
+    swiglu = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+    for name in (precompile, warmup, nccl, swiglu):
+        monkeypatch.delenv(name, raising=False)
+    deep_ep = replace(GPU, sglang={"moe_a2a_backend": "deepep"})
+    variables = server_env(deep_ep)
+    assert [variables[name] for name in (precompile, warmup, nccl, swiglu)] == ["false", "true", "1", "0"]
+    assert nccl not in server_env(GPU) and swiglu not in server_env(replace(GPU, frozen=True))
+    assert not {precompile, warmup} & server_env(replace(GPU, precompile=True)).keys()
+    assert not {precompile, warmup, nccl, swiglu} & server_env(replace(deep_ep, device="cpu", dtype="float32")).keys()
+    for name in (precompile, nccl, swiglu):
+        monkeypatch.setenv(name, "1")
+    variables = server_env(deep_ep)
+    assert precompile not in variables and nccl not in variables and variables[warmup] == "true"
+    assert variables[swiglu] == "0", "no publication would find what it brought"
+
+
+def test_variables_of_servers_are_those_that_sglang_reads() -> None:
+    package = importlib.util.find_spec("sglang").submodule_search_locations[0]
+    declared = Path(package, "srt", "environ.py").read_text()
+    names = server_env(replace(GPU, sleeps=True, sglang={"moe_a2a_backend": "deepep"}))
+    names |= server_env(replace(GPU, node=NodeShare(0, 2, "a:1", ("a",)), dtype="float32"))
+    for name in names:
+        assert not name.startswith("SGLANG_") or re.search(rf"^    {name} = ", declared, re.MULTILINE), name
 
 
 def test_each_rank_is_told_where_its_own_machine_has_the_bucket() -> None:

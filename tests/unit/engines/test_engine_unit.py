@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -75,6 +76,27 @@ async def test_calls_in_a_wrong_state_are_refused_without_asking_the_server(tmp_
         engine.state = state
         await engine.pause()
         assert engine.state is state, "it generates nothing as it is"
+
+
+async def test_graphs_sleep_and_come_back_with_the_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = Engine(CPU, tmp_path / "log"), []
+
+    async def called(method: str, path: str, body: Any = None, **options: Any) -> None:
+        calls.append((path, sorted((body or {}).get("tags", ()))))
+
+    monkeypatch.setattr(engine.control, "_call", called)
+    engine.state = State.PAUSED
+    await engine.sleep()
+    await engine.wake(("weights",))
+    engine.state = State.PAUSED  # verified
+    await engine.resume()
+    assert calls == [
+        ("/release_memory_occupation", ["cuda_graph", "kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["cuda_graph", "kv_cache"]),
+        ("/continue_generation", []),
+    ]
+    assert engine.state is State.READY and not engine.asleep
 
 
 def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:

@@ -57,6 +57,7 @@ class Group:
     def __init__(self, world: World):
         self.world, self.config, self.sizes = world, world.config, LAYOUT
         self.step, self.calling, self.dead = 0, None, False
+        self.start_deadline_s = world.config.cluster.start_deadline or 300.0
         self.logs = [Path("0.log"), Path("1.log")]
         self.actors: list[Any] = [SimpleNamespace(ping=SimpleNamespace(remote=self._ping)) for _ in range(2)]
         self.started = [

@@ -87,14 +87,25 @@ def test_a_gpu_in_turns_holds_in_each_phase_what_its_two_ranks_hold_then():
     assert weighed(rank, engines=(engine(staged=0.25),), colocate=True) == {
         "load": 3 + 2 + 4 + 2,  # its overhead, weights, gradients, and weights twice or main weights
         "start": 3 + (3 + 1 + 20 + 10 + 2),
-        "restore": (3 + 2 + 4 + 6) + (3 + 1),
-        "publish": (3 + 2 + 0.5) + (3 + 1 + 20 + 0.25),
+        "restore": (3 + 2 + 4 + 6) + 3,
+        "publish": (3 + 2 + 0.5) + (3 + 20 + 0.25),
         "generate": 3 + (3 + 1 + 20 + 10 + 2),
-        "sleep": (3 + 2 + 4 + 6) + (3 + 1),
-        "train": (3 + 2 + 4 + 6) + (5 + 1) + (3 + 1),
-        "save": (3 + 2 + 4 + 6) + (3 + 1),
-        "wake": (3 + 2) + (3 + 1 + 20),
+        "sleep": (3 + 2 + 4 + 6) + 3,
+        "train": (3 + 2 + 4 + 6) + (5 + 1) + 3,
+        "save": (3 + 2 + 4 + 6) + 3,
+        "wake": (3 + 2) + (3 + 20),
     }
+
+
+def test_buffers_of_deep_ep_stay_in_every_phase_and_are_those_of_a_process():
+    rank, served = trainer(activations=5), engine()
+    plain = weighed(rank, engines=(served,), colocate=True)
+    buffered = trainer(activations=5, dispatcher=0.5, away=3.5)
+    more = weighed(buffered, engines=(engine(dispatcher=2),), colocate=True)
+    assert {phase: more[phase] - plain[phase] for phase in plain} == dict.fromkeys(plain, 2.5) | {"load": 0.5}
+    critic = buffered.model_copy(update={"model": "critic"})
+    both = weighed(buffered, critic, engines=(served,), colocate=True)
+    assert both["generate"] == plain["generate"] + 0.5 and both["save"] == plain["save"] + 12.5
 
 
 def test_a_trainer_that_does_not_leave_stays_in_every_phase():
@@ -136,7 +147,7 @@ def test_what_holds_memory_is_told_by_its_size_and_sums_up():
     assert sizes == sorted(sizes, reverse=True) and sum(sizes) == generate.nbytes and 0 not in sizes
     assert generate.held[0].what == "engine's weights" and generate.held[1].what == "KV cache"
     pair = colocated_memory(H100, found, [engine()])
-    assert pair.generating == generate.nbytes and pair.engine_asleep == 4 * GIB
+    assert pair.generating == generate.nbytes and pair.engine_asleep == 3 * GIB
     assert pair.margin == H100.memory - max(each.nbytes for each in found)
 
 

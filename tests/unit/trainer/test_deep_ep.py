@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slimx.adapters.megatron import deep_ep
+from slimx.trainer.process import prepare_process
 from tests.needed import missing
 from tests.refusals import refused
 
@@ -51,6 +53,21 @@ def test_an_import_that_fails_ends_those_who_need_it_and_no_other(package: Path,
     assert deep_ep.install(needed=False) == ["no_deep_ep"]
     with pytest.raises(ImportError):
         import deep_ep as _  # noqa: F401
+
+
+def test_nvshmem_makes_no_communicators_of_nccl_in_trainers_with_a_flex_dispatcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("CUDA_HOME", "PYTORCH_ALLOC_CONF"):  # set, too: given back after the test
+        monkeypatch.setenv(name, "/named" if name == "CUDA_HOME" else "expandable_segments:True")
+    monkeypatch.setenv("NVSHMEM_DISABLE_NCCL", "0")
+    prepare_process("cuda", shares_layers=False, local=False, deep_ep=True)
+    assert os.environ["NVSHMEM_DISABLE_NCCL"] == "0", "a user's own stays"
+    monkeypatch.delenv("NVSHMEM_DISABLE_NCCL")
+    prepare_process("cuda", shares_layers=False, local=False)
+    assert "NVSHMEM_DISABLE_NCCL" not in os.environ
+    prepare_process("cuda", shares_layers=False, local=False, deep_ep=True)
+    assert os.environ.pop("NVSHMEM_DISABLE_NCCL") == "1"
 
 
 def test_without_the_package_nothing_is_done() -> None:
