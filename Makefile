@@ -69,6 +69,7 @@ build: $(LIBRARY) ## compile csrc/ into slimx/_lib and install slimx itself, edi
 $(LIBRARY): $(STAMP) setup.py pyproject.toml $(wildcard csrc/*)
 	@echo "build: compiling csrc/ and installing slimx: about 20 seconds, a minute where nvcc is"
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m tools.gpu.library --stamp
 	@touch $@
 
 # It runs on the CPU whatever the machine has, so that it shows the same everywhere.

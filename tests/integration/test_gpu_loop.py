@@ -1,4 +1,4 @@
-"""The loop on one GPU, on the CPU: every step runs but those that only a GPU can take."""
+"""What waits for a GPU, on the CPU: every step of the loop, and of `make gpu`, but those that only a GPU can take."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ TAKEN = {
 }
 
 
-def states(out: Path) -> dict[str, str]:
+def states(table: Path) -> dict[str, str]:
     """Returns the state of each step."""
-    rows = [line.split(" | ") for line in (out / "loop.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [line.split(" | ") for line in table.read_text().splitlines() if line.startswith("| ")]
     return {row[0].removeprefix("| "): row[1] for row in rows[2:]}
 
 
@@ -51,4 +51,21 @@ def test_the_loop_takes_every_step_on_the_cpu_that_needs_no_gpu(tmp_path: Path) 
         timeout=1300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert states(out) == dict.fromkeys(TAKEN, "ok") | dict.fromkeys(GPU_ONLY, "left out")
+    assert states(out / "loop.md") == dict.fromkeys(TAKEN, "ok") | dict.fromkeys(GPU_ONLY, "left out")
+
+
+def test_make_gpu_takes_every_step_of_a_dry_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gpu.check", "--dry-run", "--out", str(tmp_path / "gpu"), "--seconds", "1200"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=1300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = states(tmp_path / "gpu" / "check.md")
+    tests = {"tests of trainer", "tests of exact_trainer", "collection"}
+    starts = {"start of reshard_cuda", "start of exact_cuda", "start of trainer_cuda"}
+    assert {name for name, state in found.items() if state == "ok"} >= tests | starts
+    assert "FAILED" not in found.values()

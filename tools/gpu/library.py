@@ -6,6 +6,7 @@ the time of the files.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -66,6 +67,11 @@ def build(root: Path) -> int:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stamp", action="store_true", help="note that those that are there were just built")
+    if parser.parse_args().stamp:
+        write_stamp(ROOT)
+        return 0
     done = "up to date"
     if not up_to_date(ROOT):
         if status := build(ROOT):
