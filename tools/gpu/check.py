@@ -166,7 +166,7 @@ def no_gpu() -> str | None:
     if answer == "CPU build":
         return f"the torch of {PYTHON} is a CPU build: run on a machine with a GPU, by make gpu PYTHON=..."
     if not answer.isdigit():
-        return f"torch cannot be asked for devices: {answer}"
+        return f"torch does not say how many devices there are: {answer}"
     return (
         None if int(answer) else "torch counts 0 CUDA devices: run this where nvidia-smi shows one, or make gpu DRY=1"
     )

@@ -58,7 +58,7 @@ def compile_all(named: dict[str, Callable[[], Any]], jobs: int) -> list[str]:
         began = time.monotonic()
         try:
             named[name]()
-        except Exception as error:  # the others are wanted all the same
+        except Exception as error:  # the others are compiled all the same
             print(f"{name}: {type(error).__name__}: {str(error)[-2000:]}", flush=True)
             return False
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)

@@ -213,7 +213,7 @@ class Loop:
         return f"{started}; {rate_of(sampled)}; same seeds {equal:.2%} equal; {gap}", equal
 
     async def exact(self) -> str:
-        """Exact mode, with a pair of its own."""
+        """Returns the gap in exact mode, of another pair. Raises Failed unless it is 0."""
         await self._stop()
         self.pair = self._make_pair(make_config(self.out, self.device, "exact"), self.device, self.out)
         await asyncio.gather(self.pair.trainer.start(80), self.pair.start_engine("exact", EXACT[self.device], 80))
@@ -227,7 +227,7 @@ class Loop:
         return f"{finding}; {done.tensors} tensors verified"
 
     async def probe(self, name: str) -> str:
-        """A measurement in a process of its own."""
+        """Returns the finding of a measurement, which another process makes."""
         log = self.out / f"probe-{name.replace(' ', '-')}.log"
         return await asyncio.to_thread(run_command, (sys.executable, "-m", "tools.gpu.probes", name), log, 50)
 

@@ -140,8 +140,8 @@ class Pair:
         seconds = time.monotonic() - began
         groups = []
         for number in range(GROUPS):
-            own = rollouts[number * GROUP_SIZE : (number + 1) * GROUP_SIZE]
-            groups.append(Group(id=str(number), prompt=Prompt(id=str(number), token_ids=[1]), trajectories=own))
+            members = rollouts[number * GROUP_SIZE : (number + 1) * GROUP_SIZE]
+            groups.append(Group(id=str(number), prompt=Prompt(id=str(number), token_ids=[1]), trajectories=members))
         return Sampled(groups, seconds)
 
     async def _rollout(self, client: GenerationClient, group: int, index: int) -> Trajectory:

@@ -1,4 +1,4 @@
-"""Measurements of one GPU that slimx's plans assume, each in a process of its own.
+"""Measurements of one GPU that slimx's plans assume, each in another process.
 
     python -m tools.gpu.probes NAME
 

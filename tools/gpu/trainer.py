@@ -1,4 +1,4 @@
-"""One trainer rank in a process of its own, without Ray, and its weights as the source of a publication."""
+"""One trainer rank in another process, without Ray, and its weights as the source of a publication."""
 
 from __future__ import annotations
 

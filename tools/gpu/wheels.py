@@ -119,7 +119,7 @@ def pinned(names: Iterable[str], locks: Iterable[Path]) -> list[str]:
     return [f"{name}=={versions[normal(name)]}" for name in names]
 
 
-def install(wanted: list[str], python: str, target: Path) -> None:
+def install(requirements: list[str], python: str, target: Path) -> None:
     """Installs packages for another machine's Python into `target`; exits where pip fails."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--quiet", "--no-deps", "--no-compile"]
     command += [
@@ -131,7 +131,7 @@ def install(wanted: list[str], python: str, target: Path) -> None:
         "cp",
     ]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    if code := subprocess.run([*command, "--target", str(target), *wanted]).returncode:
+    if code := subprocess.run([*command, "--target", str(target), *requirements]).returncode:
         sys.exit(code)
 
 
@@ -139,8 +139,8 @@ def kept(site: Path) -> list[Path]:
     """Returns the files of `site` that are carried, alike ones side by side, which compresses best."""
     pattern = re.compile("|".join(LEFT_OUT))
     files = (path for path in site.rglob("*") if path.is_file())
-    wanted = [path for path in files if not pattern.fullmatch(path.relative_to(site).as_posix())]
-    return sorted(wanted, key=lambda path: (path.suffix, path.name, path))
+    carried = [path for path in files if not pattern.fullmatch(path.relative_to(site).as_posix())]
+    return sorted(carried, key=lambda path: (path.suffix, path.name, path))
 
 
 def pack(site: Path, files: list[Path], archive: Path) -> None:
@@ -169,18 +169,18 @@ def split(archive: Path, folder: Path, part_bytes: int = PART_BYTES) -> list[dic
     return parts
 
 
-def collect(wanted: list[str], python: str, folder: Path) -> list[dict[str, Any]]:
+def collect(requirements: list[str], python: str, folder: Path) -> list[dict[str, Any]]:
     """Collects packages into `folder`, emptied first; returns its parts."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         site, archive = Path(scratch) / "site", Path(scratch) / "archive"
-        install(wanted, python, site)
+        install(requirements, python, site)
         pack(site, kept(site), archive)
         parts = split(archive, folder)
         with archive.open("rb") as file:
             whole = {"bytes": archive.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    packages = dict(line.split("==") for line in wanted)
+    packages = dict(line.split("==") for line in requirements)
     manifest = {"python": python, "packages": packages, "archive": whole, "parts": parts}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return parts
@@ -191,10 +191,12 @@ def main() -> None:
     parser.add_argument("--python", default="3.12", help="version of the GPU machine's interpreter")
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args()
-    wanted = pinned(dict.fromkeys((*TRAINER, *ENGINE)), LOCKS)
-    parts = collect(wanted, options.python, options.out.resolve())
+    requirements = pinned(dict.fromkeys((*TRAINER, *ENGINE)), LOCKS)
+    parts = collect(requirements, options.python, options.out.resolve())
     size = sum(part["bytes"] for part in parts) / 2**20
-    print(f"{options.out}: {len(wanted)} packages for Python {options.python}, {len(parts)} part(s), {size:.1f} MiB")
+    print(
+        f"{options.out}: {len(requirements)} packages for Python {options.python}, {len(parts)} part(s), {size:.1f} MiB"
+    )
 
 
 if __name__ == "__main__":
