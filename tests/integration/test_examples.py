@@ -153,6 +153,7 @@ async def test_hooks_of_slimes_form_bring_what_the_engine_sampled(
                 "sampling": {"max_new_tokens": 12, "stop_token_ids": SAMPLING["stop_token_ids"]},
             },
             "reward": {"function": "slime:examples.slime_style.right", "options": {"reward_key": "score"}},
+            "track": {"rollouts": {"routes": True}},  # of all rollouts
         }
     )
     maker = GroupMaker(config, load_hooks(config), load_tokenizer(tiny_model), client)

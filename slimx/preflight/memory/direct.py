@@ -9,7 +9,7 @@ import numpy as np
 
 from slimx.preflight.hardware import GIB
 from slimx.reshard.direct import SLOTS
-from slimx.reshard.pack.packer import PORTION
+from slimx.reshard.pack import PORTION
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.wire import move_bytes, summed
 

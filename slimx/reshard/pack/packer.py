@@ -13,13 +13,11 @@ from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
+from slimx.reshard.pack import PORTION
 from slimx.reshard.pack.merging import Merging
 from slimx.reshard.pack.pieces import BucketForm, PlannedBuckets, Portion, compact, pieces_of, portions, spread
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.plan.copy_plan import Plan
-
-PORTION = 256 * 2**20
-"""Bytes that a rank packs on its GPU at once on their way to host memory."""
 
 
 @dataclass(frozen=True, slots=True)

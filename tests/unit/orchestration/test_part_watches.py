@@ -23,7 +23,8 @@ from slimx.orchestration.ranks import watch as rank_watch
 from slimx.orchestration.ranks.watch import local_pids, watch_ranks
 from slimx.runtime.machine import machine
 
-HANG_S = 60
+HANG_S, ANSWER_S = 60, 2.0
+"""Seconds: of a part that does not answer, and in which one that does must, on a loaded machine too."""
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +132,7 @@ async def test_what_a_save_could_not_report_is_told_by_its_rank():
 
 async def lost(processes: dict[str, psutil.Process], probes: dict[str, Callable[[], object]]) -> PartLost:
     async with asyncio.timeout(HANG_S):
-        return await watch_ray(processes, probes, 0.2, look_s=0.01)
+        return await watch_ray(processes, probes, ANSWER_S, look_s=0.01)
 
 
 async def test_a_process_of_rays_that_has_ended_is_named(process):
