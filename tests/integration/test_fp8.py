@@ -106,8 +106,8 @@ def test_a_step_in_fp8_is_the_same_in_every_layout_as_far_as_blocks_are(
     assert largest(single, single, "bf16") > 0.01
     recomputed = load_file(tmp_path / "single" / "recomputed.safetensors")
     assert all(torch.equal(recomputed[name], value) for name, value in gradients["single"].items())
-    # Blocks of inputs lie within a token, but MKL may sum a row by the number of rows (on an Intel Xeon with AMX). Those
-    # of weights' gradients run over tokens, which other ranks then hold.
+    # Blocks of inputs lie within a token, but MKL may sum a row by the number of rows (on a Xeon with AMX). Those of
+    # weights' gradients run over tokens, which other ranks then hold.
     assert largest(found["DP2xEP2"][0], single) < largest(single, single, "bf16") / 2
     assert 0.0 < distance(gradients["DP2xEP2"], gradients["single"]) < 0.05
     # Stages have the same packs.
