@@ -172,7 +172,7 @@ first-hour: $(LIBRARY) ## everything that a node of 8 GPUs must show, one table 
 # For a GPU machine without a network: carry build/gpu-wheels along. GPU_PYTHON is the version of its interpreter.
 .PHONY: gpu-wheels
 gpu-wheels: $(STAMP) ## collect into build/gpu-wheels what trainer and engine need there (GPU_PYTHON=3.12)
-	$(BIN)/python tools/gpu/wheels.py --python "$${GPU_PYTHON:-3.12}"
+	$(BIN)/python -m tools.gpu.wheels --python "$${GPU_PYTHON:-3.12}"
 
 .PHONY: clean
 clean: ## remove what was built; .venv and runs/ stay

@@ -42,7 +42,7 @@ def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
     """Returns a directory in the user's cache with links to the files of `wheel`, laid out as a toolkit: libraries in
     lib64, with names for linkers, and the driver's in lib64/stubs.
 
-    Its name is a digest of the links, so that whoever finds it finds it whole and right.
+    Its name is a digest of the links, and it is renamed into place: a directory of that name is complete.
     Raises SlimxError if the cache cannot be written."""
     links = {name: wheel / name for name in ("bin", "include", "nvvm")}
     for library in sorted((wheel / "lib").glob("lib*")):

@@ -1,4 +1,4 @@
-"""What waits for a GPU, on the CPU: every step of the loop, and of `make gpu`, but those that only a GPU can take."""
+"""The loop on one GPU and `make gpu`, on the CPU: every step but those that only a GPU can take."""
 
 from __future__ import annotations
 
@@ -69,3 +69,17 @@ def test_make_gpu_takes_every_step_of_a_dry_run(tmp_path: Path) -> None:
     starts = {"start of reshard_cuda", "start of exact_cuda", "start of trainer_cuda"}
     assert {name for name, state in found.items() if state == "ok"} >= tests | starts
     assert "FAILED" not in found.values()
+
+
+def test_the_loop_removes_no_other_files(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    command = [sys.executable, "-m", "tools.gpu.loop", "--device", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and str(tmp_path) in done.stderr
+    assert (tmp_path / "mine").exists()
+
+
+def test_a_step_that_the_loop_does_not_have_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.gpu.loop", "--device", "cpu", "--out", str(tmp_path / "loop")]
+    done = subprocess.run([*command, "--only", "no-such"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "no-such" in done.stderr

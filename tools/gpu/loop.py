@@ -29,6 +29,8 @@ from tools.steps import ROOT, Failed, LeftOut, Steps, run_command
 GAP = {"cpu": 1e-5, "cuda": 0.05}
 """Mean log-prob gap that is let pass: in float32, and in bfloat16, where a mixture of experts has 0.006 on CPUs."""
 GIB = 2**30
+TABLE = "loop.md"
+"""File of the outcomes."""
 SERVER, TRAINER, PUBLISHED, SAMPLED = "server", "trainer", "publication", "sampling"
 SLEEP, TRAINED, AGAIN = "sleep", "update", "wake"
 """Steps that others need."""
@@ -43,7 +45,9 @@ class Loop:
 
         self.device, self.out, self._make_pair = device, out, Pair
         self.cuda, self.only = device == "cuda", frozenset(only)
-        self.steps = Steps(f"The loop on one device ({device}), {time.strftime('%Y-%m-%d')}", out / "loop.md")
+        self.steps = Steps(f"The loop on one device ({device}), {time.strftime('%Y-%m-%d')}", out / TABLE)
+        self.names: list[str] = []
+        """Names of all steps, in order."""
         self._ends = time.monotonic() + seconds
         self._runner = asyncio.Runner()
         self.pair: Pair | None = Pair(make_config(out, device, "fast"), device, out)
@@ -72,6 +76,7 @@ class Loop:
             except TimeoutError:
                 raise Failed(f"not done after {left:.0f} s") from None
 
+        self.names.append(name)
         if self.only and name not in self.only:
             return
         self.steps.take(name, timely, expected=expected, needs=() if self.only else needs)
@@ -301,16 +306,22 @@ def write_model(out: Path, device: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-loop", help="directory, emptied first")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu-loop", help="directory, emptied of an earlier loop"
+    )
     parser.add_argument("--seconds", type=float, default=270, help="for all steps together [270]")
     parser.add_argument("--only", nargs="+", metavar="STEP", default=(), help="these steps and no other")
     options = parser.parse_args()
     out = options.out.resolve()
+    if out.exists() and any(out.iterdir()) and not (out / TABLE).exists():
+        parser.error(f"--out {out} holds other files than a loop's, which would be removed; name another directory")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     print(f"model of {write_model(out, options.device) / 1e6:.1f} million parameters", flush=True)
     loop = Loop(options.device, out, options.seconds, options.only)
     loop.run_all()
+    if unknown := sorted(loop.only.difference(loop.names)):
+        parser.error(f"--only {unknown[0]}: no such step; there are {', '.join(loop.names)}")
     print(f"{loop.steps.summary()}; the table is {loop.steps.path}, the logs are beside it")
     return int(bool(loop.steps.failed))
 

@@ -17,10 +17,10 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.engines.server.configured import spec_values
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.spec import EngineSpec
-from slimx.errors import SlimxError
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.orchestration.batches import make_packer, make_update_rows
+from slimx.preflight.links.rehearsal import OnlyOne
 from slimx.reshard.outcome import Publication
 from slimx.reshard.parties import LocalRecipient
 from slimx.reshard.plan.publication import publication_plan
@@ -45,24 +45,6 @@ class _Recipient(LocalRecipient):
 
     async def perform(self, verb: str, epoch: int, *arguments: Any) -> Any:
         return await getattr(self.engine, verb)(*arguments)
-
-
-class _Members:
-    """The only engine."""
-
-    epoch = 0
-
-    def __init__(self, recipient: _Recipient):
-        self._recipient = recipient
-
-    def candidates(self) -> Sequence[_Recipient]:
-        return [self._recipient]
-
-    async def quarantine(self, recipient: _Recipient, error: SlimxError) -> None:
-        raise Failed(str(error))
-
-    async def admit(self, recipient: _Recipient) -> None:
-        """Nothing stands between the client and the server."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +100,7 @@ class Pair:
         options = self.config.publish
         publisher = Publisher(
             self.trainer,
-            _Members(_Recipient(self.engine)),
+            OnlyOne(_Recipient(self.engine)),
             deadline_s=options.deadline,
             step_deadline_s=options.engine_deadline,
             staging=options.staging,

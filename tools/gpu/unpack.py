@@ -52,6 +52,8 @@ def unpack(folder: Path, directory: Path) -> int:
     stamp, digest = directory / STAMP, manifest["archive"]["sha256"]
     if stamp.exists() and stamp.read_text() == digest:
         return len(manifest["packages"])
+    if directory.exists() and any(directory.iterdir()) and not stamp.exists():
+        raise Unusable(f"{directory} holds other files than unpacked packages, which would be removed: name another")
     parts = [(folder / part["name"], part["bytes"], part["sha256"]) for part in manifest["parts"]]
     for path, size, expected in parts:
         _check(path, size, expected)

@@ -1,6 +1,6 @@
 """Collects the packages that trainer and engine need on a GPU machine without a network: `make gpu-wheels`.
 
-    python tools/gpu/wheels.py [--python 3.12] [--out build/gpu-wheels]
+    python -m tools.gpu.wheels [--python 3.12] [--out build/gpu-wheels]
 
 That machine has numpy, torch, Triton, aiohttp, pytest and setuptools; tools/gpu/unpack.py puts the rest into a
 directory there. The engine is SGLang for a model of text in bf16, with attention by Triton and sampling by torch:
@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tools.gpu.unpack import MANIFEST
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-wheels"
@@ -170,7 +172,9 @@ def split(archive: Path, folder: Path, part_bytes: int = PART_BYTES) -> list[dic
 
 
 def collect(requirements: list[str], python: str, folder: Path) -> list[dict[str, Any]]:
-    """Collects packages into `folder`, emptied first; returns its parts."""
+    """Collects packages into `folder`, emptied of earlier ones; returns its parts. Exits if it holds other files."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
+        sys.exit(f"{folder} holds other files than packages, which would be removed: name another folder (--out)")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -182,7 +186,7 @@ def collect(requirements: list[str], python: str, folder: Path) -> list[dict[str
             whole = {"bytes": archive.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
     packages = dict(line.split("==") for line in requirements)
     manifest = {"python": python, "packages": packages, "archive": whole, "parts": parts}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return parts
 
 

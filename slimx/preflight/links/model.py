@@ -89,8 +89,8 @@ def gb300_nvlink() -> Links:
 
 
 def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
-    """Ranks with a GPU each, whose `memory` reads and writes so many bytes per second together; `pack` is the share of
-    a copy's rate that packing has."""
+    """Returns the links of ranks with a GPU each. `memory`: bytes per second that a GPU reads and writes together;
+    `pack`: rate of packing, as a share of a copy's."""
     return Links(
         name=name,
         pack=pack * memory / 2,

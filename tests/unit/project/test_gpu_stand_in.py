@@ -27,7 +27,7 @@ MODULES = (
     "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe",
     "sglang.srt.layers.sampler",
 )
-"""What a server and its scheduler import on CUDA."""
+"""Modules that a server and its scheduler import on CUDA."""
 IMPORTS = """
 import importlib, importlib.util, sys
 from slimx.adapters.sglang.absent import install

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tools.gpu.unpack import MANIFEST, STAMP, Unusable, unpack
-from tools.gpu.wheels import ENGINE, LOCKS, TRAINER, kept, pack, pinned, split
+from tools.gpu.wheels import ENGINE, LOCKS, TRAINER, collect, kept, pack, pinned, split
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 PART_BYTES = 1500
@@ -39,7 +39,7 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(site: Path, tmp_path: Path) -> Path:
-    """What is carried of `site`, in parts."""
+    """Returns a folder with the packages of `site`, in parts."""
     archive, folder = tmp_path / "archive", tmp_path / "carried"
     folder.mkdir()
     pack(site, kept(site), archive)
@@ -82,6 +82,16 @@ def test_packages_that_lie_there_are_not_unpacked_again(folder: Path, tmp_path: 
     (unpacked / STAMP).write_text("other packages")
     unpack(folder, unpacked)
     assert not (unpacked / "mark").exists()
+
+
+def test_directories_with_other_files_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "mine").touch()
+    with pytest.raises(Unusable, match="home"):
+        unpack(folder, tmp_path / "home")
+    with pytest.raises(SystemExit, match="home"):
+        collect([], PYTHON, tmp_path / "home")
+    assert (tmp_path / "home" / "mine").exists()
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])
