@@ -161,6 +161,7 @@ class Smoke:
             f"publish.transport={options.transport or ('memory' if cpu else 'cuda_ipc')}",
             "checkpoint.every=0",
             "eval.prompts=null",
+            "eval.every=0",
             "track.tensorboard=false",
             *options.overrides,
         ]

@@ -14,6 +14,7 @@ from slimx.preflight.plan.report import plan_report
 from tools.first_hour import runs
 from tools.first_hour.check import Step, steps, work
 from tools.first_hour.probes import PROBES
+from tools.smoke.check import Smoke, parse
 from tools.steps import ROOT, Failed, LeftOut
 
 
@@ -66,3 +67,10 @@ def test_the_runs_of_a_real_model_fit_the_gpus_that_they_are_for(mode: str, tmp_
     config = load_config(ROOT / file, overrides)
     assert config.cluster.gpu == "h100"
     assert plan_report(config).report.violations == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_smoke_test_starts_a_run_that_is_valid(device: str, tmp_path: Path) -> None:
+    options = parse(["--device", device, "--out", str(tmp_path)])
+    file, *overrides = Smoke(options).arguments()
+    assert load_config(ROOT / file, overrides).run.name == "smoke"
