@@ -49,6 +49,7 @@ class BubblewrapBox:
         the status is 127 where it lacks the program or `cwd`."""
         with self._turn:
             root = self._living()
+            most = self._began_with + self.limits.disk_mib * MIB
             words = ["--bind", str(root), "/", "--proc", "/proc", "--dev", "/dev"]
             words += ["--size", str(MIB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
             if self._host_usr:
@@ -65,7 +66,7 @@ class BubblewrapBox:
                     group_mib=self.limits.memory_mib + self.limits.disk_mib,
                     stdin=stdin,
                     stop=Either(self._given_up, stop),
-                    disk_used=lambda outermost: roots.used(root, outermost) - self._began_with,
+                    disk_used=lambda outermost: roots.used(root, outermost, most=most) - self._began_with,
                 )
             except NotStarted as error:
                 if not error.said.startswith(("bwrap: execvp ", "bwrap: Can't chdir to ")):

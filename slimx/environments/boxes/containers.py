@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import resource
 import subprocess
@@ -198,11 +199,12 @@ class ContainerBox:
             words = [*self._engine.words, "exec", "--interactive", "--workdir", cwd, name, *command]
             pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             began = time.monotonic()
+            most = self._began_with + self.limits.disk_mib * MIB
             process = subprocess.Popen(words, **pipes)
             try:
                 watch = SandboxWatch(
                     process, limits, began, None, group, None, Either(self._given_up, stop),
-                    lambda _: self._used(group) - self._began_with,
+                    lambda _: self._used(group, most) - self._began_with,
                 )  # fmt: skip
                 ended = watch.until_the_end(stdin)
                 seconds = time.monotonic() - began
@@ -246,11 +248,12 @@ class ContainerBox:
                 return
         self._engine.call("stop", "--time", "0", name)
 
-    def _used(self, group: memory_group.MemoryGroup | None) -> int:
-        """Bytes that the container has added to its image, with deleted files that are still open."""
+    def _used(self, group: memory_group.MemoryGroup | None, most: float = math.inf) -> int:
+        """Returns the bytes that the container has added to its image, with deleted files that are still open;
+        counting stops above `most`."""
         open_ones = roots.deleted(group.members()) if group is not None else 0
         if os.path.isdir(self._layer):
-            return roots.used(Path(self._layer)) + open_ones
+            return roots.used(Path(self._layer), most=most) + open_ones
         words = ("container", "inspect", "--size", "--format", "{{.SizeRw}}")
         return int(self._engine.call(*words, self._living())) + open_ones
 

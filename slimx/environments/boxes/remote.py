@@ -295,7 +295,7 @@ def _archive(source: str | Path, image_mib: int) -> Iterator[tuple[str, IO[bytes
     elif not source.exists():
         raise roots.no_source(source)
     elif source.is_dir():
-        if roots.used(source) > image_mib * MIB:
+        if roots.used(source, most=image_mib * MIB) > image_mib * MIB:
             raise roots.too_large(source, image_mib * MIB)
         with tempfile.TemporaryFile() as archive:
             with tarfile.open(fileobj=archive, mode="w") as written:

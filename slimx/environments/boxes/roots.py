@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import stat
@@ -68,7 +69,7 @@ def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = Fa
         os.chmod(root.path, 0o755)
         if os.geteuid() == 0:
             _call("chown", "-hR", f"{NOBODY}:{NOBODY}", "--", str(root.path))
-        if used(root.path) > image_mib * MIB:
+        if used(root.path, most=image_mib * MIB) > image_mib * MIB:
             raise too_large(source, image_mib * MIB)
     except BaseException:
         root.remove()
@@ -113,15 +114,18 @@ def copy(source: Path, to: Path) -> None:
     _call("cp", "-a", "--no-target-directory", "--", str(source), str(to))
 
 
-def used(path: Path, outermost: int | None = None) -> int:
-    """Bytes that the tree occupies, every entry counted, with files that were deleted and are still open in the
-    processes below `outermost`. A tree that cannot be read to its end counts as without bound."""
+def used(path: Path, outermost: int | None = None, *, most: float = math.inf) -> int:
+    """Returns the bytes that the tree occupies, entries included, with files that were deleted and are still open in
+    the processes below `outermost`. Stops counting above `most`, since a program may add entries faster than they are
+    counted. A tree that cannot be read to its end counts as unbounded."""
     total = 0
     waiting = [os.fspath(path)]
     while waiting:
         try:
             with os.scandir(waiting.pop()) as entries:
                 for entry in entries:
+                    if total > most:
+                        return total
                     with contextlib.suppress(FileNotFoundError):
                         total += ENTRY + entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):

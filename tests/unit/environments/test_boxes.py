@@ -126,6 +126,13 @@ def test_a_box_whose_owner_died_is_removed_by_the_next_sweep_and_a_living_one_is
     assert box.run(["true"]).ok
 
 
+def test_counting_stops_where_a_program_adds_entries_faster_than_they_are_counted(tmp_path):
+    for number in range(100):
+        (tmp_path / str(number)).touch()
+    assert roots.used(tmp_path) == 100 * roots.ENTRY
+    assert roots.used(tmp_path, most=10 * roots.ENTRY) == 11 * roots.ENTRY
+
+
 # Images -------------------------------------------------------------------------------------------------------------
 
 
