@@ -24,6 +24,7 @@ import torch
 
 import slimx
 from slimx.adapters.sglang import cpu as sglang_cpu
+from slimx.adapters.sglang import draws as sglang_draws
 from slimx.adapters.sglang import lora as sglang_lora
 from slimx.adapters.sglang import meeting as sglang_meeting
 from slimx.adapters.sglang import paused as sglang_paused
@@ -87,7 +88,9 @@ def register() -> None:
             HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
         if policies is not None:
             sglang_lora.register(HookRegistry, HookType, policies)
-        if is_cpu():
+        if not is_cpu():  # which computes fp64 as fast as the estimate that saves it
+            HookRegistry.register(sglang_draws.DRAW, sglang_draws.draw, HookType.REPLACE)
+        else:
             sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)
             sglang_cpu.close_gaps()
         if leaves is not None:

@@ -2,7 +2,8 @@
 
     python -m tests.unit.adapters.sampled_seeds {with,without}
 
-`with`: after the plugin's hook is applied. Prints {"order": {seed: token}} for two orders of the same requests.
+`with`: after the plugin's hooks are applied. Prints [{seed: token}, {seed: token}, differ]: tokens in two orders of the
+same requests, and the number of draws over a real vocabulary that differ from SGLang's.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from types import SimpleNamespace
 
 import torch
 
-from slimx.adapters.sglang import absent, seeds
+from slimx.adapters.sglang import absent, draws, seeds
 from slimx.adapters.sglang import cpu as sglang_cpu
 
 VOCABULARY, REQUESTS = 500, 16
+WIDE = (64, 151936)
+"""Draws, and tokens of Qwen3's vocabulary."""
 
 
 class Batch(SimpleNamespace):
@@ -28,12 +31,14 @@ def main(hooked: bool) -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     absent.install()
     sglang_cpu._add_murmur()
-    from sglang.srt.layers.sampler import sampling_from_probs_torch
+    from sglang.srt.layers import sampler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.sampling import sampling_batch_info
     from sglang.srt.sampling.sampling_params import SamplingParams
 
+    original = sampler.multinomial_with_seed
     if hooked:
+        HookRegistry.register(draws.DRAW, draws.draw, HookType.REPLACE)
         HookRegistry.register(seeds.ADJUST, seeds.carry, HookType.AFTER)
         HookRegistry.apply_hooks()
     features = SimpleNamespace(enable_custom_logit_processor=False, enable_watermark=False)
@@ -54,9 +59,13 @@ def main(hooked: bool) -> None:
         ]
         batch = Batch(reqs=requests, device="cpu")
         info = sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY)
-        tokens = sampling_from_probs_torch(probs, info.sampling_seed, torch.full((REQUESTS,), 7))
+        tokens = sampler.sampling_from_probs_torch(probs, info.sampling_seed, torch.full((REQUESTS,), 7))
         found.append(dict(zip(numbers, tokens.tolist(), strict=True)))
-    print(json.dumps(found))
+    logprobs = (2 * torch.randn(WIDE, generator=torch.Generator().manual_seed(1))).log_softmax(-1)
+    at = torch.arange(WIDE[0])
+    differ = sampler.multinomial_with_seed(logprobs, 2**40 + at, at) != original(logprobs, 2**40 + at, at)
+    assert (sampler.multinomial_with_seed is original) is not hooked
+    print(json.dumps([*found, differ.sum().item()]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tests.unit.sglang_process import SGLang
 def test_a_seed_draws_one_token_in_any_batch_where_the_plugin_carries_it(hook: str, same: bool, sglang: SGLang) -> None:
     done = sglang.run("-m", "tests.unit.adapters.sampled_seeds", hook)
     assert done.returncode == 0, done.stderr[-3000:]
-    one, other = json.loads(done.stdout.splitlines()[-1])
+    one, other, differ = json.loads(done.stdout.splitlines()[-1])
+    assert differ == 0, "tokens are SGLang's"
     assert (one == other) is same
     assert len(set(one.values())) > len(one) // 2, "each seed draws its own"
