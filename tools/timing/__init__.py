@@ -1,0 +1,1 @@
+"""Where the time of a test session goes: events of its tests, and CPU time of its processes, for `tools/suite.py`."""
