@@ -1,4 +1,4 @@
-"""Where the time of the tests goes: `python tools/suite.py [--json FILE] [ARGUMENTS OF PYTEST]`.
+"""Shows where the time of the tests goes: `python tools/suite.py [--json FILE] [ARGUMENTS OF PYTEST]`.
 
 Runs pytest once, all tests on two workers without arguments, and looks at the CPU time of all of its processes. Prints
 CPU and wall seconds by directory, file and fixture, and CPU seconds by role of the process, with the part that imports
@@ -59,7 +59,7 @@ class Share:
 
 
 class Timeline:
-    """What a pytest process did at a moment."""
+    """Spans of one pytest process, by time."""
 
     def __init__(self, events: list[dict[str, Any]]):
         self._spans = sorted((e["began"], e["ended"], e["phase"], e["name"], e["test"]) for e in events)

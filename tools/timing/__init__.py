@@ -1,1 +1,3 @@
-"""Where the time of a test session goes: events of its tests, and CPU time of its processes, for `tools/suite.py`."""
+"""Measures where the time of a test session goes: events of its tests, and CPU time of its processes.
+
+For `tools/suite.py`."""
