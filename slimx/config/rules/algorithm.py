@@ -52,6 +52,21 @@ def compared(algorithm: Algorithm, rollout: Rollout) -> Iterator[str]:
         )
 
 
+@rule("algorithm.greedy", about="rollout.sampling")
+def varied(algorithm: Algorithm, rollout: Rollout) -> Iterator[Told]:
+    compared = algorithm.group_relative or algorithm.advantages == "remax"  # remax: with the greedy answer itself
+    if not compared or not rollout.sampled or algorithm.teacher_coef or algorithm.teacher_kl_coef:
+        return
+    for key, value in rollout.sampling.greedy.items():
+        yield (
+            f"rollout.sampling.{key}",
+            f"rollout.sampling.{key} is {value:g}, with which all answers to a prompt are the same, but algorithm.name "
+            f"is {algorithm.name} (advantages {algorithm.advantages}), which compares them: every advantage would be "
+            f"0; set it to {type(rollout.sampling).model_fields[key].default:g} (held-out answers are greedy by "
+            "themselves, eval.temperature)",
+        )
+
+
 @rule("algorithm.dpo_pairs", about="rollout.group_size")
 def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Iterator[str]:
     if algorithm.advantages == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):

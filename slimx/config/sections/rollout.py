@@ -14,6 +14,9 @@ from slimx.config.sections.prompts import Fields, PromptSet, check_sources
 
 MAX_SUPPORT = 4096
 """Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
+GREEDY = 1e-6
+"""Temperature below which SGLang takes the likeliest token (`_SAMPLING_EPS`), and nucleus mass up to which no second
+one is kept, of any vocabulary of less than a million tokens."""
 
 ROUTED_PER_STEP = 4
 """Rollouts of a step, at least, that come with their tokens' experts where nothing replays or saves those of all."""
@@ -33,6 +36,12 @@ class Sampling(Section):
     """Tokens sampled per turn, at most."""
     stop_token_ids: tuple[Count, ...] = ()
     """Extra ids that end a turn (the model's eos always does)."""
+
+    @property
+    def greedy(self) -> dict[str, float]:
+        """The keys, with their values, that make every answer to a prompt the same; {}: answers differ."""
+        found = {"temperature": self.temperature < GREEDY, "top_k": self.top_k == 1, "top_p": self.top_p <= GREEDY}
+        return {key: getattr(self, key) for key, greedy in found.items() if greedy}
 
     @model_validator(mode="after")
     def _supported(self) -> Sampling:
