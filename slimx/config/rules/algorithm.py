@@ -41,11 +41,7 @@ def has_critic(algorithm: Algorithm, critic: Critic | None) -> Iterator[Told]:
 
 @rule("algorithm.group_size", about="rollout.group_size")
 def compared(algorithm: Algorithm, rollout: Rollout) -> Iterator[str]:
-    if (
-        algorithm.group_relative
-        and rollout.group_size == 1
-        and not (algorithm.teacher_coef or algorithm.teacher_kl_coef)
-    ):
+    if algorithm.compares and rollout.group_size == 1:
         yield (
             f"rollout.group_size is 1, but algorithm.name is {algorithm.name} (advantages {algorithm.advantages}), "
             "which compares the rollouts of a prompt: every advantage would be 0; raise it"
@@ -54,8 +50,8 @@ def compared(algorithm: Algorithm, rollout: Rollout) -> Iterator[str]:
 
 @rule("algorithm.greedy", about="rollout.sampling")
 def varied(algorithm: Algorithm, rollout: Rollout) -> Iterator[Told]:
-    compared = algorithm.group_relative or algorithm.advantages == "remax"  # remax: with the greedy answer itself
-    if not compared or not rollout.sampled or algorithm.teacher_coef or algorithm.teacher_kl_coef:
+    compared = algorithm.compares or algorithm.advantages == "remax"  # remax: with the greedy answer itself
+    if not compared or not rollout.sampled:
         return
     for key, value in rollout.sampling.greedy.items():
         yield (
