@@ -234,8 +234,8 @@ class Eval(Section):
     training prompts alone, `rollout.system` and `rollout.template` for both."""
     map: str | None = None
     """Dotted path of a hook instead of `fields`, as `rollout.map`, which may be the same one."""
-    every: Count = 0
-    """Steps between evaluations; 0: only before and after."""
+    every: Count | None = None
+    """Steps between evaluations; null: only before and after the run; 0: none at all."""
     samples: Amount = 1
     """Answers per prompt: eval/accuracy is their mean reward (avg@k), eval/pass@k is for k up to this."""
     pass_at: tuple[Amount, ...] = ()
@@ -255,8 +255,8 @@ class Eval(Section):
 
     @property
     def files(self) -> dict[str, str]:
-        """Files of prompts by name; a single one is named ""."""
-        if self.prompts is None:
+        """Files of prompts by name; a single one is named "". There are none where nothing is evaluated."""
+        if self.prompts is None or self.every == 0:
             return {}
         return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts
 
