@@ -61,7 +61,7 @@ def of_section(
 
 
 def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
-    """A suggestion for `flag`, such as --lr, which is another framework's or a key behind dashes; None: it is neither."""
+    """A suggestion for `flag`, such as --lr, which is another framework's or a key behind dashes; None for others."""
     name = _plain(flag.lstrip("-"))
     if name in known_keys(model):
         return _written(name, _switch(model, name, value), override=True)

@@ -53,7 +53,8 @@ def no_override(override: str, following: Sequence[str], keys: Sequence[str]) ->
         joined = "".join([override, *following[: 2 if following[0] == "=" else 1]])
         return f"override {echoed(override)!r} has spaces around its '='; write {echoed(joined)}"
     if override.endswith((".yaml", ".yml")):
-        return f"{echoed(override)}: a run is one YAML file, and what follows it has the form section.key=value; leave it out"
+        form = "a run is one YAML file, and what follows it has the form section.key=value"
+        return f"{echoed(override)}: {form}; leave it out"
     key, colon, value = override.partition(":")
     told = f"override {echoed(override)!r} is not of the form section.key=value"
     if colon and key:
