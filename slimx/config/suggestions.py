@@ -205,7 +205,7 @@ def _answer(model: type[BaseModel], found: Meaning, *, value: str, override: boo
         value = "true"  # a flag takes no value: what follows it is another argument
     if found.sets:
         return _several({key: text.replace("VALUE", value) for key, text in found.sets.items()}, override=override)
-    here = found.of(_switch(model, found.key, value))
+    here = found.of(value if found.values else _switch(model, found.key, value))
     if isinstance(here, Meaning):
         return _answer(model, here, value=value, override=override)
     key = found.key.replace(".*", "[]")

@@ -2,7 +2,7 @@
 
     python -m tools.docs.make_foreign
 
-A unit test compares the page with slimx/config/foreign.py.
+A unit test compares the page with slimx/config/foreign/.
 """
 
 from __future__ import annotations
