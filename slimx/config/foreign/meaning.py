@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a foreign name means.
+    """The meaning of a foreign name.
 
     - `key` alone: the value stays as it is.
     - `key` and `values`: the value there -> the value here, or another meaning; other values stay as they are.
