@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from slimx.algorithms.advantages.group import mean
 from slimx.config.sections.algorithm import CREDITS
 from slimx.data.records import Group
 from slimx.dotted import load_function
@@ -47,7 +48,7 @@ def shared(group: Group) -> list[float]:
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in group.trajectories:
         rewards[trajectory.rollout_id].append(trajectory.reward)
-    return [sum(rewards[each.rollout_id]) / len(rewards[each.rollout_id]) for each in group.trajectories]
+    return [mean(rewards[each.rollout_id]) for each in group.trajectories]
 
 
 def credited(groups: Sequence[Group], name: str) -> Sequence[Group]:

@@ -29,7 +29,8 @@ def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str]
     """{checkpoint, prompts: by set, metrics} of one evaluation, also written into RUN/eval/results.jsonl.
 
     Raises SlimxError, or Interrupted after a stop."""
-    config = without_trainers(config, checkpoint)
+    options = config.eval.model_copy(update={"every": None})  # a run that evaluates nothing is evaluated here
+    config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
     if not config.eval.files:
         raise SlimxError(
             "eval.prompts is null: there is nothing to evaluate; name a file of prompts",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.config.sections.run import Stall
+from slimx.observability.alerts.signal import without_signal
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.pace import SILENT_S, Pace, pace
 from slimx.observability.live.run_lock import is_held
@@ -94,6 +95,7 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         lines.append(f"step     {shown}")
     policies = dict.fromkeys(match[1] for key in metrics if (match := _OF_POLICY.match(key)))
     lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in policies]
+    lines += [f"signal   {prefix and prefix + ': '}{sentence}" for prefix, sentence in without_signal(metrics).items()]
     if not status["running"]:
         return lines
     if status["activity"] is not None:

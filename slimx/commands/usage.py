@@ -48,7 +48,8 @@ def refusal(error: typer.TyperException) -> SlimxError:
             hint = f"it takes {', '.join(taken)}"
         return SlimxError(f"{command} has no {option}; {hint}", code="cli.option", about=option)
     if parameter is not None and not error.args[0]:
-        name = parameter.name.upper()
+        option = next((each for each in parameter.opts if each.startswith("--")), None)
+        name = parameter.name.upper() if option is None else f"{option} {parameter.name.upper()}"
         needed = (parameter.help or name).rstrip(".")
         return SlimxError(f"{command} needs {name}: {needed}", code="cli.missing", about=name)
     return SlimxError(f"{command}: {error.format_message()}", code="cli.arguments", about=command)  # type: ignore[attr-defined]

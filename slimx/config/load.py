@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from slimx.config import suggestions, wording
 from slimx.config.names import to_known_names
 from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
+from slimx.config.section import echoed
 from slimx.errors import SlimxError
 
 
@@ -42,32 +44,32 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
         line, told = wording.not_yaml(error, path.read_text(errors="replace"))
         where = path if line is None else f"{path}, line {line}"
         raise SlimxError(f"{where}: {told}", code="config.not_yaml", about=str(path)) from error
-    if not OmegaConf.is_dict(tree):
-        raise SlimxError(
-            f"{path}: holds no sections; a configuration is a mapping of sections such as `run:`",
-            code="config.no_sections",
-            about=str(path),
-        )
+    if (told := wording.no_sections(path, tree, Config.model_fields)) is not None:
+        raise SlimxError(f"{path}: {told}", code="config.no_sections", about=str(path))
     tree, given = _named(tree, str(path)), {}
     for number, override in enumerate(overrides):
         if "=" not in override or override.startswith("="):
-            told = wording.no_override(override, overrides[number + 1 : number + 3])
+            told = wording.no_override(override, overrides[number + 1 : number + 3], suggestions.known_keys(Config))
             raise SlimxError(told, code="config.override", about=override)
+        where = f"override {echoed(override)!r}"
         try:
-            named = _named(OmegaConf.from_dotlist([override]), f"override {override!r}")
-            tree = OmegaConf.merge(tree, named)
-            given[_dotted(OmegaConf.to_container(named, resolve=False))] = override
+            key, _, value = override.lstrip("+").partition("=")  # Hydra's mark of a new key
+            named = _named(OmegaConf.from_dotlist([f"{key}={value}"]), where)
+            values = OmegaConf.to_container(named, resolve=False)
+            tree = _merged(tree, values, where)
+            given[_dotted(values)] = override
         except YAMLError as error:
-            told = f"override {override!r}: {wording.not_yaml(error, override)[1]}"
+            told = f"{where}: {wording.not_yaml(error, override)[1]}"
             raise SlimxError(told, code="config.override", about=override) from error
         except (OmegaConfBaseException, ValueError, TypeError) as error:
-            told = f"override {override!r} cannot be applied ({wording.not_applied(error)})"
+            told = f"{where} cannot be applied ({wording.not_applied(error)})"
             raise SlimxError(told, code="config.override", about=override) from error
     try:
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         told = wording.no_interpolation(error, suggestions.known_keys(Config))
-        raise SlimxError(f"{path}: {told}", code="config.interpolation", about=str(path)) from error
+        where = f"{path}: " + (f"{error.full_key}: " if error.full_key else "")
+        raise SlimxError(where + told, code="config.interpolation", about=str(path)) from error
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -81,6 +83,60 @@ def _named(tree: DictConfig, where: str) -> DictConfig:
     values = OmegaConf.to_container(tree, resolve=False)
     to_known_names(values, where)
     return OmegaConf.create(values)
+
+
+def _merged(tree: DictConfig, override: dict[str, Any], where: str) -> DictConfig:
+    """`tree` with the values of an override, which may name single entries of lists by their places, from 0; null in
+    place of a section or a mapping takes away what the file has of it."""
+    *above, last = path = _dotted(override).split(".")
+    base = OmegaConf.to_container(tree, resolve=False)
+    if functools.reduce(_inner, path, override) is None and suggestions.resets(Config, path):
+        section = functools.reduce(_inner, above, base)
+        if isinstance(section, dict):
+            section.pop(last, None)
+        return OmegaConf.create(base)
+    try:
+        return OmegaConf.merge(tree, OmegaConf.create(_listed(override, base, (), where)))
+    except (OmegaConfBaseException, TypeError) as error:
+        if "incompatible container types" not in str(error):
+            raise
+        told = f"{where}: {suggestions.for_entry(Config, path, functools.reduce(_inner, path, override))}"
+        raise SlimxError(told, code="config.override", about=".".join(path)) from error
+
+
+def _listed(override: Any, base: Any, path: tuple[str, ...], where: str) -> Any:
+    """`override` with whole lists where it has mappings from places in the lists of `base`, or of the defaults, to
+    entries."""
+    if not isinstance(override, dict):
+        return override
+    entries = None
+    if override and all(str(key).isdigit() for key in override):
+        entries = (
+            list(base) if isinstance(base, list) else suggestions.default_list(Config, path) if base is None else None
+        )
+    if entries is None:
+        return {key: _listed(inner, _inner(base, key), (*path, str(key)), where) for key, inner in override.items()}
+    for place, inner in override.items():
+        if int(place) > len(entries):
+            key = ".".join(path)
+            raise SlimxError(
+                f"{where}: {key} has {len(entries)} entries, the first at 0; write {key}.{len(entries)} for another",
+                code="config.entry",
+                about=f"{key}.{place}",
+            )
+        entries += [{}] * (int(place) == len(entries))
+        before = entries[int(place)]
+        entry = _listed(inner, before, (*path, str(place)), where)
+        both = isinstance(before, dict) and isinstance(entry, dict)
+        entries[int(place)] = OmegaConf.merge(before, entry) if both else entry
+    return entries
+
+
+def _inner(tree: Any, key: Any) -> Any:
+    """The value at `key` of a mapping, or at a place of a list; None: there is none."""
+    if isinstance(tree, list):
+        return tree[int(key)] if str(key).isdigit() and int(key) < len(tree) else None
+    return tree.get(key) if isinstance(tree, dict) else None
 
 
 def _dotted(tree: Any) -> str:
@@ -105,7 +161,7 @@ def _problems(item: Any, given: Mapping[str, str]) -> Sequence[SlimxError]:
         return cause.problems or (cause,)
     where = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        keys = suggestions.of_section(item["loc"], item["input"]) or [(item["loc"], item["input"])]
+        keys = suggestions.of_section(Config, item["loc"], item["input"]) or [(item["loc"], item["input"])]
         return [_unknown(path, value, given) for path, value in keys]
     if item["type"] == "missing":
         told = f"{where} is missing; set it in the file or with {where}=VALUE"
@@ -116,7 +172,7 @@ def _problems(item: Any, given: Mapping[str, str]) -> Sequence[SlimxError]:
 def _unknown(path: Sequence[str | int], value: Any, given: Mapping[str, str]) -> SlimxError:
     key = ".".join(map(str, path))
     hint = suggestions.for_key(Config, path, value, override=_override_of(key, given) is not None)
-    return SlimxError(f"unknown key {key}; {hint}", code="config.unknown_key", about=key)
+    return SlimxError(f"unknown key {echoed(key)}; {hint}", code="config.unknown_key", about=key)
 
 
 def _override_of(key: str, given: Mapping[str, str]) -> str | None:
@@ -134,7 +190,7 @@ def _override_of(key: str, given: Mapping[str, str]) -> str | None:
 def _refuse(problems: Sequence[SlimxError], path: Path, given: Mapping[str, str], cause: Exception) -> None:
     """Raise the refusals, each blamed on the override that it is about, else on the file."""
     places = [_override_of(problem.about, given) if problem.about else None for problem in problems]
-    names = [str(path) if text is None else f"override {text!r}" for text in places]
+    names = [str(path) if text is None else f"override {echoed(text)!r}" for text in places]
     if len({*names}) == 1:
         refuse(problems, f"{names[0]}: ", cause)
     placed = [

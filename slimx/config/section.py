@@ -37,6 +37,9 @@ Weight = Annotated[float, Field(ge=0, le=MOST)]
 Real = Annotated[float, Field(ge=-MOST, le=MOST)]
 """A number of either sign, such as a reward."""
 
+ECHOED = 200
+"""Characters of an input that a sentence repeats, at most."""
+
 Label = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """A number that stands for something and is only compared."""
 
@@ -44,6 +47,11 @@ Label = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 def shortened(value: object) -> str:
     """`value` as Python writes it, cut where a sentence could not hold it."""
     return reprlib.repr(value)
+
+
+def echoed(text: str) -> str:
+    """`text` as it was typed; of a longer one than `ECHOED` the beginning and its length."""
+    return text if len(text) <= ECHOED else f"{text[: ECHOED // 2]}... ({len(text):,} characters)"
 
 
 class Section(BaseModel):

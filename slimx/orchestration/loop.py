@@ -92,7 +92,7 @@ async def train(run: Run) -> None:
                 metrics |= await run.watched(probe_gap(run, batch.groups))
         if run.engines is not None:
             check_gap(config, metrics, run.step)
-        if run.due(config.eval.every) or run.step == schedule.steps:
+        if run.due(config.eval.every or 0) or run.step == schedule.steps:
             metrics |= await evaluate(run)
         await run.records.kept()
         seconds = time.perf_counter() - began

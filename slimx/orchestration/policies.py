@@ -15,7 +15,7 @@ from functools import partial
 
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.config.schema import Config
-from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.policies import prefix_of
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.data.routes import check_routes
@@ -26,11 +26,6 @@ from slimx.orchestration.batches import Packer, make_update_rows
 from slimx.orchestration.publications import Publications
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.rollout.client.generation import GenerationClient
-
-
-def prefix_of(policy: str) -> str:
-    """Begin of the names of a policy's metrics, and of its parts' paths: those of the run's own policy have none."""
-    return "" if policy == ACTOR else f"policy/{policy}/"
 
 
 @dataclass(slots=True, kw_only=True)

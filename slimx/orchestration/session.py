@@ -12,7 +12,7 @@ from rich.console import Console
 
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
-from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
 from slimx.errors import SlimxError
@@ -38,7 +38,6 @@ from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
-from slimx.orchestration.policies import prefix_of
 from slimx.orchestration.prepare import Prepared, PreparedPolicy, check_run, make_plans
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup

@@ -149,6 +149,38 @@ class OptimizerRank(Rank):
         except SlimxError as error:
             self.said["stopped"] = told(error)
 
+    def without_signal(self) -> None:
+        """A third step whose advantages are all 0: alone, and with each other term that a loss may have."""
+        from slimx.config.sections.algorithm import Algorithm
+
+        for name, algorithm, moe in (
+            ("alone", {}, {}),
+            ("kl", {"reference": True, "kl_coef": 0.5}, {}),
+            ("entropy", {"entropy_coef": 0.1}, {}),
+            ("balance", {}, {"aux_loss_coef": 0.01}),
+            ("z", {}, {"z_loss_coef": 0.01}),
+        ):
+            config = self.config(moe=moe).model_copy(update={"algorithm": Algorithm(name="grpo", **algorithm)})
+            trainer = self.trainer(config)
+            for step in range(2):
+                trainer.train_step(self.sampled(step, 1.0), step=step, version=None)
+            weights, moments = self.held(trainer), self.moments(trainer)
+            metrics = trainer.train_step(self.sampled(2, 0.0), step=2, version=None)
+            same = equal(weights, self.held(trainer)) and equal(moments, self.moments(trainer))
+            self.said[f"without_signal_{name}"] = [
+                metrics["optim/zero_gradient"],
+                metrics["optim/grad_norm"] == 0,
+                same,
+                trainer.train_step(self.sampled(3, 1.0), step=3, version=None)["optim/zero_gradient"],
+            ]
+
+    def sampled(self, step: int, advantage: float) -> list[MicroBatch]:
+        """As `demonstrated`, with the log-probs of an engine."""
+        trajectories = demonstrations(step)[:SEQUENCES]
+        for each in trajectories:
+            each.logprobs[:] = -3.0
+        return self.shard(trajectories, [advantage] * len(trajectories))
+
     # Precision and groups against an independent AdamW ----------------------------------------------------------------
 
     def against_adamw(self, name: str, **options: Any) -> None:
@@ -346,6 +378,7 @@ def main() -> None:
     rank.gradients_without_freezing()
     rank.frozen()
     rank.skipped()
+    rank.without_signal()
     rank.host_moments()
     rank.saved_before_a_step()
     rank.gathered()

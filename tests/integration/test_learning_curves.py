@@ -142,7 +142,7 @@ def test_ppo_learns_it_from_a_reward_model_alone(warm_start):
             "rollout": {"prompts": str(task / "train.jsonl")},
             "critic": {"load": str(weights)},
             "schedule": {"steps": STEPS},
-            "eval": {"prompts": str(task / "heldout.jsonl"), "every": 0},
+            "eval": {"prompts": str(task / "heldout.jsonl"), "every": None},
         },
     )
     (part,) = (part for part in config["reward"]["parts"] if part["name"] == "right")
@@ -179,7 +179,7 @@ def learn(name: str, *changes: dict[str, Any]) -> None:
         "run": {"dir": str(directory)},
         "rollout": {"prompts": str(task / "train.jsonl")},
         "schedule": {"steps": STEPS, "updates_per_step": UPDATES},
-        "eval": {"prompts": str(task / "heldout.jsonl"), "every": 0},
+        "eval": {"prompts": str(task / "heldout.jsonl"), "every": None},
     }
     config = write("quickstart.yaml", ours, *changes)
     if not arrived(curve(directory)):

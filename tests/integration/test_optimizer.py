@@ -171,6 +171,14 @@ def test_too_many_skips_in_a_row_stop_every_rank_with_the_parameter_where_it_beg
     assert "model.layers.2.mlp.experts.6.down_proj.weight" in sentence
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_without_any_gradient_leaves_weights_and_moments_and_another_term_of_the_loss_steps(laboratory, name):
+    for rank, said in enumerate(laboratory[name]):
+        assert said["without_signal_alone"] == [1.0, True, True, 0.0], rank
+        for term in ("kl", "entropy", "balance", "z"):
+            assert said[f"without_signal_{term}"] == [0.0, False, False, 0.0], (rank, term)
+
+
 # AdamW ----------------------------------------------------------------------------------------------------------------
 
 

@@ -2,22 +2,28 @@
 
     python -m tools.docs.make_foreign
 
-A unit test compares the page with slimx/config/foreign.py.
+A unit test compares the page with slimx/config/foreign/.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from slimx.config.foreign import MEGATRON, SLIME, TRL, VERL
+from slimx.config.foreign.meaning import Meaning
+from slimx.config.foreign.megatron import MEGATRON
+from slimx.config.foreign.openrlhf import OPENRLHF
+from slimx.config.foreign.slime import SLIME
+from slimx.config.foreign.trl import TRL
+from slimx.config.foreign.verl import VERL
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md"
 TITLE = "## Every name\n"
 HEAD = """
-These tables are made from `slimx/config/foreign.py` by `python -m tools.docs.make_foreign`. `slimx train` and
+These tables are made from `slimx/config/foreign/` by `python -m tools.docs.make_foreign`. `slimx train` and
 `slimx plan` answer each of these names with its key, on the command line and in the file. A flag that is called as its
 key is, such as `--lr` or `--seed`, is answered too, and left out here. `[]` is an entry of a list. Where the last
-column is empty, the value stays as it was.
+column is empty, the value stays as it was; where the key is missing, it says why none is needed, or what comes nearest.
+A name that ends in `*` stands for all that begin so, and `{}` for the rest of it.
 """
 
 
@@ -29,9 +35,10 @@ def tables() -> str:
         ("Megatron-LM, also in scripts of slime", MEGATRON, True),
         ("verl", VERL, False),
         ("TRL", TRL, False),
+        ("OpenRLHF", OPENRLHF, True),
     ):
         parts.append(f"\n### {program}\n\n| name | key | value |\n| --- | --- | --- |\n")
-        parts += [_row(f"--{name.replace('_', '-')}" if dashes else name, told) for name, told in names.items()]
+        parts += [_row(f"--{name.replace('_', '-')}" if dashes else name, entry) for name, entry in names.items()]
     return "".join(parts)
 
 
@@ -41,9 +48,34 @@ def page() -> str:
     return written + tables()
 
 
-def _row(name: str, told: str) -> str:
-    key, _, note = told.partition(" ")
-    return f"| `{name}` | `{key.replace('.*', '[]')}` | {note} |\n"
+def _row(name: str, entry: str | Meaning) -> str:
+    found = Meaning(entry) if isinstance(entry, str) else entry
+    keys = found.sets or ([found.key] if found.key else [])
+    shown = ", ".join(f"`{key.replace('.*', '[]')}`" for key in keys)
+    return f"| `{name}` | {shown} | {_value(found)} |\n"
+
+
+def _value(found: Meaning) -> str:
+    if found.note:
+        return found.note
+    if found.sets:
+        return ", ".join(f"`{value}`" for value in found.sets.values())
+    if {*found.values} == {"true"} and found.closed:
+        return f"`{found.values['true']}`"
+    parts = [
+        f"`{value}` for `{there}`"
+        for there, value in found.values.items()
+        if value not in (there, "") and isinstance(value, str)
+    ]
+    parts += [f"`{there}`: {_told(value)}" for there, value in found.values.items() if isinstance(value, Meaning)]
+    return "; ".join([*parts, *([f"`{found.prefix}` in front of it"] if found.prefix else [])])
+
+
+def _told(found: Meaning) -> str:
+    keys = ", ".join(f"`{key}={value}`" for key, value in found.sets.items()) or (
+        f"`{found.key}`, " if found.key else ""
+    )
+    return keys + found.note
 
 
 if __name__ == "__main__":

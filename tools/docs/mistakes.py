@@ -23,6 +23,7 @@ import pyarrow
 import pyarrow.parquet
 
 from slimx.orchestration import session
+from tools.docs import typed_names
 from tools.docs.typed import typed_beside
 from tools.quickstart.make_model import make_model
 
@@ -243,6 +244,19 @@ MISTAKES = (
     Mistake("an unwritable run.dir", "train run.yaml run.dir=/proc/sums"),
     Mistake("a file as run.dir", "train run.yaml run.dir=prompts.jsonl"),
     Mistake("a tracker that is not installed", "train run.yaml track.wandb=true"),
+)
+
+MISTAKES += tuple(
+    Mistake(
+        f"{program}: {line}", f"train run.yaml {shlex.join(line.split(' ')) if '[' in line or '$' in line else line}"
+    )
+    for program, lines in (
+        ("slime", typed_names.SLIME),
+        ("verl", typed_names.VERL),
+        ("TRL and OpenRLHF", typed_names.TRL),
+        ("a slip", typed_names.SLIPS),
+    )
+    for line in lines.splitlines()
 )
 
 

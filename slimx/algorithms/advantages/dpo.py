@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slimx.algorithms.advantages.group import mean
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
@@ -38,7 +39,7 @@ def assign_preferences(
         for offset, trajectory in enumerate(group.trajectories):
             by_rollout.setdefault(trajectory.rollout_id, []).append(at + offset)
         reward = {
-            rollout: float(np.mean([group.trajectories[number - at].reward for number in numbers]))
+            rollout: mean([group.trajectories[number - at].reward for number in numbers])
             for rollout, numbers in by_rollout.items()
         }
         at += len(group.trajectories)

@@ -9,7 +9,7 @@ import numpy as np
 from slimx.algorithms.advantages.covariance import select_tokens
 from slimx.algorithms.advantages.dpo import assign_preferences
 from slimx.algorithms.advantages.gigpo import step_advantages
-from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, opo, remax, rloo, standardise
+from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, rloo, standardise
 from slimx.algorithms.advantages.token_rewards import assign_advantages
 from slimx.algorithms.hooks import load_advantages
 from slimx.config.sections.algorithm import ADVANTAGES, TOKEN_REWARDS, Algorithm
@@ -36,7 +36,7 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
     rollouts = _by_rollout(group)
     rewards = _rewards(rollouts)
     if algorithm.advantages == "reinforce_baseline":
-        baseline = _mean(rewards)
+        baseline = mean(rewards)
         return [trajectory.reward - baseline for trajectory in group.trajectories]
     std = {"normalize_std": algorithm.normalize_std, "eps": algorithm.advantage_eps}
     match algorithm.advantages:
@@ -123,11 +123,7 @@ def _by_rollout(group: Group) -> dict[str, list[Trajectory]]:
 
 def _rewards(rollouts: Mapping[str, Sequence[Trajectory]]) -> list[float]:
     """Reward of each rollout: the mean of its trajectories' rewards."""
-    return [_mean([each.reward for each in members]) for members in rollouts.values()]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return [mean([each.reward for each in members]) for members in rollouts.values()]
 
 
 def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
@@ -144,4 +140,4 @@ def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float
                     code="advantages.reward_part",
                     about=str(each.id),
                 )
-    return {name: [_mean([each.reward_parts[name] for each in m]) for m in rollouts.values()] for name in names}
+    return {name: [mean([each.reward_parts[name] for each in m]) for m in rollouts.values()] for name in names}

@@ -7,13 +7,25 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean, which of equal values is their value to the last bit."""
+    return values[0] + sum(value - values[0] for value in values) / len(values)
+
+
+def _above_first(rewards: Sequence[float]) -> np.ndarray:
+    """Rewards minus the first of them, float64 [n]: of equal rewards the mean is then 0 to the last bit, and their
+    advantages with it, which a mean of eight times 0.1 would round to 1e-17."""
+    values = np.asarray(rewards, dtype=np.float64)
+    return values - values[:1]
+
+
 def grpo(rewards: Sequence[float], *, normalize_std: bool = True, eps: float = 1e-6) -> np.ndarray:
     """Group-relative advantages, float32 [n]: (r - mean) / (std + eps) (DeepSeekMath, 2402.03300).
 
     The standard deviation is the unbiased one (n - 1). A group of one rollout has no baseline: its advantage is 0.
     Without `normalize_std` the division is left out (Dr. GRPO, 2503.20783).
     """
-    values = np.asarray(rewards, dtype=np.float64)
+    values = _above_first(rewards)
     centred = values - values.mean()
     if normalize_std and len(values) > 1:
         centred = centred / (values.std(ddof=1) + eps)
@@ -22,7 +34,7 @@ def grpo(rewards: Sequence[float], *, normalize_std: bool = True, eps: float = 1
 
 def rloo(rewards: Sequence[float]) -> np.ndarray:
     """Reward minus the mean of the group's other rollouts, float32 [n] (RLOO, 2402.14740); 0 where there is none."""
-    values = np.asarray(rewards, dtype=np.float64)
+    values = _above_first(rewards)
     others = max(len(values) - 1, 1)
     return (len(values) / others * (values - values.mean())).astype(np.float32)
 
@@ -30,7 +42,7 @@ def rloo(rewards: Sequence[float]) -> np.ndarray:
 def opo(rewards: Sequence[float], lengths: Sequence[float]) -> np.ndarray:
     """Reward minus the mean weighted by length, float32 [n]: the baseline of least variance where a rollout's squared
     gradient grows with its `lengths` tokens (OPO, 2505.23585). Without any token the plain mean."""
-    values, weights = np.asarray(rewards, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+    values, weights = _above_first(rewards), np.asarray(lengths, dtype=np.float64)
     baseline = np.average(values, weights=weights if weights.sum() else None)
     return (values - baseline).astype(np.float32)
 

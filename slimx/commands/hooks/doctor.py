@@ -184,10 +184,12 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fou
         return  # the layout is no hook's fault; `slimx doctor FILE` says what is wrong with it
     length = max(len(trajectory.token_ids) for trajectory in trajectories)
     if length > longest:
+        of_model = longest == spec.gpt["max_sequence_length"]
+        more = f"{spec.path} has no more positions" if of_model else "raise trainer.max_tokens_per_microbatch"
         found.problems.append(
             SlimxError(
-                f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; raise "
-                "trainer.max_tokens_per_microbatch or return several trajectories",
+                f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; "
+                f"{more}{': ' if of_model else ' or '}return several trajectories",
                 code="hooks.long_trajectory",
                 about=hook,
             )

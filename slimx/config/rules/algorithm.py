@@ -41,14 +41,25 @@ def has_critic(algorithm: Algorithm, critic: Critic | None) -> Iterator[Told]:
 
 @rule("algorithm.group_size", about="rollout.group_size")
 def compared(algorithm: Algorithm, rollout: Rollout) -> Iterator[str]:
-    if (
-        algorithm.group_relative
-        and rollout.group_size == 1
-        and not (algorithm.teacher_coef or algorithm.teacher_kl_coef)
-    ):
+    if algorithm.compares and rollout.group_size == 1:
         yield (
             f"rollout.group_size is 1, but algorithm.name is {algorithm.name} (advantages {algorithm.advantages}), "
             "which compares the rollouts of a prompt: every advantage would be 0; raise it"
+        )
+
+
+@rule("algorithm.greedy", about="rollout.sampling")
+def varied(algorithm: Algorithm, rollout: Rollout) -> Iterator[Told]:
+    compared = algorithm.compares or algorithm.advantages == "remax"  # remax: with the greedy answer itself
+    if not compared or not rollout.sampled:
+        return
+    for key, value in rollout.sampling.greedy.items():
+        yield (
+            f"rollout.sampling.{key}",
+            f"rollout.sampling.{key} is {value:g}, with which all answers to a prompt are the same, but algorithm.name "
+            f"is {algorithm.name} (advantages {algorithm.advantages}), which compares them: every advantage would be "
+            f"0; set it to {type(rollout.sampling).model_fields[key].default:g} (held-out answers are greedy by "
+            "themselves, eval.temperature)",
         )
 
 

@@ -27,14 +27,17 @@ def routes_of_engines(trainer: Trainer, rollout: Rollout) -> Iterator[str]:
 
 @rule("eval.engines", about="eval.prompts")
 def evaluated(eval: Eval, rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
-    if eval.prompts and not rollout.sampled and not algorithm.scores:
+    if eval.files and not rollout.sampled and not algorithm.scores:
         yield "eval.prompts is set but rollout.engines is empty; evaluation needs an engine"
 
 
 @rule("eval.prompts", about="eval.every")
 def held_out(eval: Eval) -> Iterator[str]:
-    if eval.every and not eval.prompts:
-        yield f"eval.every is {eval.every}, but eval.prompts is null: nothing would be evaluated; name a file"
+    if eval.every and not eval.prompts and "prompts" not in eval.model_fields_set:  # null, where given, says: none
+        yield (
+            f"eval.every is {eval.every}, but there are no eval.prompts: nothing would be evaluated; name a file, or "
+            "set eval.every=0"
+        )
 
 
 @rule("schedule.updates", about="schedule.updates_per_step")

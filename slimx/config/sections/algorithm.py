@@ -266,6 +266,11 @@ class Algorithm(Section):
         return self.advantages in ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo", "dpo")
 
     @property
+    def compares(self) -> bool:
+        """True if a group whose rollouts all earn the same gives no advantage: no teacher gives one either."""
+        return self.group_relative and not (self.teacher_coef or self.teacher_kl_coef)
+
+    @property
     def scores(self) -> bool:
         """True if what is trained is a reward model: a trunk with a score in the place of logits."""
         return self.loss == "bradley_terry"

@@ -18,6 +18,11 @@ TAKEN = frozenset({ACTOR, "critic", "slimx", "trainer"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 
 
+def prefix_of(policy: str) -> str:
+    """Begin of the names of a policy's metrics, and of its parts' paths: those of the run's own policy have none."""
+    return "" if policy == ACTOR else f"policy/{policy}/"
+
+
 class Policy(Section):
     """One more policy, with weights, trainer ranks and engines of its own. What is not said here is as the run's own
     sections say for the policy `actor`."""

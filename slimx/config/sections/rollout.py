@@ -14,6 +14,9 @@ from slimx.config.sections.prompts import Fields, PromptSet, check_sources
 
 MAX_SUPPORT = 4096
 """Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
+GREEDY = 1e-6
+"""Temperature below which SGLang takes the likeliest token (`_SAMPLING_EPS`), and nucleus mass up to which no second
+one is kept, of any vocabulary of less than a million tokens."""
 
 ROUTED_PER_STEP = 4
 """Rollouts of a step, at least, that come with their tokens' experts where nothing replays or saves those of all."""
@@ -33,6 +36,12 @@ class Sampling(Section):
     """Tokens sampled per turn, at most."""
     stop_token_ids: tuple[Count, ...] = ()
     """Extra ids that end a turn (the model's eos always does)."""
+
+    @property
+    def greedy(self) -> dict[str, float]:
+        """The keys, with their values, that make every answer to a prompt the same; {}: answers differ."""
+        found = {"temperature": self.temperature < GREEDY, "top_k": self.top_k == 1, "top_p": self.top_p <= GREEDY}
+        return {key: getattr(self, key) for key, greedy in found.items() if greedy}
 
     @model_validator(mode="after")
     def _supported(self) -> Sampling:
@@ -225,8 +234,8 @@ class Eval(Section):
     training prompts alone, `rollout.system` and `rollout.template` for both."""
     map: str | None = None
     """Dotted path of a hook instead of `fields`, as `rollout.map`, which may be the same one."""
-    every: Count = 0
-    """Steps between evaluations; 0: only before and after."""
+    every: Count | None = None
+    """Steps between evaluations; null: only before and after the run; 0: none at all."""
     samples: Amount = 1
     """Answers per prompt: eval/accuracy is their mean reward (avg@k), eval/pass@k is for k up to this."""
     pass_at: tuple[Amount, ...] = ()
@@ -246,8 +255,8 @@ class Eval(Section):
 
     @property
     def files(self) -> dict[str, str]:
-        """Files of prompts by name; a single one is named ""."""
-        if self.prompts is None:
+        """Files of prompts by name; a single one is named "". There are none where nothing is evaluated."""
+        if self.prompts is None or self.every == 0:
             return {}
         return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts
 

@@ -11,6 +11,9 @@ from slimx.config.rule import Refusal, refuse
 from slimx.config.section import Amount, Count, Positive, Seconds, Section, Share, Size, Weight
 from slimx.errors import SlimxError
 
+CYCLE = 5
+"""Iterations after which the coefficients of Newton-Schulz begin anew (`quintic` of emerging-optimizers)."""
+
 
 class Muon(Section):
     """Momentum that is orthogonalised before it is applied (megatron-core's Muon)."""
@@ -19,13 +22,26 @@ class Muon(Section):
     """Decay rate of the momentum."""
     nesterov: bool = True
     """Look one step ahead along the momentum."""
-    steps: Size = 5
-    """Newton-Schulz iterations that orthogonalise a matrix."""
+    steps: Size = CYCLE
+    """Newton-Schulz iterations that orthogonalise a matrix: a multiple of 5, since each of five in turn has its own
+    coefficients (`quintic`)."""
     scale: Positive = 0.2
     """An update is this times sqrt(max(rows, columns)) times the orthogonalised momentum: 0.2 is about as large as
     Adam's, so that a learning rate holds for both (arXiv:2502.16982)."""
     split_qkv: bool = True
     """Orthogonalise queries, keys and values each by themselves."""
+
+    @model_validator(mode="after")
+    def _whole_cycles(self) -> Muon:
+        if self.steps % CYCLE:
+            raise Refusal(
+                f"trainer.optimizer.muon.steps is {self.steps}, no multiple of {CYCLE}: its {CYCLE} iterations have "
+                "coefficients of their own, and after a part of them singular values are far from 1 (after 6 below "
+                f"0.2); set it to {CYCLE}",
+                code="muon.steps",
+                about="trainer.optimizer.muon.steps",
+            )
+        return self
 
 
 class Optimizer(Section):

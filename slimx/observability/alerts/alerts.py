@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.alerts.events import Event, Kind
+from slimx.observability.alerts.signal import STEPS, said_again, without_signal
 from slimx.observability.live.pace import Pace, pace
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ class Alerts:
     """The events of one run. Without a webhook a stall is still noted."""
 
     def __init__(self, name: str, directory: Path, note: Callable[[str], None], *, factor: float, at_least: float):
-        """`note` is told of stalls, and at the end of events that were not delivered. `factor`, `at_least`: of
-        `track.stall`."""
+        """`note` is told of stalls and steps without a signal, and at the end of events that were not delivered.
+        `factor`, `at_least`: of `track.stall`."""
         self.webhook: Webhook | None = None
         self.note = note
         self.step: int | None = None
@@ -66,9 +67,17 @@ class Alerts:
             self.tell("stalled", sentence, about=at.phase)
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
-        """Tell of a step whose gradients the optimizer did not take."""
-        if metrics.get("optim/skipped"):
-            self.tell("step_skipped", "the optimizer skipped this step: a gradient was infinite or not a number")
+        """Tell of a step whose gradients an optimizer did not take, and of steps without a signal, which are noted,
+        too."""
+        skipped = "the optimizer skipped this step: a gradient was infinite or not a number"
+        for name, count in metrics.items():
+            if name.endswith(("optim/skipped", "critic/skipped")) and count:
+                about = name.removesuffix("/skipped").removesuffix("optim").strip("/")
+                self.tell("step_skipped", skipped, about=about)
+        for prefix, sentence in without_signal(metrics).items():
+            if said_again(metrics[prefix + STEPS]):
+                self.note(sentence)
+                self.tell("no_signal", sentence, about=prefix.strip("/"))
 
     def close(self) -> None:
         """Wait for the webhook, and note what it did not take."""

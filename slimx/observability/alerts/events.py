@@ -14,6 +14,7 @@ Kind = Literal[
     "trainers_replaced",  # all trainer ranks were started again in place of a lost one (recovery.trainers)
     "trainers_shrunk",  # fewer data-parallel ranks take the place of lost ones (recovery.shrink_after)
     "step_skipped",  # the optimizer skipped a step: a gradient was infinite or not a number
+    "no_signal",  # several steps in a row taught a policy nothing
     "stopped",  # by SIGUSR1, SIGTERM or Ctrl-C
     "failed",
     "finished",

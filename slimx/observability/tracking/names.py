@@ -119,7 +119,13 @@ METRICS = (
     Metric("optim/grad_norm", "Norm of the gradient before clipping."),
     Metric("optim/lr", "Learning rate."),
     Metric("optim/skipped", "Optimizer steps skipped because the gradient was not finite."),
-    Metric("critic/{measure}", "`grad_norm`, `lr` and `skipped` of the critic."),
+    Metric("optim/zero_gradient", "Optimizer steps left out because the gradient was 0 everywhere."),
+    Metric(
+        "optim/steps_without_signal",
+        "Steps in a row, this one included, in which all rollouts of each group had the same reward or the gradient "
+        "was 0.",
+    ),
+    Metric("critic/{measure}", "`grad_norm`, `lr`, `skipped` and `zero_gradient` of the critic."),
     Metric("batch/microbatches", "Micro-batches of a rank."),
     Metric("batch/padding", "Share of positions that are padding."),
     Metric("batch/imbalance", "Work of the busiest rank over the mean, minus 1."),

@@ -16,12 +16,14 @@ import numpy as np
 from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
+from slimx.config.sections.policies import prefix_of
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.step_files import StepFiles
 from slimx.data.saved.trained_tokens import TrainedTokens
 from slimx.errors import SlimxError
 from slimx.observability.alerts.alerts import Alerts
 from slimx.observability.alerts.events import Kind
+from slimx.observability.alerts.signal import Signal
 from slimx.observability.live.table import LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.phases import Phase
@@ -55,6 +57,7 @@ class Records:
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
         self.samples = JsonlFile(directory / "samples.jsonl", resume_step=resume_step)
         self.drops = JsonlFile(directory / "dropped.jsonl", resume_step=resume_step)
+        self._signal = Signal({prefix_of(name): policy.algorithm.compares for name, policy in config.by_policy.items()})
         self._keeping: asyncio.Task[Path] | None = None
         self.entered: Callable[[str, int], None] = lambda name, step: None
         """Told of every phase of a step that begins."""
@@ -121,6 +124,7 @@ class Records:
         engines; None: there are none."""
         phases = self.timeline.take(step)
         times = {f"time/{name}": spent for name, spent in phases.items()} | {"time/step": seconds}
+        metrics = metrics | self._signal.counted(metrics)
         self.tracker.log(step, metrics | times, version=version)
         self.table.row(step, metrics | times)
         self.alerts.recorded(metrics)
@@ -242,5 +246,7 @@ def summary(directory: Path) -> dict[str, Any]:
         out[f"trainer memory at its peak, MiB ({name})"] = round(max(series(phase)), 1)
     if skipped := int(sum(series("optim/skipped"))):
         out["optimizer steps skipped"] = skipped
+    if empty := int(sum(series("optim/zero_gradient"))):
+        out["optimizer steps without a gradient"] = empty
     out["seconds of training"] = round(sum(series("time/step")), 1)
     return out

@@ -88,7 +88,7 @@ def reduce(values: dict[str, tuple[str, torch.Tensor]], group: dist.ProcessGroup
 
 LAST = frozenset({"optim/lr", "critic/lr"})
 """Metrics of which the newest value stands for the step."""
-COUNTS = frozenset({"optim/skipped", "critic/skipped"})
+COUNTS = frozenset(f"{of}/{name}" for of in ("optim", "critic") for name in ("skipped", "zero_gradient"))
 """Metrics that count something and add up."""
 
 

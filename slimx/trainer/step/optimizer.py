@@ -44,6 +44,7 @@ def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch
         muon_momentum=options.muon.momentum,
         muon_nesterov=options.muon.nesterov,
         muon_num_ns_steps=options.muon.steps,
+        muon_coefficient_type="quintic",
         muon_extra_scale_factor=options.muon.scale,
         muon_split_qkv=options.muon.split_qkv,
         # Every rank orthogonalises the whole matrix, so that the update does not depend on the layout.

@@ -1,7 +1,11 @@
-"""One optimizer step that no rank takes alone: norm, clipping, and a skip where a gradient is not finite.
+"""One optimizer step that no rank takes alone: norm, clipping, and a skip where a gradient is not finite or all are 0.
 
 gradients of all ranks -> norm -> finite on every rank?  -- yes -->  clip -> Adam -> weights
                                                          -- no --->  nothing changes; counted, stopped after n
+                                  0 on every rank?       -- yes -->  nothing changes; counted
+
+Of a gradient that is 0 everywhere, as where all rollouts of each group earned the same, nothing can be learned; yet
+Adam's moments of earlier steps would go on moving the weights, and decay would shrink them.
 """
 
 from __future__ import annotations
@@ -41,8 +45,9 @@ class OptimizerStep:
     def __call__(self, rate: float) -> dict[str, float]:
         """Apply the present gradients with learning rate `rate`; returns metrics.
 
-        After a skip weights, moments and Adam's own step count are what they were, bit for bit. Raises SlimxError on
-        every rank after `max_skipped` skips in a row, naming the parameter where it began.
+        After a skip weights, moments and Adam's own step count are what they were, bit for bit, and so they are where
+        the gradient is exactly 0 everywhere, with those of all terms of the loss. Raises SlimxError on
+        every rank after `max_skipped` skips in a row for what is not finite, naming the parameter where it began.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -50,22 +55,24 @@ class OptimizerStep:
             group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm() or 0.0)
-        finite = self._everywhere(math.isfinite(norm))
-        if finite:
-            self._clip(norm)
-            self.optimizer.step_with_ready_grads()
-            self.skipped_in_a_row = 0
-        else:
+        # The squares of tiny gradients are 0 in fp32: the norm alone does not say that there is nothing.
+        finite, empty = self._everywhere(math.isfinite(norm), norm == 0 and not any(map(_any, self.named.values())))
+        if not finite:
             self._skip(norm)
+        else:
+            self.skipped_in_a_row = 0
+            if not empty:
+                self._clip(norm)
+                self.optimizer.step_with_ready_grads()
         self.optimizer.zero_grad()  # fp32 copies of this rank's share where gradients are bf16; the buffers stay
-        values = {"lr": rate, "grad_norm": norm, "skipped": float(not finite)}
+        values = {"lr": rate, "grad_norm": norm, "skipped": float(not finite), "zero_gradient": float(empty)}
         return {f"{self.prefix}/{name}": value for name, value in values.items()}
 
-    def _everywhere(self, yes: bool) -> bool:
+    def _everywhere(self, *conditions: bool) -> list[bool]:
         # Norms of one model are equal on all ranks by construction; a rank that stepped alone would be beyond repair.
-        answer = torch.tensor([int(yes)], dtype=torch.int32)
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(answer.item())
+        answers = torch.tensor(conditions, dtype=torch.int32)
+        dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=self.group)
+        return [bool(answer) for answer in answers.tolist()]
 
     def _clip(self, norm: float) -> None:
         if not self.options.clip_grad:
@@ -106,6 +113,16 @@ def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.Process
     return f"first in {name} on trainer rank {rank} ({count} of its {of} parameters{ranks})"
 
 
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    return getattr(parameter, "main_grad", parameter.grad)
+
+
 def _finite(parameter: torch.nn.Parameter) -> bool:
-    gradient = getattr(parameter, "main_grad", parameter.grad)
+    gradient = _gradient(parameter)
     return gradient is None or bool(torch.isfinite(gradient).all())
+
+
+def _any(parameter: torch.nn.Parameter) -> bool:
+    """Returns True if the parameter has a gradient that is not 0."""
+    gradient = _gradient(parameter)
+    return gradient is not None and bool(gradient.any())

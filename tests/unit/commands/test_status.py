@@ -72,6 +72,14 @@ def test_each_further_policy_has_a_line_of_its_own_figures(run, monkeypatch, cap
     assert numbers(next(line for line in lines if line.startswith("step"))) == [0.5]
 
 
+def test_steps_without_a_signal_are_told_and_fewer_are_not(run, monkeypatch, capsys):
+    for steps, shown in ((4.0, 0), (7.0, 1)):
+        metrics = {"reward/mean": 1.0, "reward/groups_without_signal": 1.0, "optim/steps_without_signal": steps}
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 7, "metrics": metrics}) + "\n")
+        lines = [line for line in status(run, monkeypatch, capsys).splitlines() if line.startswith("signal ")]
+        assert len(lines) == shown and all(numbers(line)[0] == steps for line in lines)
+
+
 def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, monkeypatch, capsys):
     assert status(run, monkeypatch, capsys, "--saved") == "0\n"
     for name in ("iter_0000004", "iter_0000040", "iter_0000050.partial", "iter_0000060.damaged"):

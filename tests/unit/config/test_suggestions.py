@@ -9,9 +9,12 @@ import yaml
 
 from slimx.cli import RunCommand
 from slimx.config import load_config
-from slimx.config.foreign import FLAGS, PATHS
+from slimx.config.foreign.find import FLAGS, PATHS
+from slimx.config.foreign.meaning import Meaning
+from slimx.config.foreign.values import VALUES
 from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag, known_keys
+from slimx.errors import SlimxError
 from tests.refusals import refused
 
 BASE = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
@@ -22,12 +25,40 @@ def written(directory: Path, **sections: object) -> Path:
     return directory / "run.yaml"
 
 
-@pytest.mark.parametrize("name", sorted(FLAGS | PATHS))
-def test_every_foreign_name_leads_to_a_key_and_is_none(name):
-    key = (FLAGS | PATHS)[name].partition(" ")[0]
+def entries(found: str | Meaning) -> list[Meaning]:
+    """The entry and those that its values lead to."""
+    if isinstance(found, str):
+        return [Meaning(found)]
+    return [found, *(each for value in found.values.values() if isinstance(value, Meaning) for each in entries(value))]
+
+
+NAMES = {name: each for table in [*FLAGS, *PATHS] for name, found in table.items() for each in entries(found)}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_foreign_name_leads_to_keys_or_to_a_reason_and_is_no_key(name):
     keys = known_keys(Config)
-    assert key in keys or any(each.startswith(f"{key}.") for each in keys), key
-    assert name not in keys
+    for table in [*FLAGS, *PATHS]:
+        for found in entries(table.get(name, [])) if name in table else []:
+            named = [*found.sets, *([found.key] if found.key not in ("", "{}") else [])]
+            assert named or found.note or found.key == "{}" or found.closed, name
+            for key in named:
+                whole = key.removesuffix(".{}").removesuffix(".*")
+                inside = "sglang" in key or "megatron" in key or "options" in key
+                assert whole in keys or any(each.startswith(f"{whole}.") for each in keys) or inside, (name, key)
+    assert name not in keys and name == name.lower() and "-" not in name.replace("{}", ""), name
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_foreign_values_are_of_keys_that_there_are_and_lead_to_values_that_they_take(tmp_path, key):
+    assert key in known_keys(Config)
+    file = written(tmp_path)
+    for word, value in VALUES[key].items():
+        with pytest.raises(SlimxError) as caught:
+            load_config(file, [f"{key}={word}"])
+        assert caught.value.about == key, (word, caught.value)
+        if isinstance(value, str):
+            assert f"did you mean {value}?" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +71,7 @@ def test_every_foreign_name_leads_to_a_key_and_is_none(name):
         ("resume=never", "run.resume=never"),
         ("trainer.learning_rate=0.5", "trainer.optimizer.lr=0.5"),
         ("actor_rollout_ref.rollout.n=4", "rollout.group_size=4"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=4", "'rollout.engines=[{tensor: 4}]'"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=4", "rollout.engines.0.tensor=4"),
         ("trainer.total_epochs=3", "schedule.steps"),
         ("trainer.wrold_size=2", "trainer.world_size"),
     ],

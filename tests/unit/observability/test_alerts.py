@@ -15,8 +15,9 @@ from slimx.config.load import load_config
 from slimx.errors import Interrupted, PartLost, Preempted
 from slimx.observability.alerts import webhook
 from slimx.observability.alerts.alerts import Alerts, alerting
+from slimx.observability.alerts.signal import Signal, without_signal
 from slimx.observability.alerts.webhook import Webhook
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 from tests.webhook_server import Received, webhook_server
 
 
@@ -41,11 +42,14 @@ def test_events_come_in_order_with_what_they_are_about(server, alerts, tmp_path)
         alerts.tell("engine_lost", "engine actor-0 is lost", about="actor-0")
         alerts.step = 7
         alerts.recorded({"optim/skipped": 1.0})
-        alerts.recorded({"optim/skipped": 0.0})
+        alerts.recorded({"optim/skipped": 0.0, "critic/skipped": 0.0})
+        alerts.recorded({"policy/solver/optim/skipped": 1.0, "critic/skipped": 2.0})
         alerts.tell("finished", "finished")
     assert [(e["event"], e["step"], e["about"]) for e in server.events] == [
         ("engine_lost", None, "actor-0"),
         ("step_skipped", 7, ""),
+        ("step_skipped", 7, "policy/solver"),
+        ("step_skipped", 7, "critic"),
         ("finished", 7, ""),
     ]
     for event in server.events:
@@ -125,6 +129,38 @@ def test_a_stall_is_told_once_and_again_when_it_is_over(server, alerts, notes, t
         ("went_on", "train", 5),
     ]
     assert len(notes) == 1 and "trainer rank 3" in notes[0]
+
+
+def row(reward: float, silent: float, norm: float, prefix: str = "") -> dict[str, float]:
+    values = {"reward/mean": reward, "reward/groups_without_signal": silent, "optim/grad_norm": norm}
+    return {prefix + name: value for name, value in values.items()}
+
+
+def test_steps_without_a_signal_are_counted_by_policy_and_told_after_5_10_20(server, alerts, notes):
+    signal = Signal({"": True, "policy/b/": True, "policy/c/": False})
+    counts = []
+    with alerting(alerts, server.url):
+        for step in range(1, 25):
+            alerts.step = step
+            own = row(0.5, 0.75 if step == 3 else 1.0, 0.3)  # a KL term keeps its gradient
+            other = row(1.0, 1.0, 0.0 if step > 20 else 0.3, "policy/c/")
+            metrics = own | row(0.5, 0.5, 0.3, "policy/b/") | other
+            found = signal.counted(metrics)
+            counts.append([found[f"{prefix}optim/steps_without_signal"] for prefix in ("", "policy/b/", "policy/c/")])
+            alerts.recorded(metrics | found)
+    assert [count for count, _, _ in counts] == [1, 2, 0, *range(1, 22)]
+    assert {count for _, count, _ in counts} == {0}
+    assert [count for _, _, count in counts] == [0] * 20 + [1, 2, 3, 4]
+    assert [(e["event"], e["step"], e["about"]) for e in server.events] == [
+        ("no_signal", n + 3, "") for n in (5, 10, 20)
+    ]
+    assert len(notes) == 3 and [numbers(note)[0] for note in notes] == [5, 10, 20]
+
+
+def test_a_policy_whose_gradient_is_0_is_named():
+    metrics = row(1.0, 0.0, 0.0, "policy/c/") | {"policy/c/optim/steps_without_signal": 6.0}
+    assert list(without_signal(metrics)) == ["policy/c/"]
+    assert without_signal(metrics | {"policy/c/optim/steps_without_signal": 4.0}) == {}
 
 
 @pytest.mark.parametrize("value", ["hooks.example.com/SECRET", "ftp://h/SECRET", "http://", "http://[SECRET"])

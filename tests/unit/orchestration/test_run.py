@@ -125,6 +125,19 @@ async def test_a_save_is_due_by_steps_or_by_time(tmp_path, parts, monkeypatch):
     await stopped(run)
 
 
+async def test_steps_without_a_signal_are_counted_in_the_metrics_of_each_step(tmp_path):
+    config = Config.model_validate(
+        {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
+    )
+    records = Records(config, LiveTable(3, 0, Console(quiet=True)), None, silent(config))
+    for step, silent_groups in enumerate((1.0, 1.0, 0.5), 1):
+        metrics = {"reward/groups_without_signal": silent_groups, "optim/grad_norm": 0.1}
+        records.step(step, None, metrics, [], 1.0)
+    records.close()
+    rows = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["optim/steps_without_signal"] for row in rows] == [1.0, 2.0, 0.0]
+
+
 async def test_the_start_of_a_part_is_a_phase_of_its_own_track(tmp_path):
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}

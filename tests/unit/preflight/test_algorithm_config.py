@@ -119,6 +119,34 @@ def test_what_the_other_sections_cannot_give_is_refused(sections, code, about):
         Config.model_validate(BASE | sections)
 
 
+@pytest.mark.parametrize(("key", "value"), [("temperature", 0), ("temperature", 1e-7), ("top_k", 1), ("top_p", 1e-6)])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "rloo", "opo", "gpg", "gdpo", "gigpo", "dpo", "remax"])
+def test_greedy_rollouts_are_refused_where_they_are_compared(name, key, value):
+    with invalid("algorithm.greedy", about=f"rollout.sampling.{key}"):
+        Config.model_validate(
+            BASE | {"algorithm": {"name": name}, "rollout": {"prompts": "p", "sampling": {key: value}}}
+        )
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"name": "reinforce_pp"}},
+        {"algorithm": {"name": "ppo"}, "critic": {}},
+        {"algorithm": {"name": "grpo", "teacher": "t", "teacher_coef": 1.0}},
+    ],
+)
+def test_greedy_rollouts_are_taken_where_nothing_compares_them(sections):
+    rollout = {"prompts": "p", "sampling": {"temperature": 0}}
+    assert Config.model_validate(BASE | {"rollout": rollout} | sections).rollout.sampling.greedy == {"temperature": 0}
+
+
+def test_held_out_answers_may_be_greedy_and_demonstrations_sample_nothing():
+    assert Config.model_validate(BASE | {"eval": {"temperature": 0}}).rollout.sampling.greedy == {}
+    rollout = {"prompts": "p", "engines": [], "sampling": {"temperature": 0}}
+    Config.model_validate(BASE | {"algorithm": {"name": "sft"}, "rollout": rollout})
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_own_values_and_each_can_be_overridden(name):
     teacher = {"teacher": "t"} if name == "distillation" else {}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config.foreign import VERL
+from slimx.config.foreign.verl import VERL
 from slimx.config.schema import Config
 from tools.docs import make_architecture, make_foreign, make_metrics
 from tools.docs.make_configuration import PAGE, page

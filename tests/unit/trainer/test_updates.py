@@ -78,16 +78,18 @@ def test_the_learning_rate_spans_the_updates_of_the_run():
 
 def test_metrics_of_updates_are_put_together_by_what_they_are():
     first = {"loss/policy": 1.0, "gap/mean": 0.25, "optim/lr": 3.0, "optim/skipped": 1.0, "gap/max": 2.0, "x_max": 1.0}
-    second = {"loss/policy": 2.0, "optim/lr": 4.0, "optim/skipped": 1.0, "x_max": 5.0}
+    second = {"loss/policy": 2.0, "optim/lr": 4.0, "optim/skipped": 1.0, "x_max": 5.0, "optim/zero_gradient": 1.0}
     assert combine([first, second]) == {
         "loss/policy": 1.5,
         "gap/mean": 0.25,
         "optim/lr": 4.0,
         "optim/skipped": 2.0,
+        "optim/zero_gradient": 1.0,
         "gap/max": 2.0,
         "x_max": 5.0,
     }
     assert combine([first]) == first
+    assert combine([second, second])["optim/zero_gradient"] == 2.0
     assert math.isnan(combine([{"loss/policy": float("nan")}, second])["loss/policy"])
 
 

@@ -1,0 +1,73 @@
+"""Overrides of single entries of lists, and of whole sections by null; inputs that are repeated only in part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slimx.config import load_config
+from slimx.config.section import ECHOED
+from slimx.errors import SlimxError
+from tests.refusals import refused
+
+BASE = {
+    "run": {"dir": "r"},
+    "model": {"path": "m"},
+    "rollout": {"prompts": "p", "engines": [{"name": "a", "max_total_tokens": 99}]},
+    "eval": {"prompts": "h", "every": 5},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
+    return tmp_path / "run.yaml"
+
+
+@pytest.mark.parametrize("key", ["rollout.engines.0.tensor", "rollout.engines[0].tensor"])
+def test_one_entry_of_a_list_takes_a_key_and_keeps_the_others(file, key):
+    (group,) = load_config(file, [f"{key}=2"]).rollout.engines
+    assert (group.name, group.max_total_tokens, group.tensor) == ("a", 99, 2)
+
+
+def test_the_place_behind_the_last_is_a_new_entry_and_defaults_have_places_too(file):
+    config = load_config(file, ["rollout.engines.1.name=b", "trainer.optimizer.betas.0=0.8"])
+    assert [group.name for group in config.rollout.engines] == ["a", "b"]
+    assert config.trainer.optimizer.betas == (0.8, 0.95)
+    with refused("config.entry", about="rollout.engines.4"):
+        load_config(file, ["rollout.engines.4.name=b"])
+    with refused("config.override", about="rollout.engines.tensor"):
+        load_config(file, ["rollout.engines.tensor=2"])
+
+
+@pytest.mark.parametrize("override", ["eval=null", "eval.prompts=null", "eval.every=0"])
+def test_evaluation_is_switched_off(file, override):
+    assert load_config(file).eval.files == {"": "h"}
+    assert load_config(file, [override]).eval.files == {}
+
+
+def test_an_interval_without_any_prompts_is_still_refused(file):
+    file.write_text(yaml.safe_dump(BASE | {"eval": {"every": 5}}))
+    with refused("eval.prompts", about="eval.every"):
+        load_config(file)
+
+
+def test_null_empties_a_mapping(file):
+    file.write_text(yaml.safe_dump(BASE | {"reward": {"options": {"a": 1}}}))
+    assert load_config(file, ["reward.options=null"]).reward.options == {}
+
+
+@pytest.mark.parametrize("override", ["x" * 5000 + "=1", "trainer.load." + "y" * 5000 + "=1", "z" * 5000])
+def test_a_long_input_is_repeated_in_part(file, override):
+    with pytest.raises(SlimxError) as caught:
+        load_config(file, [override])
+    assert override[:50] in str(caught.value) and len(str(caught.value)) < 5 * ECHOED
+
+
+def test_a_file_that_is_no_configuration_is_not_repeated(tmp_path):
+    (tmp_path / "big.txt").write_text("word " * 80_000)
+    with refused("config.no_sections") as caught:
+        load_config(tmp_path / "big.txt")
+    assert len(str(caught.value)) < 5 * ECHOED
