@@ -13,7 +13,8 @@ from pyarrow import parquet
 
 from slimx import cli
 from slimx.commands.data import check, convert
-from slimx.data.prompt_files.known import KNOWN, last_box
+from slimx.data.boxes import last_box
+from slimx.data.prompt_files.known import KNOWN
 from slimx.data.prompts import read_prompts
 from tests.refusals import refused
 
