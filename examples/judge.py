@@ -31,7 +31,7 @@ FORM = r"Score: (10|[0-9])"
 
 async def reward(ctx: RewardContext, trajectory: Trajectory, *, judge: str = "judge") -> float:
     """The judge's points over 10. `judge`: name of the frozen group."""
-    asked = ASK.format(question=question(ctx), reference=ctx.prompt.answer, answer=ctx.text)
+    asked = ASK.format(question=question(ctx), reference=ctx.prompt.answer, answer=ctx.final_answer)
     verdict = await ctx.engines[judge].chat(
         [{"role": "user", "content": asked}], temperature=0.0, max_tokens=16, regex=FORM
     )

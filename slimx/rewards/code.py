@@ -1,4 +1,4 @@
-"""The reward of programming tasks: which share of a prompt's tests the program in the response passes.
+"""The reward of programming tasks: which share of a prompt's tests the program in the final answer passes.
 
 Tests stand in the prompt's metadata, in one of two forms:
 
@@ -46,8 +46,8 @@ async def reward(
     memory_mib: int = 512,
     processes: int = 8,
 ) -> float:
-    """The share of tests that pass; with `all_or_nothing` 1.0 if all do, else 0.0. A response without a program gets
-    0.0. `seconds`, `memory_mib` and `processes` are the limits of each test.
+    """The share of tests that pass; with `all_or_nothing` 1.0 if all do, else 0.0. A final answer without a program
+    gets 0.0. `seconds`, `memory_mib` and `processes` are the limits of each test.
 
     Raises SlimxError for a prompt without tests or with one that cannot be run, and where the sandbox cannot start."""
     tests = ctx.prompt.metadata.get("tests")
@@ -58,7 +58,7 @@ async def reward(
             code="reward.tests",
             about=ctx.prompt.id,
         )
-    code = last_program(ctx.text)
+    code = last_program(ctx.final_answer)
     if code is None:
         return 0.0
     sandbox = _sandbox(seconds=seconds, memory_mib=memory_mib, processes=processes)

@@ -1,4 +1,4 @@
-"""The reward of short free answers: how many words the response shares with the answer (SQuAD's F1, 1606.05250)."""
+"""The reward of short free answers: how many words the final answer shares with the answer (SQuAD's F1, 1606.05250)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
     answers = list(ctx.prompt.metadata.get("answers") or [])
     if ctx.prompt.answer is not None or not answers:
         answers.append(answer_of(ctx, __name__))
-    return max(f1(ctx.text, answer) for answer in answers)
+    return max(f1(ctx.final_answer, answer) for answer in answers)
 
 
 def f1(text: str, answer: str) -> float:

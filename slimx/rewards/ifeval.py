@@ -83,8 +83,8 @@ async def reward(
 
     `weights` makes a sum of other measures, each a part of the reward: "prompt_strict" and "prompt_loose" (1 if all are
     kept), "instructions_strict" and "instructions_loose" (which share of them is). Loose also asks whether the response
-    would keep an instruction without its first line, its last line, or asterisks. What a model thinks, up to </think>,
-    is not judged, and an empty response keeps nothing.
+    would keep an instruction without its first line, its last line, or asterisks. The final answer is judged, without
+    what a model thinks, and an empty one keeps nothing.
 
     Logs "ifeval/instructions" and how many of them are kept, "ifeval/kept_strict" and "ifeval/kept_loose", whose ratio
     over an evaluation is IFEval's accuracy by instruction; and the two measures by prompt."""
@@ -93,7 +93,7 @@ async def reward(
     pairs = _instructions(ctx.prompt)
     registry = _checkers()
     results, scores = evaluate_instructions(
-        response=ctx.text,
+        response=ctx.final_answer,
         instruction_id_list=[name for name, _ in pairs],
         kwargs_list=[arguments for _, arguments in pairs],
         prompt="",  # asked for by checkers of other suites

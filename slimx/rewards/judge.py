@@ -42,12 +42,12 @@ async def reward(
     """The last number that `pattern` finds in the judge's greedy answer, over `scale`.
 
     `url`: of the server, without a path; or `engine`: the name of a frozen group of rollout.engines. `template` may
-    hold {question}, {answer} and {text}. Raises SlimxError for a verdict without a number."""
+    hold {question}, {answer} and {text}, the final answer. Raises SlimxError for a verdict without a number."""
     headers = None
     if url is None:
         url, headers = _server(ctx, engine)
     # Not str.format: a response may hold braces.
-    given = {"question": question(ctx), "answer": ctx.prompt.answer or "none", "text": ctx.text}
+    given = {"question": question(ctx), "answer": ctx.prompt.answer or "none", "text": ctx.final_answer}
     asked = re.sub(r"\{(question|answer|text)\}", lambda name: given[name[1]], template)
     body: dict[str, Any] = {
         "model": model,

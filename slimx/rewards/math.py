@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 from math_verify.utils import timeout
 from sympy import I
 
+from slimx.data.boxes import boxes
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.rewards.needs import needs_answer, needs_process
 from slimx.rewards.shared.context import Context, answer_of
 from slimx.rewards.shared.notation import DELIMITED, depth, expression, last_boxes, latex
+from slimx.rewards.shared.verification import parse, verify
 
 SECONDS = 5
 """For parsing a response, and again for comparing it."""
@@ -31,8 +32,8 @@ longer than a response may. An answer that is not read in time would refuse its 
 @needs_process
 @needs_answer
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
-    """1.0 if the value that the text states last (boxed, in LaTeX, or plain) equals the prompt's answer, else 0.0; an
-    expression that cannot be compared within 5 s counts as wrong.
+    """1.0 if the value that the final answer states last (boxed, in LaTeX, or plain) equals the prompt's answer,
+    else 0.0; an expression that cannot be compared within 5 s counts as wrong.
 
     Raises SlimxError for a prompt whose answer is missing or no mathematical expression."""
     gold = _gold(answer_of(ctx, __name__))
@@ -44,7 +45,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
             about=ctx.prompt.id,
         )
     # parse and verify take what they cannot do, or not in time, for wrong.
-    stated = _in_time(lambda: _stated(latex(ctx.text)))
+    stated = _in_time(lambda: _stated(latex(ctx.final_answer)))
     said = parse(stated, parsing_timeout=SECONDS) if stated and depth(stated) <= DEEPEST else []
     compared = _in_time(lambda: (_complex(gold), _complex(said)))
     return float(verify(*compared, timeout_seconds=SECONDS)) if compared else 0.0
@@ -63,7 +64,7 @@ def _gold(answer: str) -> tuple[Any, ...]:
     """Values that the answer can mean. An expression is read as if it stood between dollar signs: outside them the
     library looks for numbers alone, and finds 2 in `2\\pi`. Of words, only numbers beside them count."""
     answer = latex(answer)
-    given = answer if DELIMITED.search(answer) else expression(answer) or answer
+    given = last_boxes(answer, boxes(answer)) or (answer if DELIMITED.search(answer) else expression(answer) or answer)
     return tuple(parse(given, parsing_timeout=ANSWER_SECONDS))
 
 
@@ -79,11 +80,11 @@ def _complex(values: Iterable[Any]) -> list[Any]:
 
 
 def _stated(text: str) -> str:
-    """The part of a response that math-verify shall read: its last box; else all of it if it marks its mathematics;
-    else the expression that its last line consists of, or ends in after "answer is" or "answer:"."""
-    boxed, _, after = text.rpartition(r"\boxed")
-    if boxed and not re.search("(?i)final answer is", after) and (boxes := last_boxes(text)):
-        return boxes
+    """The part of a response that math-verify shall read: its last box, nothing if that is torn; else all of it if it
+    marks its mathematics; else the expression that its last line consists of, or ends in after "answer is" or
+    "answer:"."""
+    if (found := boxes(text)) and not re.search("(?i)final answer is", text[found[-1].stop :]):
+        return last_boxes(text, found) or ""
     if DELIMITED.search(text):
         return text
     last = text.strip().rpartition("\n")[2].replace("**", "")

@@ -15,7 +15,8 @@ from slimx.rewards.shared.context import Context, answer_of
 @needs_process
 async def reward(ctx: Context, trajectory: Trajectory, *, pattern: str, whole: bool = False) -> float:
     """1.0 if `pattern` (Python's `re`, `.` matches line ends) occurs in the text, or with `whole` is all of it; else
-    0.0. If the pattern has a group named `answer`, what its last occurrence holds must be the prompt's answer.
+    0.0. If the pattern has a group named `answer`, what its last occurrence holds must be the prompt's answer, and must
+    stand in the final answer.
 
     Raises SlimxError for a pattern that is no regular expression."""
     expression = compiled(pattern)
@@ -24,7 +25,9 @@ async def reward(ctx: Context, trajectory: Trajectory, *, pattern: str, whole: b
         return 0.0
     if "answer" not in expression.groupindex:
         return 1.0
-    return float((found[-1]["answer"] or "").strip() == answer_of(ctx, __name__).strip())
+    if found[-1].start("answer") < len(ctx.text) - len(ctx.final_answer):
+        return 0.0
+    return float(found[-1]["answer"].strip() == answer_of(ctx, __name__).strip())
 
 
 @cache

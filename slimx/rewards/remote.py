@@ -13,7 +13,7 @@ from slimx.rewards.shared.http import post
 async def reward(
     ctx: Context, trajectory: Trajectory, *, url: str, timeout: float = 30.0, retries: int = 3
 ) -> float | dict[str, float]:
-    """The answer of `url` to a POST of `{"id", "prompt", "text", "answer", "metadata"}`: a number,
+    """The answer of `url` to a POST of `{"id", "prompt", "text", "final_answer", "answer", "metadata"}`: a number,
     `{"reward": number}`, or an object of numbers whose sum is the reward. `prompt`: the messages, or the token ids.
 
     `timeout`: seconds of one request. Raises SlimxError for another answer, or none."""
@@ -22,6 +22,7 @@ async def reward(
         "id": trajectory.id,
         "prompt": prompt.messages if prompt.messages is not None else prompt.token_ids,
         "text": ctx.text,
+        "final_answer": ctx.final_answer,
         "answer": prompt.answer,
         "metadata": prompt.metadata,
     }

@@ -19,6 +19,7 @@ import numpy as np
 
 from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.responses import Response, final_answer
 from slimx.data.tokens import PromptIds, encode_turn
 from slimx.environments.processes import Environments
 from slimx.errors import SlimxError
@@ -202,14 +203,39 @@ class RewardContext(_Logging):
     prompt: Prompt
     tokenizer: Any
     text: str
-    """The sampled tokens as text, special tokens left out; of a group, those of its first trajectory."""
+    """The sampled tokens as text, special tokens left out, with a line break between turns; of a group, those of its
+    first trajectory."""
     evaluation: bool
     engines: Mapping[str, FrozenEngine] = field(default_factory=dict)
     """Frozen groups of `rollout.engines`, by name: a judge, a reward model."""
-    texts: list[str] = field(default_factory=list)
-    """`text` of each trajectory that is judged."""
+    responses: list[Response] = field(default_factory=list)
+    """Turns and final answer of each trajectory that is judged; of one turn, `text`, where none are given."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the hook logged; they become those of the trajectory, of a group those of its first one."""
+
+    def __post_init__(self) -> None:
+        if not self.responses:
+            self.responses.append(Response((self.text,), final_answer(self.text)))
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """The text of each turn that was sampled; of a group, those of its first trajectory."""
+        return self.responses[0].turns
+
+    @property
+    def final_answer(self) -> str:
+        """The end of the last turn, behind its thinking; "" where the thinking never ended."""
+        return self.responses[0].final_answer
+
+    @property
+    def texts(self) -> list[str]:
+        """`text` of each trajectory that is judged."""
+        return [response.text for response in self.responses]
+
+    @property
+    def final_answers(self) -> list[str]:
+        """`final_answer` of each trajectory that is judged."""
+        return [response.final_answer for response in self.responses]
 
 
 Generate = Callable[[RolloutContext, Prompt], Awaitable[Trajectory | list[Trajectory]]]

@@ -12,6 +12,8 @@ from typing import Any
 
 from slimx.adapters.slime.sample import Sample
 from slimx.adapters.slime.served import load_function
+from slimx.data.boxes import last_box
+from slimx.data.responses import final_answer
 from slimx.errors import SlimxError
 from slimx.rewards.f1 import words
 
@@ -25,22 +27,10 @@ JUDGING: ContextVar[Callable[..., Any] | None] = ContextVar("slime_judging", def
 """The reward that runs, as seen by what it calls."""
 
 
-def boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} of a text, braces balanced; None without one."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    depth, first = 0, start + len(r"\boxed")
-    for at in range(first, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if depth == 0:
-            return text[first + 1 : at]
-    return None
-
-
 def equal(said: str | None, right: Any) -> bool:
     """Returns True if two expressions have one value."""
-    from math_verify import parse, verify  # imported late: it takes a second, and most hooks grade by themselves
+    # Imported late: it takes a second, and most hooks grade by themselves.
+    from slimx.rewards.shared.verification import parse, verify
 
     if said is None:
         return False
@@ -53,7 +43,7 @@ def equal(said: str | None, right: Any) -> bool:
 
 def grade(solution: str, right: Any) -> bool:
     """`grade_answer_verl`: whether the boxed value of a solution is right; `right` may be boxed too."""
-    return equal(boxed(solution), boxed(str(right)) or right)
+    return equal(last_box(solution), last_box(str(right)) or right)
 
 
 def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
@@ -62,11 +52,15 @@ def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool 
     the prompt says is no answer."""
     solution_str = solution_str[-DAPO_WINDOW:]
     if strict_box_verify:
-        pred = boxed(solution_str[-DAPO_STRICT_WINDOW:])
+        pred = last_box(solution_str[-DAPO_STRICT_WINDOW:])
     else:
         lines = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str)
         pred = lines[-1].strip() if lines else "[INVALID]"
-    value = (boxed(pred) or pred.strip("$ .")) if pred else None
+    return _score(pred, ground_truth)
+
+
+def _score(pred: str | None, ground_truth: Any) -> dict[str, Any]:
+    value = (last_box(pred) or pred.strip("$ .")) if pred else None
     right = pred != "[INVALID]" and equal(value, ground_truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
@@ -94,12 +88,17 @@ def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, f
 
 
 RULES: dict[str, Callable[[str, Any], Any]] = {
-    "math": lambda text, label: int(grade(text, label)),
+    "math": lambda text, label: int(grade(final_answer(text), label)),
+    "boxed_math": lambda text, label: int(grade(final_answer(text), label)),
     "deepscaler": deepscaler,
-    "dapo": compute_score,
-    "f1": lambda text, label: f1_score(text, label)[0],
+    "boxed_deepscaler": deepscaler,
+    "dapo": lambda text, label: compute_score(final_answer(text), label),
+    "boxed_dapo": lambda text, label: _score(last_box(final_answer(text)), label),
+    "f1": lambda text, label: f1_score(final_answer(text), label)[0],
+    "boxed_f1": lambda text, label: f1_score(last_box(final_answer(text)), label)[0],
 }
-"""Rules that grade a response against its label, by `rm_type`."""
+"""Rules that grade a response against its label, by `rm_type`. `boxed_` grades the content of its last box, which
+two of them look for by themselves."""
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
@@ -107,8 +106,6 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     if (own := _own(args)) is not None:
         return await ask(own, args.custom_rm_path, args, sample, **kwargs)
     kind, text = (sample.metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip(), sample.response
-    if kind.startswith("boxed_"):
-        kind, text = kind.removeprefix("boxed_"), boxed(text) or ""
     if kind not in RULES:
         raise SlimxError(
             f"rm_type {kind!r} is not served; served are {', '.join(RULES)}: give one of them in reward.options or in "

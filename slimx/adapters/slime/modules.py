@@ -15,6 +15,7 @@ from typing import Any
 
 from slimx.adapters.slime import grading, served
 from slimx.adapters.slime.sample import Sample
+from slimx.data.boxes import last_box
 from slimx.errors import SlimxError
 
 SLIME: dict[str, dict[str, Any]] = {
@@ -34,8 +35,8 @@ SLIME: dict[str, dict[str, Any]] = {
     "slime.rollout.rm_hub.f1": {"f1_score": grading.f1_score},
     "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": grading.compute_score},
     "slime.rollout.rm_hub.math_utils": {
-        "extract_answer": grading.boxed,
-        "extract_boxed_answer": grading.boxed,
+        "extract_answer": last_box,
+        "extract_boxed_answer": last_box,
         "grade_answer_verl": grading.grade,
     },
     "slime.rollout.sglang_rollout": {

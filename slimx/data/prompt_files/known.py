@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slimx.data.boxes import boxes
+from slimx.data.boxes import last_box
 from slimx.data.prompt_files.mapping import value_at
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
@@ -66,10 +66,11 @@ def _aime(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     if not {"problem", "answer"} <= columns.keys():
         raise _unfit(where, f"it has {', '.join(map(str, row))}, and no problem and answer")
     given = str(row[columns["answer"]]).strip()
-    if not re.fullmatch(r"\d{1,3}", given):
+    number = re.fullmatch(r"\$?(\d{1,3})(?:\.0+)?\s*(?:°|\^\{?\\circ\}?|\\degree)?\$?", given)
+    if not number:
         raise _unfit(where, f"its answer {given!r} is no integer from 0 to 999")
     own = next((str(row[columns[name]]) for name in ("id", "problem_idx") if name in columns), None)
-    return _task(row[columns["problem"]], str(int(given)), {}, own)
+    return _task(row[columns["problem"]], str(int(number[1])), {}, own)
 
 
 def _gpqa(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
@@ -109,12 +110,6 @@ KNOWN = {
     "ifeval": Known("hf://google/IFEval/default/train", _ifeval, "slimx.rewards.ifeval.reward"),
 }
 """By the name on the command line."""
-
-
-def last_box(text: str) -> str | None:
-    """The content of the last \\boxed{...} of a text, braces balanced; None where there is none."""
-    closed = boxes(text)
-    return text[slice(*closed[-1])].partition("{")[2][:-1] if closed else None
 
 
 def _task(question: Any, answer: Any, metadata: dict[str, Any] | None = None, own: str | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
 from slimx.config.sections.policies import prefix_of
 from slimx.data.records import Group, Prompt
+from slimx.data.responses import read_response
 from slimx.data.saved.step_files import StepFiles
 from slimx.data.saved.trained_tokens import TrainedTokens
 from slimx.errors import SlimxError
@@ -179,12 +180,11 @@ class Records:
         written = []
         for group in groups[: self.config.track.samples]:
             trajectory = group.trajectories[0]
-            response = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
             sample = RecordedSample(
                 step=step,
                 prompt=_text(group.prompt),
                 answer=group.prompt.answer or "",
-                response=response,
+                response=read_response(trajectory, self.tokenizer).text,
                 reward=float("nan") if trajectory.reward is None else trajectory.reward,
                 version=version,
                 evaluation=evaluation,

@@ -17,7 +17,12 @@ class Context(Protocol):
 
     @property
     def text(self) -> str:
-        """The sampled tokens of the trajectory as text, without special tokens."""
+        """The sampled tokens of the trajectory as text, without special tokens, with a line break between turns."""
+        ...
+
+    @property
+    def final_answer(self) -> str:
+        """The end of the last turn, behind its thinking: the text that is graded."""
         ...
 
     @property

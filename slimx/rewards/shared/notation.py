@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 from itertools import accumulate
 
-from slimx.data.boxes import boxes
+from slimx.data.boxes import Box
 
 DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
 """Text that says itself where its mathematics stands."""
@@ -30,16 +30,21 @@ _RULES = [
     (re.compile(r"(?<![\\A-Za-z])(pi|infty)(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"(?<=[\w)])\*\*(?=[\w({+-])"), "^"),
     (
-        re.compile(r"\\(sin|cos|tan|cot|sec|csc)\s*\(?(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?\)?"),
+        re.compile(r"\\(sin|cos|tan|cot|sec|csc)\s*\(?(\d+(?:\.\d+)?)\s*\^\s*+\{?\s*+\\circ\s*\}?\)?"),
         r"\\\1(\\frac{\2\\pi}{180})",
     ),
     # Between digits these only set thousands apart; read as a comma or a space they end the number.
     (re.compile(r"(?<=\d)(?:,?\\[,!;: ]|\{,\}|\\ )\s*(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.]*\w)"), r"\1\\times 10^{\2}"),
+    (re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d++)(?![\w.]*\w)"), r"\1\\times 10^{\2}"),
 ]
-_AND = r"\\text\s*\{[^{}]*\b(?:and|or)\b[^{}]*\}"
+_AND = r"\\text\s*\{(?>[^{}]*?\b(?:and|or)\b)[^{}]*+\}"
 _SPACE = r"\s|\$|\\[()\[\]]|\\q?quad"
 _JOINT = re.compile(rf"(?:{_SPACE})*(?:,|;|and|or|{_AND})(?:{_SPACE}|and|or|{_AND}|[A-Za-z](?:_\{{?\w\}}?)?\s*=)*")
+_WORDS = re.compile(
+    r"(?<![A-Za-z])[A-Za-z]{3,}+(?!\{)|(?:^| )[A-Za-z]{2}(?![A-Za-z]*\{|\s?[=<>]|[+*/^_|!]|-[\dA-Za-z](?![A-Za-z]))"
+    r"|[?!.:]\s|\$"
+)
+"""Three letters in a row, two that begin a word, and the end of a sentence."""
 _REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\overline\s*\{?(\d{1,50})\}?")
 
 
@@ -60,7 +65,8 @@ def depth(text: str) -> int:
 def expression(text: str) -> str | None:
     """`text` between dollar signs if all of it is one expression, or several after commas; None if there are words in
     it, or nothing that only mathematics has."""
-    text = re.sub(rf",?\s*(?:{_AND}|(?<=\s)(?:and|or)(?=\s))\s*", ", ", text.strip().replace(r"\$", ""))
+    text = re.sub(r"\s+", " ", text.strip().replace(r"\$", ""))
+    text = re.sub(rf",?\s?(?:{_AND}|(?<=\s)(?:and|or)(?=\s))\s?", ", ", text)
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
     # What is no word although it has letters becomes a backslash: text, commands, long subscripts, functions.
@@ -68,20 +74,26 @@ def expression(text: str) -> str | None:
         r"\\(?:text|mathrm|mbox|textbf|operatorname)\s*\{[^{}]*\}|_\{\w+\}|\\[A-Za-z]+(?:\{[a-z]+\})?", " \\\\ ", text
     )
     bare = re.sub(rf"(?<![A-Za-z])(?:{_NAMES})(?![A-Za-z])", "\\\\", bare)
-    if re.search(r"[A-Za-z]{3}(?![A-Za-z]*\{)|(?:^|[ \n])[A-Za-z]{2}(?![A-Za-z]*\{|\s*[=<>])|[?!.:]\s|\$", bare):
+    if _WORDS.search(bare):
         return None
-    return f"${text}$" if re.search(r"[\\\d^_=(+*/<>-]", bare) or re.fullmatch("[a-z]", bare) else None
+    return f"${text}$" if re.search(r"[\\\d^_=(\[{|+*/<>!-]", bare) or re.fullmatch("[a-z]", bare) else None
 
 
-def last_boxes(text: str) -> str | None:
-    """The last box of a response, with those that "and", "or" or a comma joins to it; None if no box is closed."""
-    closed, joined = boxes(text), []
-    for number in reversed(range(len(closed))):
-        start, stop = closed[number]
-        if joined and not _JOINT.fullmatch(text[stop : closed[number + 1][0]]):
+def joined_boxes(text: str, found: list[Box]) -> list[Box]:
+    """The last of the boxes `found` in a response, with those that "and", "or" or a comma joins to it; none if it is
+    torn."""
+    joined: list[Box] = []
+    for box in reversed(found):
+        if box.end is None or (joined and not _JOINT.fullmatch(text[box.stop : joined[-1].start])):
             break
-        joined.insert(0, text[start:stop])
-    return f"${', '.join(joined)}$" if joined else None
+        joined.append(box)
+    return joined[::-1]
+
+
+def last_boxes(text: str, found: list[Box]) -> str | None:
+    """The boxes of `joined_boxes` as one expression; None without any."""
+    inside = [rf"\boxed{{{text[box.inside : box.end]}}}" for box in joined_boxes(text, found)]
+    return f"${', '.join(inside)}$" if inside else None
 
 
 def _fraction(decimal: re.Match[str]) -> str:

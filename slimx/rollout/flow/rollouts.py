@@ -16,6 +16,7 @@ from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.responses import read_response
 from slimx.data.template import with_template
 from slimx.data.tokens import PromptIds
 from slimx.engines.outage import Outage, Outages
@@ -313,12 +314,8 @@ class GroupMaker:
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
-        # As an array: of a list transformers would look at the type of every id.
-        texts = [
-            self.speakers[each.policy].tokenizer.decode(each.sampled_ids(), skip_special_tokens=True)
-            for each in trajectories
-        ]
-        ctx = RewardContext(prompt, self.tokenizer, texts[0], evaluation, self.engines, texts)
+        responses = [read_response(each, self.speakers[each.policy].tokenizer) for each in trajectories]
+        ctx = RewardContext(prompt, self.tokenizer, responses[0].text, evaluation, self.engines, responses)
         with _marking(trajectories[0], "reward"):
             said = await self._rewards.judge(ctx, judged)
             for trajectory, verdict in zip(trajectories, said if isinstance(said, list) else [said], strict=True):

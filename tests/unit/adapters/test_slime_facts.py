@@ -143,6 +143,31 @@ def test_the_dapo_scorer_looks_at_the_end_of_the_text_alone():
     assert compute_score("." * 300 + "Answer: 45", "46") == {"score": -1.0, "acc": False, "pred": "45"}
 
 
+@pytest.mark.parametrize(
+    ("rm_type", "response", "reward"),
+    [
+        ("math", r"so \boxed{46}", 1),
+        ("boxed_math", r"so \boxed{46}", 1),
+        ("boxed_math", r"so \boxed{45}", 0),
+        ("boxed_math", "so 46", 0),
+        ("boxed_dapo", r"so \boxed{46}", 1.0),
+        ("boxed_dapo", r"so \boxed{45}", -1.0),
+        ("boxed_dapo", "Answer: 46", -1.0),
+        ("boxed_deepscaler", r"<think>so</think>\boxed{46}", 1),
+        ("boxed_f1", r"so \boxed{46}", 1.0),
+        ("math", r"<think>so \boxed{46}</think>It is 45", 0),
+        ("math", r"<think>so \boxed{46}", 0),
+        ("math", r"\boxed{46}. Or \boxed{4", 0),
+        ("math", r"so \fbox{46}", 1),
+        ("dapo", "<think>Answer: 46</think>no", -1.0),
+        ("f1", "<think>46</think>no", 0.0),
+    ],
+)
+async def test_a_rule_grades_the_final_answer_or_what_its_last_box_holds(rm_type, response, reward):
+    said = await async_rm(Arguments({"rm_type": rm_type}), judged(response))
+    assert (said["score"] if isinstance(said, dict) else said) == reward
+
+
 # The hub as a reward --------------------------------------------------------------------------------------------------
 
 

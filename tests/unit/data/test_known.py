@@ -13,7 +13,8 @@ from pyarrow import parquet
 
 from slimx import cli
 from slimx.commands.data import check, convert
-from slimx.data.prompt_files.known import KNOWN, last_box
+from slimx.data.boxes import last_box
+from slimx.data.prompt_files.known import KNOWN
 from slimx.data.prompts import read_prompts
 from tests.refusals import refused
 
@@ -142,6 +143,7 @@ def test_another_data_sets_file_and_an_unknown_name_are_refused(tmp_path):
 def test_the_last_box_is_found_with_its_braces_balanced():
     assert last_box("\\boxed{1} and \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
     assert last_box("none") is None and last_box("\\boxed{torn") is None
+    assert last_box("$\\boxed 2$") == "2" and last_box("\\fbox{3}") == "3"
 
 
 def test_the_command_checks_a_file_and_names_what_it_needs(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from tests.refusals import refused
 @dataclass
 class Context:
     prompt: Prompt
-    text: str
+    final_answer: str
 
 
 def rewarded(text: str, answer: str | None) -> float:

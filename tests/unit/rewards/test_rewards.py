@@ -190,7 +190,7 @@ async def test_a_remote_reward_is_asked_again_while_its_server_is_busy():
         assert await remote.reward(context("hi", "4", level=2), trajectory(), url=server.url) == 0.5
     assert len(server.asked) == 3
     messages = [{"role": "user", "content": "Why?"}]
-    asked = {"id": "t", "prompt": messages, "text": "hi", "answer": "4", "metadata": {"level": 2}}
+    asked = {"id": "t", "prompt": messages, "text": "hi", "final_answer": "hi", "answer": "4", "metadata": {"level": 2}}
     assert server.asked[-1][1] == asked
 
 
