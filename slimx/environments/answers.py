@@ -8,7 +8,11 @@ import re
 def marked_answer(text: str) -> str | None:
     """The text between <answer> and </answer>; None if there is none or more than one: who gives several answers has
     not answered."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    found, end = [], 0
+    # By str.find, as an expression would look for the end once more behind each <answer> that has none.
+    while (start := text.find("<answer>", end)) >= 0 and (close := text.find("</answer>", start)) >= 0:
+        found.append(text[start + len("<answer>") : close])
+        end = close + len("</answer>")
     return found[0].strip() if len(found) == 1 else None
 
 

@@ -223,7 +223,7 @@ class Session:
     async def _message(self, exchange: Exchange, completion: Completion) -> Message:
         ids = completion.token_ids.tolist()
         try:
-            return await self._reading.message(ids, exchange.request, exchange.number)
+            return await self._reading.message(ids, exchange.request, exchange.number, after=exchange.place.token_ids)
         except Exception as error:
             text = f"rollout.options.tool_parser raised {raised(error)}"
             raise ApiError(text, code="tool_parser_failed", status=500) from error
@@ -242,7 +242,9 @@ class Session:
         self._sampled += len(completion.token_ids)
         self._forced += request.forced is not None
         self.tool_calls += calls
-        self.unreadable_calls += not calls and self._reading.attempts(completion.token_ids.tolist(), request)
+        if not calls:
+            ids, after = completion.token_ids.tolist(), exchange.place.token_ids
+            self.unreadable_calls += self._reading.attempts(ids, request, after=after)
         return message
 
 
