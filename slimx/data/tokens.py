@@ -138,7 +138,7 @@ def encode_turns(
     def behind(later: Sequence[dict[str, Any]]) -> list[int]:
         if calls and (ids := _behind_calls(tokenizer, later, after, tools, calls)):
             return ids
-        rendered = _rendered(tokenizer, [*_answered(content=MARKER), *later], tools)
+        rendered = _rendered(tokenizer, [*answered(content=MARKER), *later], tools)
         return tokenizer(rendered.partition(MARKER)[2], add_special_tokens=False).input_ids
 
     try:
@@ -167,7 +167,7 @@ def _behind_calls(
     # Not the model's arguments, which have been sampled: they only have to be found again.
     made = [{**call, "function": {**call["function"], "arguments": {"answer": MARKER}}} for call in calls]
     try:
-        rendered = _rendered(tokenizer, [*_answered(content="", tool_calls=made), *messages], tools)
+        rendered = _rendered(tokenizer, [*answered(content="", tool_calls=made), *messages], tools)
     except Exception:  # the same messages behind an answer of text show whether they are what it refuses
         return []
     ids = tokenizer(rendered.rpartition(MARKER)[2], add_special_tokens=False).input_ids if MARKER in rendered else []
@@ -177,7 +177,8 @@ def _behind_calls(
     return next((ids[at:] for at, token in enumerate(ids) if token in ends), [])
 
 
-def _answered(**answer: Any) -> list[dict[str, Any]]:
+def answered(**answer: Any) -> list[dict[str, Any]]:
+    """Returns a short conversation with this answer."""
     return [{"role": "user", "content": "(the question)"}, {"role": "assistant", **answer}]
 
 
