@@ -290,6 +290,8 @@ class _Talk:
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await self.box.call(call.name, arguments)
+        except RecursionError:
+            return ToolResult(text="The arguments are nested too deeply.", error="bad_arguments")
         except TimeoutError:
             if not limit.expired():
                 raise
