@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from slimx.data.messages import with_text
 from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, written
 from slimx.data.prompt_files.rows import kind_of, read_rows, stem_of
 from slimx.data.records import Prompt
@@ -143,15 +144,8 @@ def _prompt(row: dict[str, Any], default_id: str, where: str) -> Prompt:
             code="prompts.empty_list",
             about=where,
         )
-    for turn, message in enumerate(prompt.messages or ()):
-        if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
-            instead = "; rollout.map can rewrite rows" if message.keys() >= {"from", "value"} else ""
-            raise SlimxError(
-                f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}; a turn has role and "
-                f"content{instead}",
-                code="prompts.message",
-                about=where,
-            )
+    if prompt.messages is not None:
+        prompt.messages = with_text(prompt.messages, where)
     return prompt
 
 

@@ -8,6 +8,7 @@ from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slimx.data.messages import unseen
 from slimx.data.records import Prompt
 from slimx.data.template import check_arguments, with_template
 from slimx.errors import SlimxError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model")
 """Files of which a Hugging Face tokenizer has at least one."""
 
+MARKER = "(the answer 8d1f)"
+"""Stands for an answer where its place in a rendering is to be found."""
 BATCH = 512
 """Prompts that a tokenizer is given together: it splits them over the cores, and a third of the work goes."""
 
@@ -44,7 +47,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # imported late: it takes seconds, and `encode_prompt` does not need it
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # Without trust_remote_code transformers asks on the terminal whether to run the code of a directory.
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds: missing companion files, bad JSON, an unknown tokenizer class
         raise SlimxError(
             f"{path}: its tokenizer cannot be loaded ({_first_line(error)}); check its files",
@@ -60,16 +64,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
+    own = templated(tokenizer, prompt)
     try:
-        check_arguments(tokenizer, prompt.template, "its template")
-        own = with_template(tokenizer, prompt.template)
         return encode_chat(own, prompt.messages or [], prompt.tools)
     except SlimxError as error:
-        raise SlimxError(
-            f"prompt {prompt.id!r}: {error}; change its messages or give token_ids",
-            code="prompts.template",
-            about=prompt.id,
-        ) from error
+        raise _refused(prompt, str(error)) from error
 
 
 def rendered_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
@@ -127,26 +126,66 @@ def encode_turns(
     *,
     after: Sequence[int],
     tools: list[dict[str, Any]] | None = None,
+    calls: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
     """Token ids that end the assistant's turn, hold `messages` and open the assistant's next, for any chat template.
 
-    The template is asked for a short conversation whose assistant says a marker; what it writes after the marker is
-    what stands between an answer and the next one. The end token is left out if `after`, the tokens so far, ends with
-    it: the model sampled it itself. Raises SlimxError if the template refuses the messages."""
-    marker = "(the answer)"
-    conversation = [
-        {"role": "user", "content": "(the question)"},
-        {"role": "assistant", "content": marker},
-        *messages,
-    ]
+    The template renders a short conversation whose assistant says a marker; all that it writes behind the marker
+    stands between an answer and the next one. The end token is left out if `after`, the tokens so far, ends with it:
+    the model sampled it itself. `calls`: tool calls of the assistant's turn, by whose names and ids a template may
+    write their results. Raises SlimxError if the template refuses the messages."""
+
+    def behind(later: Sequence[dict[str, Any]]) -> list[int]:
+        if calls and (ids := _behind_calls(tokenizer, later, after, tools, calls)):
+            return ids
+        rendered = _rendered(tokenizer, [*answered(content=MARKER), *later], tools)
+        return tokenizer(rendered.partition(MARKER)[2], add_special_tokens=False).input_ids
+
     try:
-        rendered = tokenizer.apply_chat_template(conversation, **_given(tools), tokenize=False)
+        ids = behind(messages)
+        lost = unseen(messages, tokenizer.decode(ids), lambda marked: tokenizer.decode(behind(marked)))
     except Exception as error:  # templates raise what they like
         raise SlimxError(
             f"the chat template refuses it after an answer ({_first_line(error)})", code="tokenizer.template"
         ) from error
-    ids = tokenizer(rendered.partition(marker)[2], add_special_tokens=False).input_ids
-    return ids[1:] if ids[0] == after[-1] else ids
+    if lost is not None:
+        raise SlimxError(
+            f"the chat template leaves a turn of role {messages[lost]['role']!r} out behind an answer",
+            code="tokenizer.template",
+        )
+    return ids[1:] if ids[:1] == list(after[-1:]) else ids
+
+
+def _behind_calls(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    after: Sequence[int],
+    tools: list[dict[str, Any]] | None,
+    calls: Sequence[dict[str, Any]],
+) -> list[int]:
+    """Token ids from the end token on, where the assistant's turn made `calls`; [] if the template shows no calls."""
+    # Not the model's arguments, which have been sampled: they only have to be found again.
+    made = [{**call, "function": {**call["function"], "arguments": {"answer": MARKER}}} for call in calls]
+    try:
+        rendered = _rendered(tokenizer, [*answered(content="", tool_calls=made), *messages], tools)
+    except Exception:  # the same messages behind an answer of text show whether they are what it refuses
+        return []
+    ids = tokenizer(rendered.rpartition(MARKER)[2], add_special_tokens=False).input_ids if MARKER in rendered else []
+    ends = special_ids(tokenizer)
+    if after[-1] in ends and after[-1] in ids:
+        ends = {after[-1]}
+    return next((ids[at:] for at, token in enumerate(ids) if token in ends), [])
+
+
+def answered(**answer: Any) -> list[dict[str, Any]]:
+    """Returns a short conversation with this answer."""
+    return [{"role": "user", "content": "(the question)"}, {"role": "assistant", **answer}]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of the tokens that text never becomes, such as those that end a turn."""
+    added = {token for token, written in tokenizer.added_tokens_decoder.items() if written.special}
+    return added | set(tokenizer.all_special_ids)
 
 
 def check_prompts(
@@ -156,7 +195,8 @@ def check_prompts(
     max_prompt_tokens: int,
     vocab_size: int,
 ) -> None:
-    """Raise SlimxError on the first prompt of file `path` that has too many tokens or an id outside [0, vocab_size)."""
+    """Raise SlimxError on the first prompt of file `path` that has too many tokens, an id outside [0, vocab_size), or
+    a turn that the chat template leaves out."""
     for prompt, ids in _encoded(tokenizer, prompts, path):
         if len(ids) > max_prompt_tokens:
             raise SlimxError(
@@ -178,22 +218,62 @@ def check_prompts(
 def _encoded(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], path: str | Path
 ) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each prompt of file `path` with its `encode_prompt`."""
+    """Each prompt of file `path` with its `encode_prompt`, once all of its turns are found in it."""
     for several in batched(prompts, BATCH):
-        plain = [prompt.token_ids is None and not (prompt.tools or prompt.template) for prompt in several]
-        chats = [prompt.messages for prompt, alike in zip(several, plain, strict=True) if alike]
+        texts = [_whole_text(tokenizer, prompt) if prompt.token_ids is None else None for prompt in several]
+        chats = [text for text in texts if isinstance(text, str)]
         try:
-            ids = iter(tokenizer.apply_chat_template(chats, **_given(None), return_dict=False) if chats else [])
-        except Exception:  # whose prompt it is, and what it lacks, is told for one alone
+            ids = iter(tokenizer(chats, add_special_tokens=False).input_ids if chats else [])
+        except Exception:  # whose prompt it is, and what it lacks, is found for one alone
             ids = None
-        for prompt, alike in zip(several, plain, strict=True):
-            if ids is not None and alike:
-                yield prompt, next(ids)
-                continue
+        for prompt, text in zip(several, texts, strict=True):
             try:
-                yield prompt, encode_prompt(tokenizer, prompt)
+                if isinstance(text, SlimxError):
+                    raise text
+                yield prompt, encode_prompt(tokenizer, prompt) if ids is None or text is None else next(ids)
             except SlimxError as error:
-                raise SlimxError(f"{path}: {error}", code="prompts.template", about=prompt.id) from error
+                raise SlimxError(f"{path}: {error}", code=error.code, about=prompt.id) from error
+
+
+def _whole_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | SlimxError:
+    """A prompt in the chat template, or the refusal of one of which a turn is not in it."""
+
+    def render(turns: Sequence[dict[str, Any]]) -> str:
+        return _rendered(own, turns, prompt.tools)
+
+    try:
+        own, messages = templated(tokenizer, prompt), prompt.messages or []
+        text = render(messages)
+        lost = unseen(messages, text, render)
+    except SlimxError as error:
+        return error
+    except Exception as error:  # templates raise what they like
+        return _refused(prompt, f"the tokenizer or its chat template refuses it ({_first_line(error)})")
+    if lost is not None:
+        return _refused(prompt, f"the chat template leaves messages[{lost}] of role {messages[lost]['role']!r} out")
+    return text
+
+
+def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedTokenizerBase:
+    """The tokenizer that renders with a prompt's template arguments. Raises SlimxError naming the prompt and an
+    argument that the chat template never reads."""
+    try:
+        check_arguments(tokenizer, prompt.template, "its template")
+    except SlimxError as error:
+        raise _refused(prompt, str(error)) from error
+    return with_template(tokenizer, prompt.template)
+
+
+def _refused(prompt: Prompt, why: str) -> SlimxError:
+    return SlimxError(
+        f"prompt {prompt.id!r}: {why}; change its messages or give token_ids", code="prompts.template", about=prompt.id
+    )
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> str:
+    return tokenizer.apply_chat_template(list(messages), **_given(tools), tokenize=False)
 
 
 def _given(tools: list[dict[str, Any]] | None) -> dict[str, Any]:

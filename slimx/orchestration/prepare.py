@@ -29,15 +29,18 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
+from slimx.rollout import demonstrations, preferences
 from slimx.rollout.client.teacher import check_taught
 from slimx.rollout.flow.replay import NO_HOOKS
 from slimx.rollout.hook_loading import Hooks, check_answers, check_generated, check_prompts, load_hooks
-from slimx.rollout.preferences import check_pair
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 from slimx.trainer.model.check import check_transformer
 
-PAIRS = "slimx.rollout.preferences.generate"
-"""The hook whose prompts are checked to be pairs before anything starts."""
+ANSWERED = {
+    "slimx.rollout.demonstrations.generate": demonstrations.check,
+    "slimx.rollout.preferences.generate": preferences.check,
+}
+"""Checks of a prompt, by the hook that trains the answers in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,9 +228,9 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         }
     for several in (by_source, eval_prompts):
         prompts = list(chain.from_iterable(several.values()))
-        if config.rollout.generate == PAIRS:
+        if (check := ANSWERED.get(config.rollout.generate)) is not None:
             for prompt in prompts:
-                check_pair(prompt)
+                check(tokenizer, prompt)
         check_generated(hooks.generate, prompts)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)

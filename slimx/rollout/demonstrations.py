@@ -1,19 +1,30 @@
 """The generate hook of supervised fine-tuning: the prompt's `answer` is the demonstration; no engine is asked."""
 
+from typing import Any
+
+from slimx.data.demonstrated import check_answer, encode_answer
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout.hooks import RolloutContext
 
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """The prompt followed by its demonstrated answer and the end token, all of the answer trained."""
+    """The prompt followed by its demonstrated answer as the chat template writes it, all of the answer trained."""
+    draft = ctx.draft(prompt)
+    draft.add_inserted(encode_answer(ctx.tokenizer, prompt, _answer(prompt)), train=True)
+    return draft.finish()
+
+
+def check(tokenizer: Any, prompt: Prompt) -> None:
+    """Raise SlimxError for a prompt without an answer, or with one that `encode_answer` refuses."""
+    check_answer(tokenizer, prompt, _answer(prompt))
+
+
+def _answer(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise SlimxError(
             f"prompt {prompt.id} has no answer to learn from; demonstrations need one",
             code="hooks.answer",
             about=prompt.id,
         )
-    draft = ctx.draft(prompt)
-    answer = ctx.tokenizer(prompt.answer, add_special_tokens=False).input_ids
-    draft.add_inserted([*answer, ctx.tokenizer.eos_token_id], train=True)
-    return draft.finish()
+    return prompt.answer

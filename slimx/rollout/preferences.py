@@ -4,22 +4,31 @@ Of each prompt `answer` is the chosen answer and `metadata.rejected` the rejecte
 the second. `metadata.margin` is how much higher a reward model is to score the first."""
 
 import math
+from typing import Any
 
+from slimx.data.demonstrated import check_answer, encode_answer
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout.hooks import RolloutContext
 
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """The prompt followed by one of its two answers and the end token, all of the answer trained; reward 1 or 0."""
+    """The prompt followed by one of its two answers as the chat template writes it, all of the answer trained; reward 1
+    or 0."""
     check_pair(prompt)
     draft = ctx.draft(prompt)
     text = prompt.answer if ctx.index == 0 else prompt.metadata["rejected"]
-    answer = ctx.tokenizer(text, add_special_tokens=False).input_ids
-    draft.add_inserted([*answer, ctx.tokenizer.eos_token_id], train=True)
+    draft.add_inserted(encode_answer(ctx.tokenizer, prompt, text), train=True)
     trajectory = draft.finish()
     trajectory.reward = float(ctx.index == 0)
     return trajectory
+
+
+def check(tokenizer: Any, prompt: Prompt) -> None:
+    """Raise SlimxError for a prompt that is no pair, or with an answer that `encode_answer` refuses."""
+    check_pair(prompt)
+    for answer in (prompt.answer or "", prompt.metadata["rejected"]):
+        check_answer(tokenizer, prompt, answer)
 
 
 def check_pair(prompt: Prompt) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,8 +27,8 @@ from slimx.errors import SlimxError, raised
 from slimx.rewards.needs import checked_by, checks_prompts
 from slimx.rollout.draft import Draft
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
-from slimx.rollout.proxy.answer import AnswerReader
-from slimx.rollout.proxy.tool_calls import ATTEMPT, ToolCall, find_parser
+from slimx.rollout.proxy.answer import AnswerReader, written
+from slimx.rollout.proxy.tool_calls import ToolCall, find_parser
 
 UNREADABLE = "The tool call could not be read. Write it again, as one JSON object with name and arguments."
 CLOSE_S = 25.0
@@ -135,7 +135,8 @@ async def generate(
     reward), and `unjudged`, why the toolbox had no verdict, where it says so. Logs tool_calls, tool_errors,
     unreadable_calls and left_out.
 
-    Raises GivenUp: "tools lost" where their server has died or cannot be reached, "tools deadline" where it hangs."""
+    Raises GivenUp: "tools lost" where their server has died or cannot be reached, "tools deadline" where it hangs,
+    "context" where the prompt and its tools leave no room for a turn."""
     box: Toolbox = imported("rollout.options.toolbox", toolbox)(**(toolbox_options or {}))
     name = f"{toolbox} of rollout {ctx.group_id}/{ctx.index}"
     count, messages = _Count(), list[dict[str, Any]]()
@@ -215,33 +216,39 @@ class _Talk:
         for turn in range(self.limits.turns):
             sampling = self._sampling()
             if sampling is None:
+                if not turn:
+                    used = len(self.draft.token_ids)
+                    text = f"{self.name}: the prompt and its tools have {used} tokens of {self.limits.context}"
+                    raise GivenUp("context", text)
                 return "context"
-            completion = await self.ctx.engine.generate(self.draft.token_ids, sampling, turn=turn)
+            before = self.draft.token_ids
+            completion = await self.ctx.engine.generate(before, sampling, turn=turn)
             self.draft.add_sampled(completion)
             ids = completion.token_ids.tolist()
             if completion.finish_reason != "stop":
                 self.messages.append({"role": "assistant", "content": self.reader.text(ids, ())})
                 return "length"
-            raw = self.reader.raw(ids, ())
-            text, calls = await self.reader.parse_tools(raw, self.shown)
-            if not calls:
+            found = await self.reader.calls(ids, self.shown, after=before)
+            if not found.calls:
                 self.messages.append({"role": "assistant", "content": self.reader.text(ids, ())})
-                if not ATTEMPT.search(raw):
+                if not found.unreadable:
                     return "done"
                 self.count.unreadable += 1
                 in_a_row += 1
                 if in_a_row >= self.limits.unreadable:
                     return "unreadable"
-                self._insert([{"role": "tool", "content": UNREADABLE}])
+                # No tool has answered: templates that know the calls of results have none to show this with.
+                self._insert([{"role": "user", "content": UNREADABLE}])
                 continue
             in_a_row = 0
-            written = [_written(call, turn, number) for number, call in enumerate(calls)]
-            self.messages.append({"role": "assistant", "content": text, "tool_calls": written})
+            calls = written(found.calls, turn)
+            self.messages.append({"role": "assistant", "content": found.text, "tool_calls": calls})
             if self.count.calls + len(calls) > self.limits.calls:
                 return "calls"
-            self._insert(
-                [await self._answered(call, each["id"], callable_) for call, each in zip(calls, written, strict=True)]
-            )
+            results = [
+                await self._answered(call, each["id"], callable_) for call, each in zip(found.calls, calls, strict=True)
+            ]
+            self._insert(results, calls)
         return "turns"
 
     def _sampling(self) -> dict[str, Any] | None:
@@ -251,10 +258,11 @@ class _Talk:
         room = self.limits.context - len(self.draft.token_ids)
         return {"max_new_tokens": min(room, self.ctx.engine.sampling["max_new_tokens"])} if room > 0 else None
 
-    def _insert(self, results: Sequence[Mapping[str, Any]]) -> None:
-        self.messages += [dict(each) for each in results]
+    def _insert(self, turns: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]] = ()) -> None:
+        """Insert turns behind the model's, which made `calls`."""
+        self.messages += [dict(each) for each in turns]
         after = self.draft.token_ids
-        self.draft.add_inserted(encode_turns(self.ctx.tokenizer, [*map(dict, results)], after=after, tools=self.shown))
+        self.draft.add_inserted(encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.shown, calls=calls))
 
     async def _answered(self, call: ToolCall, id: str, callable_: set[str]) -> dict[str, Any]:
         """The turn that holds the result of a call."""
@@ -274,7 +282,7 @@ class _Talk:
             return ToolResult(text=f"There is no tool {call.name}. Tools: {known}.", error="unknown_tool")
         try:
             arguments = json.loads(call.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             return ToolResult(text="The arguments are no JSON object.", error="bad_arguments")
@@ -282,6 +290,8 @@ class _Talk:
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await self.box.call(call.name, arguments)
+        except RecursionError:
+            return ToolResult(text="The arguments are nested too deeply.", error="bad_arguments")
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -290,11 +300,6 @@ class _Talk:
                 "tools deadline", f"{self.name}: {call.name} took longer than {seconds:g} s for the second time"
             )
         return ToolResult(text=f"The tool took longer than {seconds:g} seconds.", error="deadline")
-
-
-def _written(call: ToolCall, turn: int, number: int) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{turn}_{number}", "type": "function", "function": function}
 
 
 async def _within[T](call: Any, seconds: float, what: str) -> T:

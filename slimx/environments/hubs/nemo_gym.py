@@ -132,11 +132,11 @@ class NemoGym:
         """The turns after the prompt as a response of OpenAI's API, which verifiers read."""
         output: list[dict[str, Any]] = []
         for number, message in enumerate(messages):
+            if message["role"] == "user":  # inserted behind a call that could not be read: no part of a response
+                continue
             if message["role"] == "tool":
-                # Told to the model after a call that could not be read: it answers none.
-                if "tool_call_id" in message:
-                    result = {"call_id": message["tool_call_id"], "output": message["content"]}
-                    output.append({"type": "function_call_output", **result})
+                result = {"call_id": message["tool_call_id"], "output": message["content"]}
+                output.append({"type": "function_call_output", **result})
                 continue
             if message["content"] or not message.get("tool_calls"):
                 text = {"type": "output_text", "text": message["content"] or "", "annotations": []}

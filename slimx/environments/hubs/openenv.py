@@ -69,7 +69,7 @@ class Fields:
             return {**self._fixed, self._action: words} if words else None
         try:
             fields = json.loads(words)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return {**fields, **self._fixed} if isinstance(fields, dict) else None
 

@@ -12,7 +12,8 @@ import numpy as np
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 
-MARKED = re.compile(r"<(answer|action)>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
+TAG = re.compile(r"<(/?)(answer|action)>", re.IGNORECASE)
+COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
 MAX_TEXT = 16_384
 """Characters of an observation that the model reads by default."""
 
@@ -64,14 +65,32 @@ class Words:
 
 def answered(text: str) -> str:
     """The words of a turn that are meant for the environment: those in its last <answer> or <action>, or else all."""
-    marked = MARKED.findall(text)
-    return (marked[-1][1] if marked else text).strip()
+    tags = [(tag[2].casefold(), bool(tag[1]), tag) for tag in TAG.finditer(text)]
+    last = {name: tag.start() for name, closes, tag in tags if closes}
+    out, opened, start = text, None, 0
+    for name, closes, tag in tags:
+        if opened is None and not closes and tag.end() <= last.get(name, -1):
+            opened, start = name, tag.end()
+        elif closes and name == opened:
+            out, opened = text[start : tag.start()], None
+    return out.strip()
 
 
 def _without_colours(text: str) -> str:
     """The text of a terminal, with what is highlighted in brackets: in gymnasium's text games the player."""
-    marked = re.sub(r"\x1b\[4[0-9]m(.*?)\x1b\[0m", r"[\1]", text, flags=re.DOTALL)
-    return re.sub(r"\x1b\[[0-9;]*m", "", marked)
+    parts = COLOUR.split(text)  # text, code, text, code, ..., text
+    codes = parts[1::2]
+    last = max((number for number, code in enumerate(codes) if code == "0"), default=-1)
+    out, inside = [parts[0]], False
+    for number, (code, following) in enumerate(zip(codes, parts[2::2], strict=True)):
+        if not inside and number < last and len(code) == 2 and code[0] == "4":
+            out.append("[")
+            inside = True
+        elif inside and code == "0":
+            out.append("]")
+            inside = False
+        out.append(following)
+    return "".join(out)
 
 
 def seed_of_prompt(prompt: Prompt) -> int:

@@ -13,10 +13,12 @@ from typing import Any
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.proxy.answer import AnswerReader
 from slimx.rollout.proxy.errors import ApiError
-from slimx.rollout.proxy.request import ChatRequest, Message, overridden_by_run
+from slimx.rollout.proxy.request import ChatRequest, Message, check_stop, overridden_by_run
 from slimx.rollout.proxy.tool_choice import Forced, forced_by
 from slimx.rollout.proxy.wire import AnswerWriter
 
+STOP_SEQUENCES = 16
+"""Stop sequences of a request, at most."""
 IGNORED = frozenset({"cache_control", "metadata", "service_tier"})
 """Parameters that change nothing: they are about Anthropic's service."""
 CARRIED_OUT = frozenset(
@@ -313,6 +315,10 @@ def _stop(given: dict[str, Any]) -> list[str]:
     stop = _list(given, "stop_sequences")
     if not all(isinstance(text, str) and text for text in stop):
         raise ApiError("stop_sequences is a list of strings", code="invalid_value", param="stop_sequences")
+    if len(stop) > STOP_SEQUENCES:
+        text = f"stop_sequences has {len(stop)} strings; at most {STOP_SEQUENCES} are looked for"
+        raise ApiError(text, code="invalid_value", param="stop_sequences")
+    check_stop(stop, "stop_sequences")
     return stop
 
 

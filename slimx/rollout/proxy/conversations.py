@@ -15,7 +15,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slimx.data.records import Trajectory
@@ -41,6 +41,8 @@ class Answer:
     """False for one that a grammar made, whose tokens stay out of the loss."""
     stopped: bool = False
     """True if the agent wanted to go on from here and had reached a limit."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Its tool calls, with the ids that the agent got."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ class Conversations:
             digests.append(_digest(digests[-1], _content(message)))
         for known in range(len(messages) - 1, 0, -1):
             if (parent := self._by_digest.get(digests[known])) is not None:
-                so_far = _tokens(parent)
-                before = array("i", encode_turns(self._tokenizer, messages[known:], after=so_far, tools=tools))
+                so_far, new = _tokens(parent), _with_ids(parent, messages[known - 1], messages[known:])
+                ids = encode_turns(self._tokenizer, new, after=so_far, tools=tools, calls=parent.calls)
+                before = array("i", ids)
                 return Position(parent, before, so_far + before, digests[-1])
         before = array("i", encode_chat(self._tokenizer, messages, tools))
         return Position(None, before, before, digests[-1])
@@ -83,7 +86,8 @@ class Conversations:
     def add(self, place: Position, completion: Completion, message: Message, *, train: bool = True) -> None:
         """Keep what was sampled at `place`, and the message by which the agent knows it. `train=False` keeps its tokens
         out of the loss."""
-        answer = Answer(place.parent, place.before, completion, train=train)
+        calls = message.get("tool_calls", [])
+        answer = Answer(place.parent, place.before, completion, train=train, calls=calls)
         if place.parent is not None:
             place.parent.continued = True
         self._answers.append(answer)
@@ -125,6 +129,16 @@ def _tokens(leaf: Answer) -> array[int]:
         out += answer.before
         out.extend(answer.completion.token_ids.tolist())
     return out
+
+
+def _with_ids(answer: Answer, sent: Message, new: Sequence[Message]) -> list[Message]:
+    """`new`, the messages behind `answer`, with its own ids of calls where the agent, which sends it as `sent`, has
+    others."""
+    pairs = zip(sent.get("tool_calls", []), answer.calls, strict=True)
+    ids = {theirs["id"]: ours["id"] for theirs, ours in pairs}
+    return [
+        {**each, "tool_call_id": ids[each["tool_call_id"]]} if each.get("tool_call_id") in ids else each for each in new
+    ]
 
 
 def _content(message: Message) -> list[Any]:

@@ -54,6 +54,8 @@ CARRIED_OUT = frozenset(
         "tools",
     }
 )
+STOP_CHARACTERS = 1000
+"""Characters of a stop string, at most: each is looked for in every piece of a stream."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -206,7 +208,15 @@ def _stop(given: dict[str, Any]) -> list[str]:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
         raise ApiError("stop is a string or a list of up to four", code="invalid_value", param="stop")
+    check_stop(stop, "stop")
     return stop
+
+
+def check_stop(stop: list[str], param: str) -> None:
+    """Raise ApiError for a stop string that is too long to be looked for while an answer is streamed."""
+    if (longest := max(map(len, stop), default=0)) > STOP_CHARACTERS:
+        text = f"{param} has a string of {longest} characters; at most {STOP_CHARACTERS} are looked for"
+        raise ApiError(text, code="invalid_value", param=param)
 
 
 def _stream_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -214,6 +224,12 @@ def _stream_options(given: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ApiError("stream_options is no object", code="invalid_value", param="stream_options")
     return options
+
+
+def parts(request: ChatRequest) -> int:
+    """Messages, calls and tools of a request, of which each takes a token at least."""
+    calls = sum(len(message.get("tool_calls", ())) for message in request.messages)
+    return len(request.messages) + calls + len(request.tools or ())
 
 
 def characters(request: ChatRequest) -> int:

@@ -33,6 +33,10 @@ from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
 """Bytes of a request, at most; fewer where a trajectory's tokens cannot fill them."""
+LARGE_BODY = 100_000
+"""Bytes of a request above which it is read in a thread: the loop serves all others meanwhile."""
+CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
+"""Charsets of a body that are read. Of Python's others some are quadratic in its length (punycode)."""
 BODY_DEADLINE = 60.0
 """Seconds from a request's headers to the end of its body."""
 IDLE_DEADLINE = 120.0
@@ -178,15 +182,13 @@ class ChatProxy:
         except TimeoutError:
             text = f"the body did not come within {self.body_deadline:g} s"
             raise ApiError(text, code="body_deadline", status=408) from None
-        try:
-            return json.loads(data.decode(http.charset or "utf-8"))
-        except LookupError:
-            text = f"charset {http.charset!r} of Content-Type is unknown; send UTF-8"
-            raise ApiError(text, code="invalid_value", param="Content-Type") from None
-        except ValueError:
-            raise ApiError("the body is no JSON", code="invalid_json", param="body") from None
-        except RecursionError:
-            raise ApiError("the body is nested too deeply", code="invalid_json", param="body") from None
+        charset = (http.charset or "utf-8").lower()
+        if charset not in CHARSETS:
+            text = f"charset {charset[:100]!r} of Content-Type is not read; send UTF-8"
+            raise ApiError(text, code="invalid_value", param="Content-Type")
+        if len(data) < LARGE_BODY:
+            return _json(data, charset)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, _json, data, charset)
 
     async def _models(self, http: web.Request) -> web.Response:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "slimx"}
@@ -195,3 +197,13 @@ class ChatProxy:
     async def _unknown(self, http: web.Request) -> web.Response:
         error = ApiError(f"{http.method} {http.path} is not served here", code="unknown_url", status=404)
         return web.json_response(error.body, status=404)
+
+
+def _json(data: bytes, charset: str) -> Any:
+    """The value of a body. Raises ApiError for one that is no JSON."""
+    try:
+        return json.loads(data.decode(charset))
+    except ValueError:
+        raise ApiError("the body is no JSON", code="invalid_json", param="body") from None
+    except RecursionError:
+        raise ApiError("the body is nested too deeply", code="invalid_json", param="body") from None

@@ -19,7 +19,7 @@ from slimx.rollout.client.sending import AnswerError
 from slimx.rollout.proxy.answer import AnswerReader
 from slimx.rollout.proxy.conversations import Conversations, Position
 from slimx.rollout.proxy.errors import ApiError
-from slimx.rollout.proxy.request import ChatRequest, Message, characters, read_message
+from slimx.rollout.proxy.request import ChatRequest, Message, characters, parts, read_message
 from slimx.rollout.proxy.wire import AnswerWriter, Wire
 
 if TYPE_CHECKING:
@@ -88,16 +88,16 @@ class Session:
 
     async def count(self, wire: Wire, body: Any, tokenizing: Executor) -> int:
         """Tokens of a request's prompt; nothing is sampled. Raises ApiError."""
-        request = wire.read(body, self._ctx.engine.sampling, strict=False)
-        return len((await self._place(request, tokenizing)).token_ids)
+        _, place = await self._read(wire, body, tokenizing, strict=False)
+        return len(place.token_ids)
 
     async def answer(self, wire: Wire, body: Any, http: web.Request, tokenizing: Executor) -> web.StreamResponse:
         """The response to one request, whose messages become tokens in a thread of `tokenizing`: the loop serves every
         other agent meanwhile. Raises ApiError for what fails before anything is sent."""
         try:
-            request = wire.read(body, self._ctx.engine.sampling, strict=self._strict)
+            request, place = await self._read(wire, body, tokenizing, strict=self._strict)
             self._overridden.update(request.overridden)
-            place, sampling = await self._admit(request, tokenizing)
+            sampling = self._admit(request, place)
             number, self._requests = self._requests, self._requests + 1
             self.last_error = None
             writer = wire.writer(request, number, len(place.token_ids), self._reading)
@@ -116,9 +116,9 @@ class Session:
         self.last_error = str(error)
         self._errors[error.code] += 1
 
-    async def _admit(self, request: ChatRequest, tokenizing: Executor) -> tuple[Position, dict[str, Any]]:
-        """The position of the request's answer, and the sampling for it; ApiError if a limit is reached."""
-        limits, place = self._limits, await self._place(request, tokenizing)
+    def _admit(self, request: ChatRequest, place: Position) -> dict[str, Any]:
+        """The sampling for the request's answer at `place`; ApiError if a limit is reached."""
+        limits = self._limits
         length = len(place.token_ids)
         room = limits.context - length
         left = room if limits.sampled is None else limits.sampled - self._sampled
@@ -138,20 +138,27 @@ class Session:
             sampling["stop"] = request.stop
         if (grammar := self._reading.grammar(request)) is not None:
             sampling["ebnf"] = grammar
-        return place, sampling
+        return sampling
 
-    async def _place(self, request: ChatRequest, tokenizing: Executor) -> Position:
-        """The position of the request's answer."""
-        limits, size = self._limits, characters(request)
-        if size > limits.context * TOKEN_CHARACTERS:
-            text = (
-                f"This model's maximum context length is {limits.context} tokens, and your messages have {size} "
-                "characters, more than would fit."
-            )
-            raise ApiError(text, code="context_length_exceeded", param="messages")
+    async def _read(self, wire: Wire, body: Any, tokenizing: Executor, *, strict: bool) -> tuple[ChatRequest, Position]:
+        """The request in a body, and the position of its answer, both found in a thread."""
         loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(tokenizing, self._read_here, wire, body, strict)
+
+    def _read_here(self, wire: Wire, body: Any, strict: bool) -> tuple[ChatRequest, Position]:
         try:
-            return await loop.run_in_executor(tokenizing, self._conversations.place, request.messages, request.tools)
+            request, context = wire.read(body, self._ctx.engine.sampling, strict=strict), self._limits.context
+            for count, most, what in (
+                (parts(request), context, "messages, calls and tools"),
+                (characters(request), context * TOKEN_CHARACTERS, "characters"),
+            ):
+                if count > most:
+                    text = (
+                        f"This model's maximum context length is {context} tokens, and your messages have {count} "
+                        f"{what}, more than would fit."
+                    )
+                    raise ApiError(text, code="context_length_exceeded", param="messages")
+            return request, self._conversations.place(request.messages, request.tools)
         except SlimxError as error:
             raise ApiError(str(error), code="invalid_value", param="messages") from error
         except RecursionError:
@@ -223,7 +230,7 @@ class Session:
     async def _message(self, exchange: Exchange, completion: Completion) -> Message:
         ids = completion.token_ids.tolist()
         try:
-            return await self._reading.message(ids, exchange.request, exchange.number)
+            return await self._reading.message(ids, exchange.request, exchange.number, after=exchange.place.token_ids)
         except Exception as error:
             text = f"rollout.options.tool_parser raised {raised(error)}"
             raise ApiError(text, code="tool_parser_failed", status=500) from error
@@ -242,7 +249,9 @@ class Session:
         self._sampled += len(completion.token_ids)
         self._forced += request.forced is not None
         self.tool_calls += calls
-        self.unreadable_calls += not calls and self._reading.attempts(completion.token_ids.tolist(), request)
+        if not calls:
+            ids, after = completion.token_ids.tolist(), exchange.place.token_ids
+            self.unreadable_calls += self._reading.attempts(ids, request, after=after)
         return message
 
 

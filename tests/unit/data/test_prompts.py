@@ -172,12 +172,19 @@ def test_a_state_of_something_else_is_refused():
 class FakeTokenizer:
     """Tokens are code points; behaves as transformers 5 does when it is not told to return a list."""
 
-    def apply_chat_template(self, messages, *, add_generation_prompt=False, return_dict=True):
-        ids = [ord(character) for message in messages for character in message["content"]]
+    def apply_chat_template(self, messages, *, add_generation_prompt=False, return_dict=True, tokenize=True):
+        text = "".join(message["content"] for message in messages) + "\x01" * add_generation_prompt
         if "!" in messages[0]["content"]:
             raise Exception("no\nsuch role")
-        ids += [1] if add_generation_prompt else []
+        if not tokenize:
+            return text
+        ids = self(text).input_ids
         return SimpleNamespace(input_ids=ids) if return_dict else ids
+
+    def __call__(self, text, *, add_special_tokens=False):
+        if not isinstance(text, str):
+            raise Exception("one text, please")
+        return SimpleNamespace(input_ids=[ord(character) for character in text])
 
 
 def prompt_of(content: str) -> Prompt:
@@ -217,12 +224,12 @@ def test_a_prompt_that_the_tokenizer_refuses_is_named():
 
 
 class OfSeveral(FakeTokenizer):
-    """Takes several conversations in one call, as transformers' tokenizers do."""
+    """Takes several texts in one call, as transformers' tokenizers do."""
 
-    def apply_chat_template(self, messages, **options):
-        if isinstance(messages[0], list):
-            return [self.apply_chat_template(each, **options) for each in messages]
-        return super().apply_chat_template(messages, **options)
+    def __call__(self, text, **options):
+        if isinstance(text, list):
+            return SimpleNamespace(input_ids=[self(each, **options).input_ids for each in text])
+        return super().__call__(text, **options)
 
 
 @pytest.mark.parametrize("tokenizer", [FakeTokenizer(), OfSeveral()])
