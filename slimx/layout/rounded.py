@@ -13,8 +13,11 @@ from slimx.layout.table import Entry, Row, Table
 def rounds(row: Row) -> bool:
     """Returns True if INT4 rounds the tensors of `row`: matrices of one expert each that the checkpoint does not
     stack."""
-    sources = row.sources
-    return row.per_expert and all(len(shape) == 2 for _, shape in sources) and stored(sources[0][0]).index is None
+    return (
+        row.per_expert
+        and all(len(shape) == 2 and "{expert}" in name for name, shape in row.sources)
+        and not any(stored(name).index is not None for name in row.names(0, 0))
+    )
 
 
 def in_int4(table: Table) -> Table:
