@@ -94,7 +94,7 @@ def write_checkpoint(
             number += 1
 
     for name, shape in table.checkpoint_shapes().items():
-        kind = getattr(torch, own[name]) if own[name] else dtype
+        kind = getattr(torch, own[name]) if own.get(name) else dtype  # a stack has none
         held[name] = torch.empty(shape, dtype=torch.float32).uniform_(-1, 1, generator=generator).to(kind)
         if sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
             flush()

@@ -37,11 +37,11 @@ def compare_copied(
 ) -> None:
     """Raises SlimxError unless `written` has tensor `name` in `dtype`, each value the source's, rounded if it must."""
     if (found := written.dtype(name)) != dtype:
-        raise _differs(name, f"it is {found}, not {dtype}")
+        raise differs(name, f"it is {found}, not {dtype}")
     for rect in row_blocks(shape, 4):
         wanted, part = source.read(name, rect).to(dtype), written.read(name, rect)
         if not torch.equal(bits(wanted), bits(part)):
-            raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} do not hold the source's values")
+            raise differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} do not hold the source's values")
         advance(part.nbytes)
 
 
@@ -62,7 +62,7 @@ def compare_quantised(
         spread = own.repeat_interleave(block[0], 0)[: rect.rows].repeat_interleave(block[1], 1)[:, : rect.cols]
         allowed = torch.maximum(wanted.abs() * _RELATIVE, spread * _OF_SCALE)
         if not bool(((part - wanted).abs() <= allowed).all()):
-            raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in fp8")
+            raise differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in fp8")
         advance(rect.rows * rect.cols)
 
 
@@ -77,11 +77,12 @@ def compare_int4(
         scale = groups.abs().amax(-1, keepdim=True) / 7
         allowed = _OF_INT4_SCALE * scale + _LEAST_BF16
         if not bool(((part.unflatten(1, (-1, GROUP)) - groups).abs() <= allowed).all()):
-            raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in INT4")
+            raise differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in INT4")
         advance(rect.rows * rect.cols)
 
 
-def _differs(name: str, how: str) -> SlimxError:
+def differs(name: str, how: str) -> SlimxError:
+    """The refusal of an output whose tensor `name` has other values than the source's."""
     return SlimxError(
         f"tensor {name} of the output is not the source's: {how}; do not use the output, and report this with the "
         "source's config.json",

@@ -87,7 +87,7 @@ def megatron_to_hf(
     units, dtypes = [], set()
     for name, (shape, own) in _tensors(spec).items():
         place, kept = stored(name), dtype if dtype is not None and own is None else trained.dtype(name)
-        if own is None:
+        if own is None and name not in trained.centred:
             dtypes.add(kept)
         if place.index is None:
             units.append(copied(name, shape, kept))

@@ -17,7 +17,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from slimx.convert.compare import compare_copied
+from slimx.convert.compare import compare_copied, differs
 from slimx.convert.sources import BLOCK_BYTES, Reading, TensorSource
 from slimx.convert.target import Box, Target
-from slimx.convert.torch_dist_reader import TorchDistReader
+from slimx.convert.torch_dist_reader import TorchDistReader, read_whole
 from slimx.convert.work import Stream
 from slimx.durable import write_synced
 from slimx.errors import SlimxError
@@ -45,6 +45,8 @@ from slimx.layout.parts import matrix
 from slimx.models.families import ModelSpec
 from slimx.models.files.megatron_common import preloaded
 from slimx.models.files.megatron_directory import TRACKER, TensorPlace, places
+from slimx.models.files.reader import bits
+from slimx.models.files.safe_pickle import read_metadata
 
 FILE_BYTES = 5 * 10**8
 """A rank that reads a file of a thousand others should not wait long for it; a model of 1 TB has 2,000 of them."""
@@ -88,7 +90,7 @@ class Piece:
             if (inside := clip(rect, box)) is not None:
                 target = out[inside.local_row :, inside.local_col :][: inside.rows, : inside.cols]
                 target.copy_(reading.read(part.sources[rect.source], inside))
-        return out.view(self.sizes)
+        return (out.sub_(1) if self.place.centred else out).view(self.sizes)
 
 
 def _inside(place: TensorPlace, boxes: Sequence[Box]) -> Iterator[Box]:
@@ -149,7 +151,7 @@ class ToMegatron:
         one key stacks the layers. `origin`: identifies the source's content."""
         self._file_bytes, self._source = file_bytes, source
         self.spec, self.target, self.numbered = spec, target, numbered
-        everything = list(places(spec.table, per_layer=numbered))
+        everything = [kept for place in places(spec.table, per_layer=numbered) for kept in _kept(place)]
         self._dtypes = _dtypes(everything, source, dtype)
         self._everything, self._places = everything, {place.key: place for place in everything}
         self.files = self._plan(everything, source)
@@ -197,6 +199,9 @@ class ToMegatron:
         for place in self._everything:
             if place.first:
                 continue  # the sources are those of the first section
+            if place.centred:
+                _compare_centred(place, source, directory / _RELEASE)
+                continue
             for name, (_, shape) in zip(place.entry.sources, place.entry.row.sources, strict=True):
                 compare_copied(name, shape, self._dtypes[place.key], source, written, advance)
 
@@ -259,6 +264,24 @@ class ToMegatron:
         )
 
 
+def _kept(place: TensorPlace) -> Iterator[TensorPlace]:
+    """The tensors that the one at `place` is written as: two if its key holds it less 1."""
+    if not place.centred:
+        yield place
+        return
+    yield replace(place, also=())
+    yield replace(place, key=place.also[0], also=(), centred=False)
+
+
+def _compare_centred(place: TensorPlace, source: Reading, release: Path) -> None:
+    """Raises SlimxError unless the key of `place` holds the source's values less 1."""
+    (name,) = place.part.sources
+    wanted = source.read(name, place.part.rects[0]).float().flatten() - 1
+    written = read_whole(release, place.key, read_metadata(release / ".metadata"))
+    if not torch.equal(bits(written[place.index]), bits(wanted)):
+        raise differs(name, f"{place.key} does not hold its values less 1")
+
+
 def _dtypes(
     everything: Sequence[TensorPlace], source: TensorSource, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
@@ -266,7 +289,7 @@ def _dtypes(
     SlimxError where it stores them in several."""
     out: dict[str, torch.dtype] = {}
     for place in everything:
-        own = place.entry.row.dtype
+        own = "float32" if place.centred else place.entry.row.dtype
         if own is not None or dtype is not None:
             out[place.key] = getattr(torch, own) if own is not None else dtype
             continue

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class TorchDistReader:
         metadata = read_metadata(self.path / ".metadata")
         self._holders: dict[str, list[tuple[TensorPlace, Rect]]] = defaultdict(list)
         for place in places(table, per_layer=fit.per_layer):
-            place = replace(place, key=fit.keys.get(place.key, place.key))
+            place = replace(place, key=fit.keys.get(place.key, place.key), centred=place.key in fit.centred)
             for rect in place.part.rects:
                 self._holders[place.part.sources[rect.source]].append((place, rect))
         stacked = {place.key: len(place.index) for held in self._holders.values() for place, _ in held}
@@ -93,8 +94,13 @@ class TorchDistReader:
         return self._holders.keys()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype in which tensor `name` was saved."""
-        return self._dtypes[self._holders[name][0][0].key]
+        """Dtype in which tensor `name` was saved; fp32 of one of `centred`."""
+        return torch.float32 if name in self.centred else self._dtypes[self._holders[name][0][0].key]
+
+    @cached_property
+    def centred(self) -> frozenset[str]:
+        """Norms whose factors were saved less 1, and are computed in fp32, as megatron-core does."""
+        return frozenset(name for name, [(place, _), *_] in self._holders.items() if place.centred)
 
     def reopened(self) -> TorchDistReader:
         """The same with no file mapped."""
@@ -105,10 +111,10 @@ class TorchDistReader:
     def read(self, name: str, rect: Rect) -> torch.Tensor:
         """The elements of tensor `name` that `rect`, which does not step, takes, until the next call."""
         holders = self._holders[name]
-        out = self._out.tensor((rect.rows, rect.cols), self.dtype(name))
+        out = self._out.tensor((rect.rows, rect.cols), self._dtypes[holders[0][0].key])
         for move in moves([held for _, held in holders], rect._replace(local_row=0, local_col=0), name):
             self._fill(out, holders[move.source][0], move)
-        return out
+        return out.float() + 1 if name in self.centred else out
 
     def _fill(self, out: torch.Tensor, place: TensorPlace, move: Move) -> None:
         """Copy what `move` takes of the tensor at `place`, from all pieces that hold some of it."""

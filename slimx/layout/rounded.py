@@ -13,8 +13,8 @@ from slimx.layout.table import Entry, Row, Table
 def rounds(row: Row) -> bool:
     """Returns True if INT4 rounds the tensors of `row`: matrices of one expert each that the checkpoint does not
     stack."""
-    sources = row.sources
-    return row.per_expert and all(len(shape) == 2 for _, shape in sources) and stored(sources[0][0]).index is None
+    matrices = all(len(shape) == 2 for _, shape in row.sources)
+    return row.per_expert and matrices and stored(row.names(0, 0)[0]).index is None
 
 
 def in_int4(table: Table) -> Table:

@@ -26,6 +26,8 @@ from slimx.models.files.megatron_common import saved_vocabulary
 TRACKER = "latest_checkpointed_iteration.txt"
 _CONVOLUTION = re.compile(r"(?<=\.mixer\.)conv1d_")
 """A Mamba-2 layer's convolution, which checkpoints have called a module since it was one."""
+RUN_STATE = "slimx"
+"""Directory, in a checkpoint that slimx wrote, of what its runs alone need."""
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
@@ -44,6 +46,16 @@ _PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
 """Part of a key that names a norm over all heads. megatron-core has none: slimx puts its own where the norm per head
 would be, slime (slime_plugins/models/minimax_m2.py) beside it as `q_norm` and `k_norm`."""
+_HEADS_NORM = re.compile(r"(?<=\.self_attention\.out_norm\.)weight$")
+"""End of the key of a delta net's norm of heads. megatron-core 0.19.2 builds it centred on zero, as all norms of such a
+model, and Megatron-Bridge stores what its factor exceeds 1 by; the factor of Hugging Face's is the weight itself."""
+
+
+def factor_key(key: str) -> str | None:
+    """Returns slimx's key for the factors of a norm of which `key` holds what they exceed 1 by; None for other keys.
+
+    Few factors survive that in bf16, and not all in fp32: slimx writes both, and reads its own where it is."""
+    return _HEADS_NORM.sub("factor", key) if _HEADS_NORM.search(key) else None
 
 
 def iteration_name(step: int) -> str:
@@ -94,6 +106,8 @@ class Fit:
     """`decoder.layers.3.x` for each layer; else one `decoder.layers.x` with a layer axis."""
     keys: Mapping[str, str]
     """Key that a model of slimx has -> the one in the checkpoint, where they differ."""
+    centred: frozenset[str] = frozenset()
+    """Keys in the checkpoint that hold a norm's factors less 1."""
 
 
 def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
@@ -114,16 +128,18 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
             about=str(path),
         )
     per_layer = any(_LAYER.match(key) for key in shapes)
-    known, keys = set(), {}
+    known, keys, centred = set(), {}, set()
     for place in places(table, per_layer=per_layer):
         if place.key in known:
             continue
         known |= {place.key, *place.also}
-        found = next((key for key in (place.key, *place.also) if key in shapes), None)
+        found = next((key for key in (*place.also, place.key) if key in shapes), None)
         if found is None:
             raise _wrong(path, place.key, "missing", "is missing; the checkpoint is not of this model")
         if found != place.key:
             keys[place.key] = found
+        elif place.centred and not (path / RUN_STATE).is_dir():  # a run's own without them are of before these keys
+            centred.add(found)
         if shapes[found] != place.shape and not _padded(path, found, shapes[found], place.shape):
             shape = f"has shape {list(shapes[found])}, the model wants {list(place.shape)}"
             raise _wrong(path, found, "shape", shape)
@@ -131,7 +147,7 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
     if unknown:
         lost = f"has no place in the model ({len(unknown)} such tensors), and would be lost"
         raise _wrong(path, unknown[0], "unknown", f"{lost}; give the config.json of the model that was saved")
-    return Fit(path, per_layer, keys)
+    return Fit(path, per_layer, keys, frozenset(centred))
 
 
 def _wrong(path: Path, key: str, code: str, what: str) -> SlimxError:
@@ -169,7 +185,9 @@ class TensorPlace:
     """The same tensor as one rank would hold it, and the Hugging Face tensors that fill it."""
     entry: Entry
     also: tuple[str, ...] = ()
-    """Other systems' keys for the same tensor."""
+    """Other keys for the same tensor."""
+    centred: bool = False
+    """True if `key` holds a norm's factors less 1, in fp32 where slimx writes it, and `also` the factors."""
     first: int = 0
     """Row of the entry's tensor that this one begins at: checkpoints keep the sections of a tensor apart."""
 
@@ -185,8 +203,11 @@ def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
             name = _EXPERT.sub(r".experts.experts.\1.\2", name)
             index, axes = (*index, entry.expert), (*axes, table.experts)
         also = (_PROJECTION_NORM.sub("norm", name),) if entry.row.axis == 0 and _PROJECTION_NORM.search(name) else ()
+        factor = factor_key(name)
+        also = also if factor is None else (factor,)
         for ending, first, section in _sections(entry, part):
-            yield TensorPlace(name + ending, (*axes, *section.shape), index, section, entry, also, first)
+            shape, centred = (*axes, *section.shape), factor is not None
+            yield TensorPlace(name + ending, shape, index, section, entry, also, centred, first)
 
 
 def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from slimx.errors import SlimxError
 from slimx.models.files.megatron_common import read_common
-from slimx.models.files.megatron_directory import Fit
+from slimx.models.files.megatron_directory import Fit, factor_key
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.trainer.checkpoint import state as states
 from slimx.trainer.checkpoint.mirror import read_back
@@ -71,11 +71,13 @@ def restore(
     Raises SlimxError naming the directory if the checkpoint does not fit or is damaged.
     """
     state: dict[str, Any] = states.model_state(chunks)
+    models = [state[key] for key in states.chunk_keys(chunks)]
     if load_optimizer:
         state["optimizer"] = states.optimizer_state(optimizer, chunks, state, loading=True, frozen=frozen)
     if same_layout:
         state[states.RANDOM] = states.random_state()
     try:
+        _find_factors(models, path)
         loaded = _load(state, path, tensors_only=False)
         _fill(chunks, loaded)
         if load_optimizer:
@@ -87,6 +89,16 @@ def restore(
         raise _unusable(path, error) from error
     if same_layout:
         states.set_random_state(loaded[states.RANDOM])
+
+
+def _find_factors(models: Sequence[dict[str, Any]], path: Path) -> None:
+    """Have norms read from slimx's own keys (`factor_key`) where the checkpoint in `path` has them: checkpoints of
+    before these keys hold them under the parameters'. After the optimizer's state has been named by the parameters'."""
+    known = read_metadata(path / ".metadata").state_dict_metadata
+    for model in models:
+        for name, tensor in model.items():
+            if (key := factor_key(tensor.key)) in known:
+                model[name] = replace(tensor, key=key)
 
 
 def restore_mirrored(data: torch.Tensor, chunks: Sequence[Any], optimizer: Any, *, frozen: bool) -> None:
@@ -123,9 +135,26 @@ def load_weights(fit: Fit, chunks: Sequence[Any]) -> None:
         for value in nested_values(state):
             if isinstance(value, ShardedTensor):
                 value.key = fit.keys.get(value.key, value.key)
-        _fill(chunks, _load(state, fit.path, tensors_only=True))
+        centred = _centred(state, fit)
+        loaded = _load(state, fit.path, tensors_only=True)
+        for key, name in centred:
+            loaded[key][name] += 1
+        _fill(chunks, loaded)
     except (Exception, CheckpointException) as error:
         raise _unusable(fit.path, error) from error
+
+
+def _centred(state: dict[str, Any], fit: Fit) -> list[tuple[str, str]]:
+    """Keys of the chunks and names of the norms in `state` that the checkpoint keeps less 1; they get fp32 of their own
+    to read into."""
+    out = []
+    for key, model in state.items():
+        for name, tensor in model.items():
+            if tensor.key in fit.centred:
+                data = torch.empty_like(tensor.data, dtype=torch.float32, requires_grad=False)
+                model[name] = replace(tensor, data=data, dtype=torch.float32)
+                out.append((key, name))
+    return out
 
 
 def _unusable(path: Path, error: BaseException) -> SlimxError:

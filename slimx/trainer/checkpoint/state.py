@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from slimx.models.files.megatron_common import preloaded
+from slimx.models.files.megatron_directory import factor_key
 from slimx.trainer.checkpoint.pieces import in_pieces, sharded_optimizer
 from slimx.trainer.model.build import unwrap
 from slimx.trainer.step.optimizer import make_moments
@@ -72,7 +74,20 @@ def optimizer_state(
 
 def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: int, frozen: bool) -> dict[str, Any]:
     """The whole state of a checkpoint after step `step`; `frozen`: see `optimizer_state`."""
-    return own_state(chunks, optimizer, loading=False, frozen=frozen) | common_state(chunks, step, data_size)
+    state = own_state(chunks, optimizer, loading=False, frozen=frozen)
+    for key in chunk_keys(chunks):
+        state[key] = _with_centred(state[key])
+    return state | common_state(chunks, step, data_size)
+
+
+def _with_centred(model: dict[str, Any]) -> dict[str, Any]:
+    """The sharded state `model` of a chunk with the norms that Megatron-LM keeps less 1 under both keys."""
+    out = dict(model)
+    for name, tensor in model.items():
+        if (key := factor_key(tensor.key)) is not None:
+            out[name] = replace(tensor, key=key)
+            out[f"{name}.centred"] = replace(tensor, data=tensor.data.detach().float() - 1, dtype=torch.float32)
+    return out
 
 
 def own_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool, frozen: bool) -> dict[str, Any]:

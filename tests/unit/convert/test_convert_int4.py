@@ -18,6 +18,7 @@ from slimx.reshard.kernels import int4 as kernel
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.refusals import refused
 from tests.unit.convert.convert_stand import LAYOUT, QWEN3, WIDE, dtypes_of, go
+from tests.unit.models.gpt_oss_stand import HF as GPT_OSS
 
 pytestmark = pytest.mark.costly
 
@@ -90,6 +91,8 @@ def test_what_has_no_form_in_int4_is_refused_before_anything_is_written(tmp_path
         run.hf_to_int4(write_checkpoint(tmp_path / "odd", WIDE))
     with refused("convert.int4"):
         run.hf_to_int4(write_checkpoint(tmp_path / "dense", QWEN3))
+    with refused("convert.int4"):
+        run.hf_to_int4(write_checkpoint(tmp_path / "stacked", GPT_OSS))
 
 
 def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(tmp_path: Path) -> None:

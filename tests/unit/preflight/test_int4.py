@@ -16,6 +16,7 @@ from slimx.preflight.checks import RULES, model_facts
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import invalid
 from tests.unit.convert.convert_stand import QWEN3
+from tests.unit.models.gpt_oss_stand import HF as GPT_OSS
 
 GROUPED = QWEN3_MOE | {"hidden_size": 64, "moe_intermediate_size": 64}
 INT4 = {
@@ -50,6 +51,14 @@ def test_engines_that_would_start_from_int4_are_refused(tmp_path: Path) -> None:
     assert found(tmp_path / "int4", packed, engines=[{"model": str(tmp_path / "bf16")}]) == set()
     fp8 = GROUPED | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert found(tmp_path / "fp8", fp8) == set()
+
+
+def test_experts_that_the_checkpoint_stacks_have_no_int4(tmp_path: Path) -> None:
+    """Its columns are whole groups, but an export, or an engine, would have to pack the stack."""
+    assert found(tmp_path / "qat", GPT_OSS, {"qat": "int4"}) == {("qat.experts", "trainer.qat")}
+    assert ("qat.experts", "publish.quantise") in published(
+        tmp_path / "published", GPT_OSS, model=str(tmp_path / "int4")
+    )
 
 
 TRITON = {"sglang": {"moe_runner_backend": "triton"}}
