@@ -66,7 +66,7 @@ class Trainers:
     async def gather(self, bucket: int) -> PackedBucket:
         path = await asyncio.to_thread(self.peers[0].call, "open", self.encoding, bucket)
         calls = (asyncio.to_thread(peer.call, "fill", self.encoding, bucket, path) for peer in self.peers)
-        return describe_bucket(self.planned.form(bucket), path, await asyncio.gather(*calls))
+        return describe_bucket(self.planned.form(bucket), [path], await asyncio.gather(*calls))
 
     async def release(self, bucket: int | None = None) -> None:
         await asyncio.to_thread(self.peers[0].call, "release", self.encoding, bucket)
