@@ -173,8 +173,8 @@ class BareParts:
 # The run ------------------------------------------------------------------------------------------------------------
 
 
-def make_config(directory: Path, pairs: int) -> Config:
-    """The quickstart's run with larger steps: 64 prompts x 8 rollouts x 32 tokens, on the untrained model."""
+def make_config(directory: Path, pairs: int, prompts: int) -> Config:
+    """The quickstart's run with larger steps: `prompts` x 8 rollouts x 32 tokens, on the untrained model."""
     data = directory / "data"
     tools = ROOT / "tools" / "quickstart"
     subprocess.run([sys.executable, tools / "make_model.py", "--out", data / "model"], check=True, stdout=sys.stderr)
@@ -188,7 +188,7 @@ def make_config(directory: Path, pairs: int) -> Config:
             f"trainer.load={data / 'model'}",
             "trainer.optimizer.lr=1e-10",  # the weights stay as they are: every step is the same work
             f"rollout.prompts={data / 'train.jsonl'}",
-            "rollout.prompts_per_step=64",
+            f"rollout.prompts_per_step={prompts}",
             "rollout.group_size=8",
             "rollout.concurrency=512",  # all of a step at once, as B does
             "rollout.sampling.max_new_tokens=32",
@@ -233,13 +233,14 @@ async def measure(config: Config) -> Figures:
 def main() -> int:
     parser = argparse.ArgumentParser(description="slimx's step beside the sum of its parts driven bare")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of a slimx step and a round of the bare parts")
+    parser.add_argument("--prompts", type=int, default=64, help="of a step, 8 rollouts of each")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.pairs < 2:
         parser.error(f"--pairs is {arguments.pairs}: a median and its spread need 2 at least")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended as after Ctrl-C
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
-        config = make_config(Path(directory), arguments.pairs)
+        config = make_config(Path(directory), arguments.pairs, arguments.prompts)
         start_ray(config, device_of(config))
         try:
             figures = asyncio.run(measure(config))
@@ -248,7 +249,7 @@ def main() -> int:
     if (median := figures.median_step()) < SHORTEST_STEP_S:
         raise SlimxError(
             f"the median step took {median:.2f} s; one shorter than {SHORTEST_STEP_S} s tells too little: raise "
-            "max_new_tokens or prompts_per_step in make_config"
+            "max_new_tokens in make_config, or --prompts"
         )
     print(describe(figures))
     where = surroundings("slimx", "torch", "megatron-core", "sglang", "sglang-router", "ray")

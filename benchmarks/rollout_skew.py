@@ -6,8 +6,9 @@ step of a turn, for which nothing was generated ahead, is not counted on either 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,21 @@ class TimedRun(Run):
         self.seconds: list[float] = []
         self.waited: list[float] = []
         """Seconds of each step in which the loop had nothing but to wait for rollouts."""
+        self._generated = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with super().phase(name):
+            yield
+        if name == "generate":
+            self._generated += time.perf_counter() - began
 
     def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
         super().record(metrics, groups, seconds)
         self.seconds.append(seconds)
-        self.waited.append(self.records.timeline.seconds(self.step).get("generate", 0.0))
+        self.waited.append(self._generated)
+        self._generated = 0.0
 
     async def save(self) -> None:
         """Nothing: a turn is no run of its own."""
