@@ -77,6 +77,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/exact_cuda.py measures a GPU, and this process has none: run it where one is")
     print(*lines(options.rounds), sep="\n")
 
 

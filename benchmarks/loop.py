@@ -40,22 +40,20 @@ from bare_trainer import BareTrainerWorker
 from figures import BareRound, Figures, SlimxStep, describe
 from machine import cpu_seconds, surroundings
 from rich.console import Console
+from whole_run import make_records, started
 
 from slimx.cluster.connection import device_of, start_ray, stop_ray
 from slimx.config.load import load_config
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
-from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.prepare import check_run
-from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.run import Run
-from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +140,7 @@ class BareParts:
         """Take over slimx's last step: its requests, and its micro-batches into the trainers. Not timed."""
         self.requests = bare_engine.requests_of(run.groups)
         self.tokens = sum(len(t.sampled_ids()) for group in run.groups for t in group.trajectories)
-        (rows,) = run.updates(run.groups)
+        (rows,) = run.updates(run.groups)[ACTOR]
         batch = run.packer(rows)
         run.figures.trained = batch.tokens
         await asyncio.gather(
@@ -175,8 +173,8 @@ class BareParts:
 # The run ------------------------------------------------------------------------------------------------------------
 
 
-def make_config(directory: Path, pairs: int) -> Config:
-    """The quickstart's run with larger steps: 64 prompts x 8 rollouts x 32 tokens, on the untrained model."""
+def make_config(directory: Path, pairs: int, prompts: int) -> Config:
+    """The quickstart's run with larger steps: `prompts` x 8 rollouts x 32 tokens, on the untrained model."""
     data = directory / "data"
     tools = ROOT / "tools" / "quickstart"
     subprocess.run([sys.executable, tools / "make_model.py", "--out", data / "model"], check=True, stdout=sys.stderr)
@@ -190,7 +188,7 @@ def make_config(directory: Path, pairs: int) -> Config:
             f"trainer.load={data / 'model'}",
             "trainer.optimizer.lr=1e-10",  # the weights stay as they are: every step is the same work
             f"rollout.prompts={data / 'train.jsonl'}",
-            "rollout.prompts_per_step=64",
+            f"rollout.prompts_per_step={prompts}",
             "rollout.group_size=8",
             "rollout.concurrency=512",  # all of a step at once, as B does
             "rollout.sampling.max_new_tokens=32",
@@ -205,36 +203,26 @@ def make_config(directory: Path, pairs: int) -> Config:
 
 
 async def measure(config: Config) -> Figures:
-    """Start everything as slimx.orchestration.session does, run the loop, end everything."""
+    """Start the parts of a run, run the loop, end everything."""
     prepared = check_run(config)
     config = prepared.transport.applied(config)
     directory = Path(config.run.dir)
-    logs = directory / "logs"
-    logs.mkdir(parents=True)
     async with AsyncExitStack() as stack:
         table = stack.enter_context(LiveTable(config.schedule.steps, 0, Console(stderr=True)))
-        records = Records(config, table, prepared.tokenizer)
+        starting = started(config, prepared, table.note, BareTrainerWorker)
+        trainers, service = await stack.enter_async_context(starting)
+        records = make_records(config, prepared, table)
         stack.callback(records.close)
-        trainers = TrainerGroup(
-            config, prepared.sizes, "cpu", logs, prepared.spec.table, prepared.plans, worker=BareTrainerWorker
-        )
-        stack.push_async_callback(trainers.stop)
-        service = EngineService(config, prepared, directory, note=table.note)
-        await stack.enter_async_context(service)
-        engines = service.place()
-        await asyncio.gather(trainers.start(), engines.start())
-        await service.open(longest_trajectory(config, prepared.spec, prepared.sizes))
         # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=config.rollout.request_deadline),
-            headers=bearer(engines.keys.api_key),
+            headers=bearer(service.engines.keys.api_key),
         )
         await stack.enter_async_context(session)
         saves = Saves(directory / "checkpoints", keep=1)
-        run = MeasuredRun(service, prepared, trainers, records, saves, bare=BareParts(session))
+        run = MeasuredRun(service, prepared, {ACTOR: trainers}, records, saves, bare=BareParts(session))
         stack.push_async_callback(run.rollouts.stop)
-        engines.members.watch()
         stack.enter_context(settled_heap())  # as the session does
         began = cpu_seconds(), time.perf_counter()
         await loop.train(run)
@@ -245,13 +233,14 @@ async def measure(config: Config) -> Figures:
 def main() -> int:
     parser = argparse.ArgumentParser(description="slimx's step beside the sum of its parts driven bare")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of a slimx step and a round of the bare parts")
+    parser.add_argument("--prompts", type=int, default=64, help="of a step, 8 rollouts of each")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.pairs < 2:
         parser.error(f"--pairs is {arguments.pairs}: a median and its spread need 2 at least")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended as after Ctrl-C
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
-        config = make_config(Path(directory), arguments.pairs)
+        config = make_config(Path(directory), arguments.pairs, arguments.prompts)
         start_ray(config, device_of(config))
         try:
             figures = asyncio.run(measure(config))
@@ -260,7 +249,7 @@ def main() -> int:
     if (median := figures.median_step()) < SHORTEST_STEP_S:
         raise SlimxError(
             f"the median step took {median:.2f} s; one shorter than {SHORTEST_STEP_S} s tells too little: raise "
-            "max_new_tokens or prompts_per_step in make_config"
+            "max_new_tokens in make_config, or --prompts"
         )
     print(describe(figures))
     where = surroundings("slimx", "torch", "megatron-core", "sglang", "sglang-router", "ray")

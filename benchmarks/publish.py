@@ -42,7 +42,7 @@ from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.pack.packer import describe as describe_bucket
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Staging
+from slimx.reshard.parties import LocalRecipient, Staging
 from slimx.reshard.publish import Publisher
 from slimx.runtime.ports import free_port
 
@@ -66,16 +66,16 @@ class Trainers:
     async def gather(self, bucket: int) -> PackedBucket:
         path = await asyncio.to_thread(self.peers[0].call, "open", self.encoding, bucket)
         calls = (asyncio.to_thread(peer.call, "fill", self.encoding, bucket, path) for peer in self.peers)
-        return describe_bucket(self.planned.form(bucket), path, await asyncio.gather(*calls))
+        return describe_bucket(self.planned.form(bucket), [path], await asyncio.gather(*calls))
 
     async def release(self, bucket: int | None = None) -> None:
         await asyncio.to_thread(self.peers[0].call, "release", self.encoding, bucket)
 
 
-class Engine:
+class Engine(LocalRecipient):
     """The engine process as a receiver."""
 
-    name, incarnation = "engine", 1
+    name = "engine"
 
     def __init__(self, peer: Peer, planned: PlannedBuckets, encoding: Encoding):
         self.peer, self.planned, self.encoding = peer, planned, encoding
@@ -101,8 +101,8 @@ class Engine:
     async def load(self) -> None:
         await self._call("load")
 
-    async def verify(self) -> int:
-        return await self._call("verify")
+    async def verify(self) -> dict[str, int]:
+        return {"checked": await self._call("verify")}
 
     async def commit(self, version: int) -> None: ...
 

@@ -9,6 +9,7 @@ the same with the senders that `compile_plan` chose for one engine, which all en
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import sys
 import time
@@ -72,9 +73,12 @@ def figures_of(number: int) -> Figures:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=len(ALL), help="the first of them, and no more")
+    cases = ALL[: parser.parse_args().cases]
     print("busiest / average:   compiled    sent  received  busiest GB     moves   CPU s      MB")
     context = multiprocessing.get_context("spawn")
-    for number, case in enumerate(ALL):
+    for number, case in enumerate(cases):
         with context.Pool(1) as pool:
             f = pool.apply(figures_of, (number,))
         print(

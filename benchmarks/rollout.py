@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="skew: steps of a turn")
     parser.add_argument("--bounds", type=int, nargs="+", default=[1], help="skew: max_staleness beside 0")
     parser.add_argument("--trajectories", type=int, default=100_000, help="buffer: how many")
+    parser.add_argument("--groups", type=int, default=rollout_buffer.PER_STEP, help="buffer: of a batch")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.pairs < 2 or arguments.rounds < 2 or arguments.steps < 2:
@@ -105,7 +106,7 @@ def main() -> int:
             )
             print(rollout_skew.describe(found["skew"]), end="\n\n")
     if "buffer" in arguments.only:
-        found["buffer"] = rollout_buffer.measure(arguments.trajectories, mean=192)
+        found["buffer"] = rollout_buffer.measure(arguments.trajectories, mean=192, per_step=arguments.groups)
         print(rollout_buffer.describe(found["buffer"]), end="\n\n")
     where = surroundings("slimx", "torch", "megatron-core", "sglang", "sglang-router", "ray", "numpy")
     print(where)

@@ -6,9 +6,9 @@ step of a turn, for which nothing was generated ahead, is not counted on either 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rollout_hooks import EVERY, SHORT, SKEW
+from whole_run import make_records, started
 
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group
 from slimx.engines.server.control import EngineControl
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
-from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.prepare import Prepared, check_run
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves
 
 OVERRIDES = (
@@ -52,11 +52,21 @@ class TimedRun(Run):
         self.seconds: list[float] = []
         self.waited: list[float] = []
         """Seconds of each step in which the loop had nothing but to wait for rollouts."""
+        self._generated = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with super().phase(name):
+            yield
+        if name == "generate":
+            self._generated += time.perf_counter() - began
 
     def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
         super().record(metrics, groups, seconds)
         self.seconds.append(seconds)
-        self.waited.append(self.records.timeline.seconds(self.step).get("generate", 0.0))
+        self.waited.append(self._generated)
+        self._generated = 0.0
 
     async def save(self) -> None:
         """Nothing: a turn is no run of its own."""
@@ -80,11 +90,11 @@ class Turns:
         )
         async with AsyncExitStack() as stack:
             table = stack.enter_context(LiveTable(steps, 0, Console(quiet=True)))
-            records = Records(config, table, prepared.tokenizer)
+            records = make_records(config, prepared, table)
             stack.callback(records.close)
             service = copy(self.service)  # its engines, under the configuration of this turn
             service.config = config
-            run = TimedRun(service, prepared, self.trainers, records, Saves(directory / "checkpoints", keep=1))
+            run = TimedRun(service, prepared, {ACTOR: self.trainers}, records, Saves(directory / "checkpoints", keep=1))
             stack.push_async_callback(run.rollouts.stop)
             run.step = self.done
             stack.enter_context(settled_heap())  # as the session does
@@ -99,18 +109,8 @@ async def measure(config: Config, bounds: Sequence[int], rounds: int, steps: int
     """Seconds by bound and round of each counted step."""
     prepared = check_run(config)
     config = prepared.transport.applied(config)
-    logs = Path(config.run.dir) / "logs"
-    logs.mkdir(parents=True)
     found: dict[str, Any] = {"steps": steps, "seconds": {k: [] for k in bounds}, "waited": {k: [] for k in bounds}}
-    async with AsyncExitStack() as stack:
-        trainers = TrainerGroup(config, prepared.sizes, "cpu", logs, prepared.spec.table, prepared.plans)
-        stack.push_async_callback(trainers.stop)
-        service = EngineService(config, prepared, Path(config.run.dir), note=note)
-        await stack.enter_async_context(service)
-        engines = service.place()
-        await asyncio.gather(trainers.start(), engines.start())
-        await service.open(longest_trajectory(config, prepared.spec, prepared.sizes))
-        engines.members.watch()
+    async with started(config, prepared, note) as (trainers, service):
         turns = Turns(config, prepared, trainers, service)
         await turns.turn(0, 2)  # first calls are slow
         for number in range(rounds):

@@ -1,0 +1,47 @@
+"""The parts of a run, started as slimx.orchestration.session starts them, for benchmarks that drive its loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
+from slimx.observability.alerts.alerts import Alerts
+from slimx.observability.live.table import LiveTable
+from slimx.orchestration.batches import longest_trajectory
+from slimx.orchestration.prepare import Prepared
+from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.state.recording import Records
+from slimx.trainer.worker import TrainerWorker
+
+
+@asynccontextmanager
+async def started(
+    config: Config, prepared: Prepared, note: Callable[[str], None], worker: type[TrainerWorker] = TrainerWorker
+) -> AsyncIterator[tuple[TrainerGroup, EngineService]]:
+    """Trainers of `worker` and engines, which have started; they end with the block. `config` is for the transport of
+    `prepared`."""
+    directory = Path(config.run.dir)
+    logs = directory / "logs"
+    logs.mkdir(parents=True)
+    trainers = TrainerGroup(config, prepared.sizes, "cpu", logs, prepared.spec.table, prepared.plans, worker=worker)
+    try:
+        async with EngineService(config, prepared, directory, note=note) as service:
+            engines = service.place()[ACTOR]
+            await asyncio.gather(trainers.start(), engines.start())
+            await service.open(longest_trajectory(config, prepared.spec, prepared.sizes))
+            engines.members.watch()
+            yield trainers, service
+    finally:
+        await trainers.stop()
+
+
+def make_records(config: Config, prepared: Prepared, table: LiveTable) -> Records:
+    """The records of a run in `config.run.dir`, whose events nobody gets."""
+    stall = config.track.stall
+    alerts = Alerts(config.run.name, Path(config.run.dir), table.note, factor=stall.factor, at_least=stall.at_least)
+    return Records(config, table, prepared.tokenizer, alerts)
