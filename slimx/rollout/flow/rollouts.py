@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +82,7 @@ class Speaker:
     @property
     def token_count(self) -> int | None:
         """Token ids that a trajectory may have; None: unknown."""
-        return self.vocabulary or (None if self.tokenizer is None else len(self.tokenizer))
+        return self.vocabulary or (len(self.tokenizer) if isinstance(self.tokenizer, Sized) else None)
 
 
 class GroupMaker:
