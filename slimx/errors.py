@@ -90,7 +90,22 @@ def raised(error: BaseException) -> str:
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [place for place in places if _users(place[0])]
-    return f"{type(error).__name__}: {error}" + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
+    return f"{type(error).__name__}: {_words(error)}" + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as second:  # a user's own __str__
+        return f"(its text raised {type(second).__name__})"
+
+
+def safe_repr(value: object) -> str:
+    """`repr` of a value of a user's code, cut at 200 characters, whatever it raises."""
+    try:
+        return repr(value)[:200]
+    except BaseException as error:
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
 
 
 def written_at(function: object) -> str:

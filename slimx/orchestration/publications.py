@@ -93,6 +93,7 @@ class Publications:
 
     async def _deliver(self, step: int) -> Publication:
         """Publish until at least one engine has taken part to the end."""
+        self._maker.begun[self.policy] = step
         while True:
             if self.config.schedule.colocate:
                 await self._seat()

@@ -155,7 +155,11 @@ class EngineService:
             self.frozen.clients,
             self.proxy,
             Outages(tuple(group.members.outage for group in self.groups.values())),
-            {name: Speaker(self.clients[name], policy.tokenizer) for name, policy in self.further.items()},
+            {
+                name: Speaker(self.clients[name], policy.tokenizer, policy.spec.vocab_size)
+                for name, policy in self.further.items()
+            },
+            vocabulary=self.sources.spec.vocab_size,
         )
 
     async def watched[T](self, work: Awaitable[T]) -> T:

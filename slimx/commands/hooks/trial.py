@@ -108,9 +108,20 @@ class HookTrial:
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
             # Whatever policy is asked, the stand-in says the same, in the words of the run's own tokenizer.
-            further = {name: Speaker(client, self.tokenizer) for name in self.config.trained if name != ACTOR}
+            further = {
+                name: Speaker(client, self.tokenizer, self.spec.vocab_size)
+                for name in self.config.trained
+                if name != ACTOR
+            }
             maker = GroupMaker(
-                self.config, hooks, self.tokenizer, client if sampled else None, frozen, proxy, further=further
+                self.config,
+                hooks,
+                self.tokenizer,
+                client if sampled else None,
+                frozen,
+                proxy,
+                further=further,
+                vocabulary=self.spec.vocab_size,
             )
             try:
                 tried: list[Tried] = []

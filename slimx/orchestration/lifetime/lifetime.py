@@ -188,7 +188,14 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         asyncio.set_event_loop(loop)
         task = loop.create_task(main)
         try:
-            loop.run_until_complete(task)
+            while True:
+                try:
+                    loop.run_until_complete(task)
+                    break
+                except (SystemExit, KeyboardInterrupt):
+                    # The loop passes these on from any task or callback, of a hook say, whose error it stays.
+                    if task.done():
+                        raise
         finally:
             loop.run_until_complete(_end(asyncio.all_tasks(loop)))
     finally:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.data.records import Group, Trajectory
-from slimx.errors import DeadlineError, SlimxError, raised
+from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
 from slimx.rollout.hook_loading import described, name_of
 from slimx.rollout.hooks import Reward, RewardContext
 
@@ -93,12 +93,11 @@ class RewardPool:
                 self._watch.cancel()
                 self._watch = None
         if error is not None:
-            cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
             raise SlimxError(
-                f"reward hook {name_of(self.reward)} raised {raised(cause)}",
+                f"reward hook {name_of(self.reward)} raised {raised(error)}",
                 code="reward.raised",
                 about=name_of(self.reward),
-            ) from cause
+            ) from error
         return verdicts(value, judged, self.reward)
 
     def close(self) -> None:
@@ -183,8 +182,8 @@ def verdicts(value: Any, judged: Trajectory | Group, hook: Reward) -> Verdict | 
         return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
         raise SlimxError(
-            f"reward hook {described(hook)} returned {value!r} for a group of {len(judged.trajectories)}; return a "
-            "list with the reward of each trajectory (reward.scope is group)",
+            f"reward hook {described(hook)} returned {safe_repr(value)} for a group of {len(judged.trajectories)}; "
+            "return a list with the reward of each trajectory (reward.scope is group)",
             code="reward.returned",
             about=name_of(hook),
         )
@@ -192,21 +191,31 @@ def verdicts(value: Any, judged: Trajectory | Group, hook: Reward) -> Verdict | 
 
 
 def checked(value: Any, hook: Reward) -> Verdict:
-    """A finite number, or a dict of finite numbers whose sum is the reward."""
+    """A finite number, or a dict of finite numbers whose sum, the reward, is finite too."""
     parts = value if isinstance(value, dict) else {"reward": value}
-    for key, part in parts.items():
-        shown = f"{part!r} for {key!r}" if isinstance(value, dict) else repr(part)
-        if isinstance(part, bool) or not isinstance(part, numbers.Real) or not math.isfinite(part):
-            raise SlimxError(
-                f"reward hook {described(hook)} returned {shown}; return a finite number or a dict of them",
-                code="reward.returned",
-                about=key,
-            )
-    if not parts:
+    floats = {key: _finite(key, part, value, hook) for key, part in parts.items()}
+    if not floats or not math.isfinite(sum(floats.values())):
+        shown = "an empty dict" if not floats else f"{safe_repr(value)}, whose sum is not finite"
         raise SlimxError(
-            f"reward hook {described(hook)} returned an empty dict; return a finite number or a dict of them",
+            f"reward hook {described(hook)} returned {shown}; return a finite number or a dict of them",
             code="reward.returned",
             about=name_of(hook),
         )
-    floats = {key: float(part) for key, part in parts.items()}
     return sum(floats.values()), floats if isinstance(value, dict) else {}
+
+
+def _finite(key: Any, part: Any, value: Any, hook: Reward) -> float:
+    """One part of a reward as a float."""
+    try:
+        if isinstance(key, str) and key.isprintable() and isinstance(part, numbers.Real) and not isinstance(part, bool):
+            number = float(part)
+            if math.isfinite(number):
+                return number
+    except Exception:  # of a number of a user's own kind, or one beyond a float: refused below
+        pass
+    shown = f"{safe_repr(part)} for {safe_repr(key)}" if isinstance(value, dict) else safe_repr(part)
+    raise SlimxError(
+        f"reward hook {described(hook)} returned {shown}; return a finite number or a dict of them",
+        code="reward.returned",
+        about=key if isinstance(key, str) else safe_repr(key),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from slimx.rollout.client.teacher import make_teachers
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import GroupProgress
+from slimx.rollout.flow.returned import Returned, check_metadata, check_verdict
 from slimx.rollout.flow.reward_processes import reward_runner
 from slimx.rollout.flow.slots import Slots, SlottedClient
 from slimx.rollout.hook_loading import Hooks
@@ -76,6 +77,13 @@ class Speaker:
     """None: nothing is sampled."""
     tokenizer: Any
     """Tokenizer of its model."""
+    vocabulary: int | None = None
+    """Token ids that its model has; None: those of the tokenizer."""
+
+    @property
+    def token_count(self) -> int | None:
+        """Token ids that a trajectory may have; None: unknown."""
+        return self.vocabulary or (len(self.tokenizer) if isinstance(self.tokenizer, Sized) else None)
 
 
 class GroupMaker:
@@ -91,17 +99,20 @@ class GroupMaker:
         proxy: ChatProxy | None = None,
         outage: Outage | Outages | None = None,
         further: Mapping[str, Speaker] | None = None,
+        vocabulary: int | None = None,
     ):
         """`engines`: frozen ones, which hooks may ask, and teachers among them. `proxy`: the server through which
         agents sample. `outage`: while it lasts, no rollout's deadline runs. `further`: policies beside the run's own,
-        `client`."""
+        `client`. `vocabulary`: token ids of the run's own model; None: unknown."""
         self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
         self.engines, self.proxy = engines or {}, proxy
         self._teachers = make_teachers(config, self.engines)
-        self.speakers = {ACTOR: Speaker(client, tokenizer), **(further or {})}
+        self.speakers = {ACTOR: Speaker(client, tokenizer, vocabulary), **(further or {})}
         """Every trained policy by its name, first the run's own."""
         self.versions = dict.fromkeys(self.speakers, 0)
         """Newest published weight version of each policy; the loop keeps it."""
+        self.begun: dict[str, int] = {}
+        """Version of each policy whose publication has begun: the first engines may have it already."""
         self.outage = outage or Outage()
         self.gate = Gate()
         """Closed while rollouts that are trained may ask no engine; an evaluation may."""
@@ -157,6 +168,10 @@ class GroupMaker:
             if trajectory.status == "failed":
                 reason = trajectory.metadata.get("failed", "generate failed")  # a hook may give a rollout up by itself
                 return GroupOutcome(group, reason, trajectory.finish_reason)
+        try:
+            check_metadata(f"prompt {prompt.id} has", prompt.metadata)
+        except SlimxError as error:
+            return GroupOutcome(group, "generate failed", str(error))
         if greedy:
             group.baseline = sum(trajectory.reward for trajectory in greedy) / len(greedy)
         return self._filtered(group) if self.hooks.keep and not evaluation else GroupOutcome(group)
@@ -168,9 +183,14 @@ class GroupMaker:
         self._environments.close()
 
     def _filtered(self, group: Group) -> GroupOutcome:
+        before = list(group.trajectories)
         try:
             verdict = self.hooks.keep(group)
-        except Exception as error:
+            check_verdict(verdict, group, before, self.config.rollout.filter)
+        except SlimxError as error:
+            group.trajectories = before
+            return GroupOutcome(group, "keep failed", str(error))
+        except BaseException as error:
             return GroupOutcome(group, "keep failed", raised(error))
         if isinstance(verdict, str):
             return GroupOutcome(group, f"filter: {verdict}")
@@ -236,12 +256,14 @@ class GroupMaker:
                 with self.outage.stops(clock):
                     result = await self.hooks.generate(ctx, prompt)
             trajectories = result if isinstance(result, list) else [result]
-            self._check(trajectories, ctx)
+            self._returned(ctx).check(trajectories)
             _keep_logged(trajectories[0], ctx.metrics)
         except SlimxError as error:
             reason = error.reason if isinstance(error, GivenUp) else "generate failed"
             trajectories = [_failed(ctx, reason, str(error))]
-        except Exception as error:
+        except BaseException as error:  # a SystemExit of a hook's library is a failure of this rollout, too
+            if _ours(error):
+                raise
             reason, text = "generate failed", f"{hook} raised {raised(error)}"
             if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
                 reason, text = "generate deadline", str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
@@ -255,6 +277,9 @@ class GroupMaker:
                 await work[0]
             else:
                 await asyncio.gather(*work)
+            if not any(trajectory.status == "failed" for trajectory in trajectories):
+                with _marking(trajectories[0], "reward"):  # which saw the trajectories themselves
+                    self._returned(ctx).check(trajectories)
         progress.finish(index, trajectories)
         return trajectories
 
@@ -275,39 +300,16 @@ class GroupMaker:
             sampling["stop_token_ids"] = list(options.stop_token_ids)
         return sampling
 
-    def _check(self, trajectories: list[Trajectory], ctx: RolloutContext) -> None:
-        if not trajectories:
-            raise SlimxError(
-                f"{self.config.rollout.generate} returned no trajectory for {ctx.group_id}/{ctx.index}",
-                code="rollout.returned",
-                about=f"{ctx.group_id}/{ctx.index}",
-            )
-        for trajectory in trajectories:
-            if not isinstance(trajectory, Trajectory):
-                raise SlimxError(
-                    f"{self.config.rollout.generate} returned a {type(trajectory).__name__}; return a Trajectory",
-                    code="rollout.returned",
-                    about=f"{ctx.group_id}/{ctx.index}",
-                )
-            if trajectory.policy not in self.speakers:
-                raise SlimxError(
-                    f"{self.config.rollout.generate} returned the trajectory {trajectory.id} of a policy "
-                    f"{trajectory.policy!r}; this run trains {', '.join(self.speakers)}",
-                    code="rollout.policy",
-                    about=trajectory.id,
-                )
-            if trajectory.status == "aborted":
-                raise SlimxError(
-                    f"rollout {trajectory.id} was aborted by the engine", code="rollout.aborted", about=trajectory.id
-                )
-            sampled = [span for span in trajectory.spans if span.source == "sampled"]
-            finite = all(np.isfinite(trajectory.logprobs[span.start : span.stop]).all() for span in sampled)
-            if self.client is not None and not finite:
-                raise SlimxError(
-                    f"rollout {trajectory.id} has a sampled token without a finite log-prob",
-                    code="rollout.logprob",
-                    about=trajectory.id,
-                )
+    def _returned(self, ctx: RolloutContext) -> Returned:
+        """The rules for what the generate hook returns to `ctx`."""
+        return Returned(
+            self.config.rollout.generate,
+            ctx.group_id,
+            ctx.index,
+            vocabularies={name: speaker.token_count for name, speaker in self.speakers.items()},
+            versions={name: max(version, self.begun.get(name, 0)) for name, version in self.versions.items()},
+            sampled=self.client is not None,
+        )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
         """Give a trajectory, or those of a group, their rewards; a failure is marked on the first one."""
@@ -334,6 +336,12 @@ def _marking(trajectory: Trajectory, what: str) -> Iterator[None]:
         yield
     except SlimxError as error:
         _mark(trajectory, f"{what} {'deadline' if isinstance(error, DeadlineError) else 'failed'}", str(error))
+
+
+def _ours(error: BaseException) -> bool:
+    """True for the cancellation of the present task, as opposed to a hook's own CancelledError."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError | GeneratorExit) and (task is None or task.cancelling() > 0)
 
 
 def _keep_logged(trajectory: Trajectory, logged: Mapping[str, float]) -> None:

@@ -64,7 +64,7 @@ def poisoned(prompt_id: str, index: int, what: Any, released: threading.Event) -
 
 BROKEN = {
     "raises": (ValueError("no verdict on 1+1"), "reward failed", "ValueError: no verdict on 1+1"),
-    "exits": (SystemExit(3), "reward failed", "SystemExit(3)"),
+    "exits": (SystemExit(3), "reward failed", "SystemExit: 3"),
     "hangs in await": ("hangs", "reward deadline", "trajectory g1/1"),
     "hangs in a blocking call": ("blocks", "reward deadline", "trajectory g1/1"),
     "returns NaN": (float("nan"), "reward failed", "returned nan"),
@@ -282,7 +282,7 @@ BROKEN_ROLLOUTS = {
     "returns something else": ({"text": "2"}, "generate failed", "returned a dict"),
     "returns nothing": ([], "generate failed", "returned no trajectory for g1/1"),
     "is aborted": ("aborted", "generate failed", "rollout g1/1 was aborted"),
-    "has a token without log-prob": ("nan", "generate failed", "g1/1 has a sampled token"),
+    "has a token without log-prob": ("nan", "generate failed", "g1/1 with a sampled token"),
 }
 
 
