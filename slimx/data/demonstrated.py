@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slimx.data.records import Prompt
+from slimx.data.responses import THOUGHT_BEGINS, THOUGHT_ENDS
 from slimx.data.tokens import MARKER, answered, special_ids, templated
 from slimx.errors import SlimxError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-THOUGHT, THOUGHT_ENDS = "<think>", "</think>"
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> list[int]:
@@ -47,7 +46,7 @@ def _written(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) ->
     try:
         before = own.apply_chat_template(messages, tools=prompt.tools, add_generation_prompt=True, tokenize=False)
         behind = own.apply_chat_template(answered(content=MARKER), tokenize=False).rpartition(MARKER)[2]
-        for turn in _turns(answer, apart=before.rstrip().endswith((THOUGHT, THOUGHT_ENDS))):
+        for turn in _turns(answer, apart=before.rstrip().endswith((THOUGHT_BEGINS, THOUGHT_ENDS))):
             whole = own.apply_chat_template([*messages, turn], tools=prompt.tools, tokenize=False)
             if whole.startswith(before) and whole.endswith(behind):
                 text, end = whole[len(before) :], len(whole) - len(before) - len(behind)
@@ -56,9 +55,9 @@ def _written(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) ->
     except Exception as error:  # templates raise what they like
         raise _refused(prompt, f"refuses its answer ({' '.join(str(error).split())[:300]})") from error
     if THOUGHT_ENDS in answer and before.rstrip().endswith(
-        THOUGHT
+        THOUGHT_BEGINS
     ):  # the prompt opens the thinking, the answer ends it
-        text = answer.strip().removeprefix(THOUGHT).lstrip("\n")
+        text = answer.strip().removeprefix(THOUGHT_BEGINS).lstrip("\n")
         return text, len(text)
     raise _refused(prompt, f"begins replies with {before[-30:]!r} and writes its answer otherwise, or leaves some out")
 
@@ -68,7 +67,7 @@ def _turns(answer: str, *, apart: bool) -> Iterator[dict[str, Any]]:
     `apart`: only the first, as the prompt has begun or ended the thinking."""
     thought, ends, rest = answer.partition(THOUGHT_ENDS)
     if ends:
-        thought = thought.strip().removeprefix(THOUGHT).strip()
+        thought = thought.strip().removeprefix(THOUGHT_BEGINS).strip()
         yield {"role": "assistant", "content": rest.strip(), "reasoning_content": thought, "thinking": thought}
     if not (ends and apart):
         yield {"role": "assistant", "content": answer}
@@ -76,7 +75,7 @@ def _turns(answer: str, *, apart: bool) -> Iterator[dict[str, Any]]:
 
 def _shows(text: str, answer: str) -> bool:
     """Returns True if `text` ends with the answer, and has all of its thinking."""
-    *thought, last = (part.strip() for part in re.split(f"{THOUGHT}|{THOUGHT_ENDS}", answer))
+    *thought, last = (part.strip() for part in re.split(f"{THOUGHT_BEGINS}|{THOUGHT_ENDS}", answer))
     at = 0
     for part in thought:
         if (at := text.find(part, at)) < 0:

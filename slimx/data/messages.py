@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slimx.data.responses import THOUGHT_ENDS
 from slimx.errors import SlimxError
 
 MARK = "(turn {} 8d1f)"
@@ -78,4 +79,4 @@ def _text(message: dict[str, Any]) -> str:
     content = message.get("content")
     if not isinstance(content, str):
         return ""
-    return (content.rpartition("</think>")[2] if message.get("role") == "assistant" else content).strip()
+    return (content.rpartition(THOUGHT_ENDS)[2] if message.get("role") == "assistant" else content).strip()

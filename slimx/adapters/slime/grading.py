@@ -13,7 +13,7 @@ from typing import Any
 from slimx.adapters.slime.sample import Sample
 from slimx.adapters.slime.served import load_function
 from slimx.data.boxes import last_box
-from slimx.data.responses import final_answer
+from slimx.data.responses import THOUGHT_ENDS, final_answer
 from slimx.errors import SlimxError
 from slimx.rewards.f1 import words
 
@@ -68,8 +68,8 @@ def _score(pred: str | None, ground_truth: Any) -> dict[str, Any]:
 def deepscaler(response: str, label: Any) -> int:
     """`get_deepscaler_rule_based_reward`: 1 if the boxed value behind the end of the thinking is right. A response that
     never ended its thinking gets 0, whatever it has boxed there."""
-    if "</think>" in response:
-        answer = response.rpartition("</think>")[2]
+    if THOUGHT_ENDS in response:
+        answer = response.rpartition(THOUGHT_ENDS)[2]
     elif "###Response" in response:
         answer = response.split("###Response")[1]
     else:

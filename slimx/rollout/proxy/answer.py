@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slimx.data.responses import THOUGHT_BEGINS, THOUGHT_ENDS
 from slimx.rollout.proxy.errors import ApiError
 from slimx.rollout.proxy.request import ChatRequest, Message
 from slimx.rollout.proxy.tool_calls import ATTEMPT, ToolCall, ToolParser
 from slimx.rollout.proxy.tool_choice import GRAMMARS, grammar
 
-THOUGHT, THOUGHT_ENDS = "<think>", "</think>"
 OPEN_TAIL = 16
 """Tokens at the end of a prompt in which a chat template opens the thinking, if it does."""
 WAITING = 8
@@ -46,7 +46,9 @@ class AnswerReader:
 
     def opened(self, after: Sequence[int]) -> bool:
         """True if the thinking is open behind the prompt `after`, because the chat template opened it."""
-        return self.tokenizer.decode(list(after[-OPEN_TAIL:]), skip_special_tokens=False).rstrip().endswith(THOUGHT)
+        return (
+            self.tokenizer.decode(list(after[-OPEN_TAIL:]), skip_special_tokens=False).rstrip().endswith(THOUGHT_BEGINS)
+        )
 
     async def calls(self, token_ids: Sequence[int], tools: list[dict[str, Any]], *, after: Sequence[int]) -> Calls:
         """The calls behind an answer's thinking: one that the model only thinks of is not made. `after`: the tokens
@@ -190,7 +192,7 @@ class Pieces:
 def split(text: str) -> tuple[str, str]:
     """Splits a text into what was thought and the answer."""
     thought, ends, answer = text.rpartition(THOUGHT_ENDS)
-    return (thought.replace(THOUGHT, "", 1).strip(), answer.strip()) if ends else ("", text)
+    return (thought.replace(THOUGHT_BEGINS, "", 1).strip(), answer.strip()) if ends else ("", text)
 
 
 def spoken(text: str, *, opened: bool = False) -> tuple[str, str]:
@@ -200,7 +202,7 @@ def spoken(text: str, *, opened: bool = False) -> tuple[str, str]:
     if opened or found >= 0:
         start = found + len(THOUGHT_ENDS) if found >= 0 else len(text)
     called = ATTEMPT.search(text, start)
-    while (begins := text.find(THOUGHT, start)) >= 0 and (called is None or begins < called.start()):
+    while (begins := text.find(THOUGHT_BEGINS, start)) >= 0 and (called is None or begins < called.start()):
         ends = text.find(THOUGHT_ENDS, begins)
         start = ends + len(THOUGHT_ENDS) if ends >= 0 else len(text)
         if called is not None and called.start() < start:
