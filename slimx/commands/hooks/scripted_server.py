@@ -111,7 +111,7 @@ class ScriptedServer:
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
             "cached_tokens": 0,
-            "weight_version": "1",
+            "weight_version": "0",
             "output_token_logprobs": [[LOGPROB, token, None] for token in ids],
         }
         if fields.get("logprob_start_len") is not None:
