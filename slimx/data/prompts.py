@@ -107,8 +107,8 @@ def iter_prompts(
                 about=prompt.id,
             )
         seen[prompt.id] = where.rpartition(", ")[2]
-        if dataset is not None:
-            prompt.metadata.setdefault("dataset", dataset)
+        if dataset is not None and prompt.source is None:
+            prompt.metadata["dataset"] = dataset
         yield prompt
     if not seen:
         raise SlimxError(
@@ -128,8 +128,9 @@ def _prompt(row: dict[str, Any], default_id: str, where: str) -> Prompt:
                 code="prompts.key",
                 about=key,
             )
+    present = {key: value for key, value in row.items() if value is not None}
     try:
-        prompt = msgspec.convert({"id": default_id, **row}, Prompt)
+        prompt = msgspec.convert({"id": default_id, **present}, Prompt)
     except msgspec.ValidationError as error:
         raise SlimxError(f"{where}: {_mistyped(row, error)}", code="prompts.type", about=where) from error
     if (prompt.messages is None) == (prompt.token_ids is None):
@@ -145,10 +146,9 @@ def _prompt(row: dict[str, Any], default_id: str, where: str) -> Prompt:
         )
     for turn, message in enumerate(prompt.messages or ()):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
-            instead = "; rollout.map can rewrite rows" if message.keys() >= {"from", "value"} else ""
             raise SlimxError(
                 f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}; a turn has role and "
-                f"content{instead}",
+                "content; rollout.map can rewrite rows",
                 code="prompts.message",
                 about=where,
             )
