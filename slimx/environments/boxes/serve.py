@@ -28,7 +28,6 @@ import os
 import re
 import resource
 import signal
-import tarfile
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
@@ -68,11 +67,19 @@ class Service:
     """The requests of one server."""
 
     def __init__(
-        self, boxes: Boxes, images: Images, limits: Limits, *, token: str | None, engine: ContainerEngine | None
+        self,
+        boxes: Boxes,
+        images: Images,
+        limits: Limits,
+        *,
+        image_mib: int,
+        token: str | None,
+        engine: ContainerEngine | None,
     ):
-        """`limits`: the highest that a client may ask for. `engine`: has the images that the directory lacks."""
+        """`limits`: the highest that a client may ask for; `image_mib`: MiB of an image. `engine`: has the images that
+        the directory lacks."""
         self.boxes, self._images, self._limits, self._token = boxes, images, limits, token
-        self._engine = engine
+        self._image_mib, self._engine = image_mib, engine
         self._upload = asyncio.Lock()
 
     def app(self, connections: Connections) -> web.Application:
@@ -232,8 +239,8 @@ class Service:
 
         def copy(box: Box) -> None:
             box.snapshot(place.path)
-            with tarfile.open(archive, "w") as written:
-                written.add(place.path, ".")
+            with archive.open("wb") as written:
+                roots.pack(place.path, written, (self._image_mib + self._limits.disk_mib) * MIB)
 
         try:
             await self.boxes.call(held, copy)
@@ -296,7 +303,7 @@ async def serve(
         boxes = Boxes(make, most=arguments.boxes, lease_s=arguments.lease)
         images = Images(arguments.images, Path(uploads), arguments.uploads_mib)
         engine = ContainerEngine.find(options.engine) if arguments.backend == "container" else None
-        service = Service(boxes, images, options.limits, token=token, engine=engine)
+        service = Service(boxes, images, options.limits, image_mib=options.image_mib, token=token, engine=engine)
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         connections = Connections(most=min(CONNECTIONS, descriptors // 2), idle=IDLE_S)
         runner = web.AppRunner(service.app(connections), access_log=None, shutdown_timeout=1.0)
