@@ -18,10 +18,9 @@ def with_text(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, 
     out = []
     for turn, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
-            instead = "; rollout.map can rewrite rows" if message.keys() >= {"from", "value"} else ""
             raise SlimxError(
                 f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}; a turn has role and "
-                f"content{instead}",
+                "content; rollout.map can rewrite rows",
                 code="prompts.message",
                 about=where,
             )

@@ -108,8 +108,8 @@ def iter_prompts(
                 about=prompt.id,
             )
         seen[prompt.id] = where.rpartition(", ")[2]
-        if dataset is not None:
-            prompt.metadata.setdefault("dataset", dataset)
+        if dataset is not None and prompt.source is None:
+            prompt.metadata["dataset"] = dataset
         yield prompt
     if not seen:
         raise SlimxError(
@@ -129,8 +129,9 @@ def _prompt(row: dict[str, Any], default_id: str, where: str) -> Prompt:
                 code="prompts.key",
                 about=key,
             )
+    present = {key: value for key, value in row.items() if value is not None}
     try:
-        prompt = msgspec.convert({"id": default_id, **row}, Prompt)
+        prompt = msgspec.convert({"id": default_id, **present}, Prompt)
     except msgspec.ValidationError as error:
         raise SlimxError(f"{where}: {_mistyped(row, error)}", code="prompts.type", about=where) from error
     if (prompt.messages is None) == (prompt.token_ids is None):

@@ -16,7 +16,8 @@ class Fields(Section):
     answer_after: str | None = None
     """Text after whose last occurrence the answer stands, such as '####' in GSM8K; a row without it is refused."""
     id: str | None = None
-    """Column of an id that is unique in the file; null: the file's stem and the row's number."""
+    """Column of an id that is unique in the file; a row without one, or every row if null, is named by the file's stem
+    and its number."""
     dataset: str | None = None
     """Column of the data set's name, for metrics and `reward.parts`."""
     rejected: str | None = None

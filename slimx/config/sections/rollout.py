@@ -81,7 +81,8 @@ class Proxy(Section):
 
 class Rollout(Section):
     prompts: str | None = None
-    """File of prompts (JSONL, parquet, Arrow, CSV), directory of such files, or hf://OWNER/NAME; docs/data.md."""
+    """File of prompts (JSONL, JSON, CSV, TSV, parquet, Arrow), directory of such files, or hf://OWNER/NAME
+    (docs/data.md)."""
     sources: tuple[PromptSet, ...] = ()
     """Several sources instead of `prompts`, each with its share of every batch."""
     fields: Fields | None = None

@@ -9,7 +9,8 @@ from urllib.parse import unquote
 
 from slimx.errors import SlimxError
 
-SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+"""Endings of files of prompts."""
 NAMED = 6
 """Subsets and splits that a refusal names, at most."""
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
@@ -29,7 +30,9 @@ def matching(pattern: Path) -> list[Path]:
 def chosen_files(directory: Path, subset: str | None, split: str | None) -> list[Path]:
     """The data files of one subset and split in a directory, in the order of their names. Raises SlimxError where there
     are none, or several subsets or splits to choose from."""
-    files = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES and not _is_note(file, directory))
+    files = sorted(
+        file for file in directory.rglob("*") if file.suffix.lower() in SUFFIXES and not _is_note(file, directory)
+    )
     if not files:
         raise SlimxError(
             f"{directory}: holds no file that ends in {', '.join(SUFFIXES)}; name a file or directory of prompts",

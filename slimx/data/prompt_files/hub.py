@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 
 from slimx.data.prompt_files.directories import chosen_files
@@ -86,7 +87,7 @@ def _downloaded(name: str, subset: str | None, split: str) -> Path:
     try:
         return Path(snapshot_download(name, repo_type="dataset", revision=CONVERTED, allow_patterns=patterns))
     except Exception as error:  # of many kinds: no network, no such data set, one that asks for a token
-        told = " ".join(raised(error).split())[:200]
+        told = textwrap.shorten(raised(error), 400, placeholder=" ...")
         raise SlimxError(
             f"{HUB}{name}: cannot be downloaded ({told}); download it where there is a network and give its directory",
             code="prompts.download",

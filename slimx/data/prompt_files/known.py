@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from slimx.data.boxes import last_box
-from slimx.data.prompt_files.mapping import value_at
+from slimx.data.prompt_files.mapping import as_text, value_at
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 
@@ -54,7 +54,7 @@ def _dapo(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     if not isinstance(messages, list):
         raise _unfit(where, "its prompt is no list of messages")
     answer = _column(row, "reward_model.ground_truth", where)
-    turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]  # parquet adds empty columns
+    turns = [{"role": turn.get("role"), "content": turn.get("content")} for turn in messages]
     # The published file repeats each question many times under one index, which `slimx data` writes once.
     index = row.get("extra_info", {}).get("index") if isinstance(row.get("extra_info"), Mapping) else None
     out = {"messages": turns, "answer": str(answer)}
@@ -65,12 +65,12 @@ def _aime(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     columns = {str(name).lower(): name for name in row}
     if not {"problem", "answer"} <= columns.keys():
         raise _unfit(where, f"it has {', '.join(map(str, row))}, and no problem and answer")
-    given = str(row[columns["answer"]]).strip()
+    given = str(as_text(row[columns["answer"]])).strip()
     number = re.fullmatch(r"\$?(\d{1,3})(?:\.0+)?\s*(?:°|\^\{?\\circ\}?|\\degree)?\$?", given)
     if not number:
         raise _unfit(where, f"its answer {given!r} is no integer from 0 to 999")
-    own = next((str(row[columns[name]]) for name in ("id", "problem_idx") if name in columns), None)
-    return _task(row[columns["problem"]], str(int(number[1])), {}, own)
+    own = next((row[columns[name]] for name in ("id", "problem_idx") if name in columns), None)
+    return _task(row[columns["problem"]], str(int(number[1])), {}, None if own is None else as_text(own))
 
 
 def _gpqa(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:

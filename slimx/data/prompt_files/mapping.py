@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,10 @@ from slimx.config.sections.prompts import Fields
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
 
-PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversations", "messages", "input")
 """Columns that hold a question in published data sets, the likelier first; compared without case."""
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+"""Roles by the name that ShareGPT's turns give the speaker."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solution", "target", "response", "output")
 
 
@@ -35,8 +38,9 @@ class RowMapping:
             row = _hooked(self.hook, row, where, f"{self.section}.map")
         elif self.fields is not None:
             row = mapped(self.fields, row, where, f"{self.section}.fields")
+        row = _with_turns(row, where)
         if isinstance(row.get("answer"), int | float) and not isinstance(row["answer"], bool):
-            row = row | {"answer": str(row["answer"])}
+            row = row | {"answer": as_text(row["answer"])}
         return row if self.system is None else _with_system(self.system, row, where)
 
 
@@ -61,8 +65,8 @@ def mapped(fields: Fields, row: Mapping[str, Any], where: str, named: str) -> di
     out["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if (answer := column("answer")) is not None:
         out["answer"] = answer if fields.answer_after is None else _after(fields.answer_after, answer, where, named)
-    if fields.id is not None:
-        out["id"] = str(column("id"))
+    if (own := column("id")) is not None:
+        out["id"] = as_text(own)
     metadata = {path: value_at(row, path, f"{named}.metadata", where) for path in fields.metadata}
     metadata |= {key: column(key) for key in ("dataset", "rejected", "images") if getattr(fields, key) is not None}
     if metadata:
@@ -86,6 +90,17 @@ def value_at(row: Mapping[str, Any], path: str, key: str, where: str) -> Any:
             )
         value = value[part]
     return value
+
+
+def as_text(value: Any) -> str | None:
+    """A value as a text: a whole number without a fraction, as pandas writes it where others of its column are missing;
+    None for NaN, which stands for a missing one."""
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        if value.is_integer() and abs(value) <= 2**53:
+            return str(int(value))
+    return str(value)
 
 
 def fitting_fields(row: Mapping[str, Any]) -> dict[str, str] | None:
@@ -147,6 +162,41 @@ def _hooked(hook: Callable[[dict[str, Any]], Any], row: dict[str, Any], where: s
             about=where,
         )
     return out
+
+
+def _with_turns(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row with turns of ShareGPT's form (from, value) as role and content, and with the answer that its messages
+    end with, if they do, as `answer`."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
+        return row
+    turns = [_with_role(turn, where) for turn in messages]
+    if not turns or turns[-1].get("role") != "assistant":
+        return row | {"messages": turns}
+    *before, last = turns
+    more = [key for key, value in last.items() if key not in ("role", "content") and value is not None]
+    if row.get("answer") is not None or more or not isinstance(last.get("content"), str):
+        both = "there is an answer besides" if row.get("answer") is not None else "it is no text alone"
+        raise SlimxError(
+            f"{where}: its messages end with the assistant's turn, and {both}; leave the turn out, or rewrite the row "
+            "by rollout.map",
+            code="prompts.last_turn",
+            about=where,
+        )
+    return row | {"messages": before, "answer": last["content"]}
+
+
+def _with_role(turn: dict[str, Any], where: str) -> dict[str, Any]:
+    if "role" in turn or not turn.keys() >= {"from", "value"}:
+        return turn
+    if (role := SPEAKERS.get(turn["from"])) is None:
+        raise SlimxError(
+            f"{where}: a turn is from {turn['from']!r}; those from {', '.join(SPEAKERS)} are read, rollout.map can "
+            "rewrite others",
+            code="prompts.message",
+            about=where,
+        )
+    return {"role": role, "content": turn["value"]}
 
 
 def _with_system(system: str, row: dict[str, Any], where: str) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""Rows of JSONL, JSON, CSV, parquet and Arrow files, of directories of them, and of data sets of the Hugging Face Hub.
-
-pyarrow is imported where it is needed, and nothing is downloaded but what `hf://` names.
-"""
+"""Rows of JSONL, JSON, CSV, TSV, parquet and Arrow files, of directories of them, and of data sets of the Hugging Face
+Hub. Nothing is downloaded but what `hf://` names."""
 
 from __future__ import annotations
 
 import csv
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,15 @@ import msgspec
 
 from slimx.data.prompt_files.directories import SUFFIXES, chosen_files, folder_columns, matching
 from slimx.data.prompt_files.hub import HUB, hub_files
-from slimx.errors import SlimxError, raised
+from slimx.data.prompt_files.tables import table_rows
+from slimx.errors import SlimxError
 
 Row = tuple[str, int, dict[str, Any]]
 """The place of a row, for messages; its number, from 1; and its values by column."""
+BOM = b"\xef\xbb\xbf"
+"""Mark that Excel and Windows' editors begin UTF-8 files with."""
+CELL = 2**26
+"""Characters of a cell of CSV, at most; Python's own bound of 2**17 is less than a long document."""
 
 
 def read_rows(path: str | Path, subset: str | None = None, split: str | None = None) -> Iterator[Row]:
@@ -61,16 +65,27 @@ def _file_rows(path: Path) -> Iterator[Row]:
             code="prompts.unreadable",
             about=str(path),
         ) from error
-    if magic == b"PAR1" or path.suffix == ".parquet":
-        yield from _table_rows(path, _parquet)
-    elif path.suffix == ".arrow":
-        yield from _table_rows(path, _arrow)
-    elif path.suffix == ".csv":
-        yield from _csv_rows(path)
-    elif path.suffix == ".json" and magic.lstrip().startswith(b"["):
+    ending = path.suffix.lower()
+    if magic == b"PAR1" or ending in (".parquet", ".arrow"):
+        yield from table_rows(path, stream=ending == ".arrow")
+    elif ending in (".csv", ".tsv"):
+        yield from _csv_rows(path, "\t" if ending == ".tsv" else ",")
+    elif ending == ".json" and _begins_array(path):
         yield from _array_rows(path)
-    else:
+    elif ending in ("", *SUFFIXES):
         yield from _json_lines(path)
+    else:
+        raise SlimxError(
+            f"{path}: files that end in {path.suffix} are not read, but those in {', '.join(SUFFIXES)}; convert or "
+            "rename it",
+            code="prompts.ending",
+            about=str(path),
+        )
+
+
+def _begins_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2**16).removeprefix(BOM).lstrip().startswith(b"[")
 
 
 def _instead_of(path: Path) -> str:
@@ -90,7 +105,7 @@ def _instead_of(path: Path) -> str:
 def _json_lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:  # bytes: text mode would also end lines at characters that JSON strings may hold
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            if line := line.removeprefix(BOM).strip():
                 where = f"{path}, line {number}"
                 yield where, number, _object(line, where)
 
@@ -127,7 +142,7 @@ def kind_of(value: Any) -> str:
 
 def _array_rows(path: Path) -> Iterator[Row]:
     try:
-        rows = msgspec.json.decode(path.read_bytes())
+        rows = msgspec.json.decode(path.read_bytes().removeprefix(BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SlimxError(
             f"{path}: not readable as JSON ({error})", code="prompts.unreadable", about=str(path)
@@ -137,55 +152,28 @@ def _array_rows(path: Path) -> Iterator[Row]:
         yield where, number, _as_row(row, where)
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
+    """Rows of text; None for an empty cell, which is how CSV writes null."""
+    csv.field_size_limit(CELL)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file, strict=True), 1):
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+            if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
+                raise SlimxError(
+                    f"{path}: its header has {twice[0]!r} twice; rename one of the columns",
+                    code="prompts.unreadable",
+                    about=str(path),
+                )
+            for number, row in enumerate(rows, 1):
                 where = f"{path}, row {number}"
                 if None in row or None in row.values():
                     raise SlimxError(
                         f"{where}: has not as many cells as the header; correct it", code="prompts.line", about=where
                     )
-                yield where, number, row
+                yield where, number, {name: cell or None for name, cell in row.items()}
     except (csv.Error, UnicodeDecodeError) as error:
         raise SlimxError(
-            f"{path}: not readable as CSV ({error})", code="prompts.unreadable", about=str(path)
-        ) from error
-
-
-def _table_rows(path: Path, batches: Any) -> Iterator[Row]:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise SlimxError(
-            f"{path}: parquet and Arrow files are read by pyarrow, which is not installed; pip install pyarrow",
-            code="prompts.package",
-            about="pyarrow",
-        ) from error
-    number = 0
-    try:
-        for batch in batches(path):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", number, row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise SlimxError(
-            f"{path}: cannot be read after row {number} ({raised(error)}); is it complete?",
+            f"{path}: not readable as CSV ({error}); save it as UTF-8, with cells separated by {delimiter!r}",
             code="prompts.unreadable",
             about=str(path),
         ) from error
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=1024)
-
-
-def _arrow(path: Path) -> Iterator[Any]:
-    """The stream format, in which the `datasets` package saves."""
-    import pyarrow
-
-    with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
-        yield from reader

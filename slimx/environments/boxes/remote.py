@@ -298,8 +298,7 @@ def _archive(source: str | Path, image_mib: int) -> Iterator[tuple[str, IO[bytes
         if roots.used(source, most=image_mib * MIB) > image_mib * MIB:
             raise roots.too_large(source, image_mib * MIB)
         with tempfile.TemporaryFile() as archive:
-            with tarfile.open(fileobj=archive, mode="w") as written:
-                written.add(source, ".", filter=_undated)
+            roots.pack(source, archive, image_mib * MIB, _undated)
             yield _named(archive), archive
     else:
         found = source.stat()

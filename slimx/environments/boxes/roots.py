@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import lzma
 import math
 import os
 import shutil
@@ -16,12 +17,15 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
+from slimx.environments.boxes.archives import Archive
 from slimx.environments.boxes.protocol import BoxRefusal
 from slimx.environments.enclosure import MIB, NOBODY
 from slimx.errors import SlimxError
@@ -31,6 +35,8 @@ COPY_S = 600.0
 """Seconds for copying or removing a root."""
 ENTRY = 4096
 """Bytes that a file, directory or link counts besides its content."""
+SPARSE_PART = 256
+"""Bytes that a part of a sparse file counts besides its content: what it takes in memory."""
 UNPACKED = 9
 """An archive has 512 bytes for an entry at least, so that it holds no more than this many times its size."""
 
@@ -185,7 +191,8 @@ def unpack(archive: Path, to: Path, most: int) -> None:
 
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         nonlocal taken
-        taken += member.size + ENTRY
+        parts = member.sparse or ()
+        taken += max(member.size, sum(size for _, size in parts)) + ENTRY + SPARSE_PART * len(parts)
         if taken > most:
             raise too_large(archive, most)
         if member.issym() and os.path.isabs(member.linkname):
@@ -195,7 +202,7 @@ def unpack(archive: Path, to: Path, most: int) -> None:
         return tarfile.data_filter(member, path)
 
     try:
-        with tarfile.open(archive) as image:
+        with Archive.open(archive) as image:
             image.extractall(to, filter=checked)
     except tarfile.FilterError as error:
         name = error.tarinfo.name
@@ -204,11 +211,29 @@ def unpack(archive: Path, to: Path, most: int) -> None:
             code="member",
             about=name,
         ) from None
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise BoxRefusal(
             f"the image {archive} cannot be unpacked ({error}); give a whole tar archive", code="image",
             about=str(archive),
         ) from error  # fmt: skip
+
+
+def pack(
+    source: Path, to: IO[bytes], most: int, change: Callable[[tarfile.TarInfo], tarfile.TarInfo] = lambda member: member
+) -> None:
+    """Write a directory as a tar archive of files of up to `most` bytes, holes counted: an archive has them as zeros.
+    `change`: of each member. Raises BoxRefusal for more, before the file that is too much is written."""
+    taken = 0
+
+    def counted(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        nonlocal taken
+        taken += member.size + ENTRY
+        if taken > most:
+            raise too_large(source, most)
+        return change(member)
+
+    with tarfile.open(fileobj=to, mode="w") as written:
+        written.add(source, ".", filter=counted)
 
 
 def too_large(source: Path, most: int) -> BoxRefusal:

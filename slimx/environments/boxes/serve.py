@@ -26,8 +26,8 @@ import hmac
 import ipaddress
 import os
 import re
+import resource
 import signal
-import tarfile
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
@@ -45,11 +45,18 @@ from slimx.environments.boxes.remote import MAX_FILE, PROTOCOL
 from slimx.environments.enclosure import MIB, Ran
 from slimx.environments.sandbox_watch import Limits
 from slimx.errors import SlimxError, raised
+from slimx.runtime.connections import Connections
+from slimx.runtime.ports import address
 
 MAX_BODY = 2 * MIB
 """Bytes of a request that is no file and no archive."""
 MAX_WAIT, BODY_S, UPLOAD_S = 30.0, 60.0, 600.0
 """Seconds for which a question whether a program has ended is held, for a whole request, and for a whole archive."""
+IDLE_S = 20.0
+"""Seconds that a connection may be open without a whole request's headers."""
+CONNECTIONS = 4096
+"""Connections that may be open at the same time; at most half of the descriptors that the process may open, so that
+boxes have the rest."""
 NAME = re.compile(r"[0-9a-f]{8,64}")
 RETRY_S = 2
 
@@ -60,15 +67,23 @@ class Service:
     """The requests of one server."""
 
     def __init__(
-        self, boxes: Boxes, images: Images, limits: Limits, *, token: str | None, engine: ContainerEngine | None
+        self,
+        boxes: Boxes,
+        images: Images,
+        limits: Limits,
+        *,
+        image_mib: int,
+        token: str | None,
+        engine: ContainerEngine | None,
     ):
-        """`limits`: the highest that a client may ask for. `engine`: has the images that the directory lacks."""
+        """`limits`: the highest that a client may ask for; `image_mib`: MiB of an image. `engine`: has the images that
+        the directory lacks."""
         self.boxes, self._images, self._limits, self._token = boxes, images, limits, token
-        self._engine = engine
+        self._image_mib, self._engine = image_mib, engine
         self._upload = asyncio.Lock()
 
-    def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
+    def app(self, connections: Connections) -> web.Application:
+        app = web.Application(middlewares=[connections.watched, self._guard], client_max_size=MAX_BODY)
         app.router.add_get("/v1/", self._state)
         app.router.add_get("/v1/images/{name}", self._image)
         app.router.add_put("/v1/images/{name}", self._send)
@@ -224,8 +239,8 @@ class Service:
 
         def copy(box: Box) -> None:
             box.snapshot(place.path)
-            with tarfile.open(archive, "w") as written:
-                written.add(place.path, ".")
+            with archive.open("wb") as written:
+                roots.pack(place.path, written, (self._image_mib + self._limits.disk_mib) * MIB)
 
         try:
             await self.boxes.call(held, copy)
@@ -288,17 +303,28 @@ async def serve(
         boxes = Boxes(make, most=arguments.boxes, lease_s=arguments.lease)
         images = Images(arguments.images, Path(uploads), arguments.uploads_mib)
         engine = ContainerEngine.find(options.engine) if arguments.backend == "container" else None
-        service = Service(boxes, images, options.limits, token=token, engine=engine)
-        runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=1.0)
+        service = Service(boxes, images, options.limits, image_mib=options.image_mib, token=token, engine=engine)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        connections = Connections(most=min(CONNECTIONS, descriptors // 2), idle=IDLE_S)
+        runner = web.AppRunner(service.app(connections), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, arguments.host, arguments.port).start()
+        try:
+            server = await connections.listen(runner.server, arguments.host, arguments.port)
+        except OSError as error:
+            await runner.cleanup()
+            raise SlimxError(
+                f"--host, --port: nobody can listen at {address(arguments.host, arguments.port)} ({error.strerror}); "
+                "choose another",
+                code="box.address",
+                about="--port",
+            ) from None
         watch = asyncio.create_task(boxes.watch())
         try:
-            host, port = runner.addresses[0][:2]
-            ready(f"http://{host}:{port}")
+            ready(f"http://{address(*server.sockets[0].getsockname()[:2])}")
             await stop.wait()
         finally:
             watch.cancel()
+            server.close()
             await runner.cleanup()
             await boxes.close()
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from slimx.environments.boxes.archives import Archive
 from slimx.environments.boxes.protocol import Box, BoxRefusal
 from slimx.environments.enclosure import Ran
 from slimx.environments.terminal.tasks import Task
@@ -63,7 +64,7 @@ def judged(left: bytes, began: bytes, task: Task, most: int) -> bytes:
         ]
         places = _Places({*tests, *(member.name for member, _ in kept)})
         try:
-            with tarfile.open(fileobj=io.BytesIO(left), mode="r:") as after:
+            with Archive.open(fileobj=io.BytesIO(left), mode="r:") as after:
                 for member, content in _members(after):
                     if not (_kept(member.name, task.kept) or places.bar(member) or _leads_to_kept(member, task.kept)):
                         _add(archive, member, content, made, most)

@@ -23,12 +23,12 @@ from aiohttp import web
 
 from slimx.errors import SlimxError
 from slimx.rollout.proxy.anthropic_messages import AnthropicMessages
-from slimx.rollout.proxy.connections import Connections
 from slimx.rollout.proxy.errors import ApiError
 from slimx.rollout.proxy.openai_chat import OpenaiChat
 from slimx.rollout.proxy.openai_responses import OpenaiResponses
 from slimx.rollout.proxy.session import TOKEN_CHARACTERS, Session
 from slimx.rollout.proxy.wire import Wire
+from slimx.runtime.connections import Connections
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
@@ -42,7 +42,7 @@ BODY_DEADLINE = 60.0
 IDLE_DEADLINE = 120.0
 """Seconds that a connection may be open without a whole request's headers."""
 CONNECTIONS = 16384
-"""Connections that may be open at the same time; one more is closed at once."""
+"""Connections that may be open at the same time; one more ends the one that has asked nothing for longest."""
 TOKENIZING = 2
 """Threads in which messages become tokens."""
 
@@ -95,7 +95,8 @@ class ChatProxy:
         """The address at which it listens."""
         async with self._starting:
             if self._runner is None:
-                app = web.Application(client_max_size=self._most, middlewares=[self._watched])
+                self._open = Connections(most=self.connections, idle=self.idle_deadline)
+                app = web.Application(client_max_size=self._most, middlewares=[self._open.watched])
                 app.router.add_post("/{session}/v1/chat/completions", self._chat)
                 app.router.add_post("/{session}/v1/responses", self._responses)
                 app.router.add_post("/{session}/v1/messages", self._messages)
@@ -105,10 +106,8 @@ class ChatProxy:
                 # A disconnect cancels the request: an answer that nobody got is no part of the rollout.
                 runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
                 await runner.setup()
-                self._open = Connections(runner.server, most=self.connections, idle=self.idle_deadline)
-                loop = asyncio.get_running_loop()
                 try:
-                    self._server = await loop.create_server(self._open, self._host, self._port, backlog=1024)
+                    self._server = await self._open.listen(runner.server, self._host, self._port)
                 except OSError as error:
                     await runner.cleanup()
                     raise SlimxError(
@@ -120,18 +119,6 @@ class ChatProxy:
                 self._runner = runner
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
             return f"http://{address(self._host, self._server.sockets[0].getsockname()[1])}"
-
-    @web.middleware
-    async def _watched(
-        self, http: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """A connection may wait for its next request only so long; while one is answered its own deadlines hold."""
-        transport = http.transport
-        self._open.began(transport)
-        try:
-            return await handler(http)
-        finally:
-            self._open.ended(transport)
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         return await self._served(OpenaiChat(), http, self._answer)

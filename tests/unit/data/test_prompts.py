@@ -63,7 +63,7 @@ def test_a_file_is_read_in_order_with_every_field(tmp_path):
         ({"messages": [TURN], "answer": True}, "prompts.type", "answer"),
         ({"messages": [TURN], "answer": [2]}, "prompts.type", "answer"),
         ({"messages": [TURN], "id": 7}, "prompts.type", "id"),
-        ({"messages": [TURN], "id": None}, "prompts.type", "id"),
+        ({"messages": [TURN], "id": None}, None, ""),
         ({"messages": [TURN], "metadata": [1]}, "prompts.type", "metadata"),
         ({"messages": [TURN], "anwser": "2"}, "prompts.key", "'anwser'"),
         ({"messages": [TURN], "id": "first"}, "prompts.id", "line 1"),

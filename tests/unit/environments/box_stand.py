@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -85,11 +85,11 @@ def needed_engine() -> ContainerEngine:
 
 @contextmanager
 def served(
-    directory: Path, *words: str, token: str | None = "secret"
+    directory: Path, *words: str, token: str | None = "secret", under: Sequence[str] = ()
 ) -> Iterator[tuple[RemoteServer, subprocess.Popen]]:
-    """A server of bubblewrap's boxes on loopback, in a process of its own."""
+    """A server of bubblewrap's boxes on loopback, in a process of its own, started by the program `under` if given."""
     log = directory / "server.log"
-    line = [sys.executable, "-m", "slimx.environments.boxes.serve", "--port", "0", "--host-usr", *words]
+    line = [*under, sys.executable, "-m", "slimx.environments.boxes.serve", "--port", "0", "--host-usr", *words]
     line += ["--token-env", "BOXES_TOKEN"] if token else []
     environment = os.environ | {"BOXES_TOKEN": token or "", "TMPDIR": str(directory)}
     with log.open("w") as written:

@@ -6,11 +6,13 @@ import hashlib
 import http.client
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -218,3 +220,24 @@ async def test_a_killed_server_ends_the_rollout_and_the_next_one_removes_its_box
     assert len(list(directory.glob(f"{roots.PREFIX}*"))) == 1
     with served(directory, *WORDS, *images):
         assert list(directory.glob(f"{roots.PREFIX}*")) == []
+
+
+# A crowd without the token --------------------------------------------------------------------------------------------
+
+
+def test_a_crowd_that_asks_nothing_takes_no_descriptors_from_boxes(place):
+    directory = place / "crowd"
+    directory.mkdir()
+    under = ("prlimit", "--nofile=256:256")
+    with served(directory, *WORDS, "--images", str(place / "images"), under=under) as (server, _), ExitStack() as crowd:
+        address = urlsplit(server.url)
+        box = RemoteBox("base.tar", SMALL, server=server)
+        for number in range(300):
+            half = crowd.enter_context(socket.create_connection((address.hostname, address.port)))
+            half.sendall(b"GET /v1/ HTTP/1.1\r\n")
+            if number % 50 == 0:
+                assert box.run(["true"]).ok
+        assert box.run(["echo", "x"]).stdout == "x\n" and state(server)["held"] == 1
+        box.end()
+    assert (directory / "server.log").read_text() == ""
+    assert list(directory.glob(f"{roots.PREFIX}*")) == []

@@ -1,0 +1,81 @@
+"""Rows of parquet and Arrow files, without the nulls and NaNs that only the columnar format puts into them.
+
+pyarrow is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slimx.errors import SlimxError, raised
+
+
+def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Rows of a parquet file, or of an Arrow `stream`, each with its place and number as `read_rows` gives them.
+
+    A struct in a table has the fields of every row's, null where a row lacks them: below lists, and in column
+    `template`, such keys are left out. A struct that is a column itself keeps them, since fields name them by dotted
+    paths. NaN is null, as pandas writes it. Raises SlimxError for a file that cannot be read to its end."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise SlimxError(
+            f"{path}: parquet and Arrow files are read by pyarrow, which is not installed; pip install pyarrow",
+            code="prompts.package",
+            about="pyarrow",
+        ) from error
+    number = 0
+    try:
+        for batch in (_arrow if stream else _parquet)(path):
+            schema = batch.schema
+            for row in batch.to_pylist():
+                number += 1
+                values = {
+                    name: _unpadded(value, schema.field(name).type, is_column=name != "template")
+                    for name, value in row.items()
+                }
+                yield f"{path}, row {number}", number, values
+    except (pyarrow.ArrowException, OSError) as error:
+        raise SlimxError(
+            f"{path}: cannot be read after row {number} ({raised(error)}); is it complete?",
+            code="prompts.unreadable",
+            about=str(path),
+        ) from error
+
+
+def _unpadded(value: Any, kind: Any, *, is_column: bool = False) -> Any:
+    """A value of the Arrow type `kind`, without keys that are null; with them for a struct that is a column."""
+    if isinstance(value, dict):
+        return {
+            field.name: _unpadded(value[field.name], field.type, is_column=is_column)
+            for field in kind
+            if is_column or value[field.name] is not None or _is_null_default(field)
+        }
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_unpadded(entry, kind.value_type) for entry in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _is_null_default(field: Any) -> bool:
+    """True for `default: null` of a JSON schema: a field that is null in all rows, and so is no row's padding."""
+    import pyarrow
+
+    return field.name == "default" and pyarrow.types.is_null(field.type)
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        yield from file.iter_batches(batch_size=1024)
+
+
+def _arrow(path: Path) -> Iterator[Any]:
+    """The stream format, in which the `datasets` package saves."""
+    import pyarrow
+
+    with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
+        yield from reader

@@ -1,0 +1,145 @@
+"""Connections to an HTTP server: a bounded number of them, and none that stays open without asking anything."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+BACKLOG = 1024
+"""Connections that the kernel accepts before the server does."""
+
+
+class Connections:
+    """Makes the protocols of a server's connections, counts them and ends those that ask nothing.
+
+    `watched` has to be the first middleware of the application that is served."""
+
+    def __init__(self, *, most: int, idle: float) -> None:
+        """`most`: connections open at once; `idle`: seconds that one may be open before its first request, or between
+        two, whatever bytes trickle in."""
+        self._most, self._idle = most, idle
+        self._open: dict[asyncio.BaseTransport, _Connection] = {}
+        self._waiting: dict[asyncio.BaseTransport, None] = {}
+        """Those that wait for a request, the longest first."""
+        self.refused = 0
+        """Connections that were ended because there were more than `most`."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def listen(self, make: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
+        """Serve at `host` and `port`; `make` gives the protocol of one connection. Raises OSError where nobody can
+        listen."""
+        loop = asyncio.get_running_loop()
+        _report_once(loop)
+        return await loop.create_server(lambda: _Connection(self, make()), host, port, backlog=BACKLOG)
+
+    @web.middleware
+    async def watched(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """A connection may wait for its next request only so long; while one is answered its own deadlines hold."""
+        transport = request.transport
+        if (connection := self._open.get(transport)) is not None:
+            self._waiting.pop(transport, None)
+            connection.asked()
+        try:
+            return await handler(request)
+        finally:
+            if (connection := self._open.get(transport)) is not None:
+                self._wait(transport, connection)
+
+    def enter(self, transport: asyncio.BaseTransport, connection: _Connection) -> bool:
+        """Admit a new connection. If there are too many, the one that has waited longest for a request makes room;
+        returns False if all are being answered."""
+        if len(self._open) >= self._most:
+            self.refused += 1
+            if not self._waiting:
+                return False
+            longest = next(iter(self._waiting))
+            self.leave(longest)
+            longest.abort()
+        self._open[transport] = connection
+        self._wait(transport, connection)
+        return True
+
+    def leave(self, transport: asyncio.BaseTransport | None) -> None:
+        """Forget a connection that is closed."""
+        self._open.pop(transport, None)
+        self._waiting.pop(transport, None)
+
+    def _wait(self, transport: asyncio.BaseTransport, connection: _Connection) -> None:
+        self._waiting[transport] = None
+        connection.wait(self._idle)
+
+
+def _report_once(loop: asyncio.AbstractEventLoop) -> None:
+    """Report once that connections cannot be accepted: asyncio does so for each, a thousand times a second."""
+    before, reported = loop.get_exception_handler(), False
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal reported
+        if "socket.accept()" not in context.get("message", ""):
+            before(loop, context) if before is not None else loop.default_exception_handler(context)
+        elif not reported:
+            reported = True
+            print(
+                f"connections cannot be accepted ({context.get('exception')}); raise the limit of open files "
+                "(ulimit -n). Said once.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    loop.set_exception_handler(handle)
+
+
+class _Connection(asyncio.Protocol):
+    """Passes everything on to the protocol that serves the connection."""
+
+    def __init__(self, all: Connections, inner: asyncio.Protocol) -> None:
+        self._all, self._inner = all, inner
+        self._transport: asyncio.BaseTransport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._served = False
+
+    def wait(self, seconds: float) -> None:
+        """End the connection after `seconds` without a request."""
+        self.asked()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
+
+    def asked(self) -> None:
+        """Stop waiting."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._served = self._all.enter(transport, self)
+        if self._served:
+            self._inner.connection_made(transport)
+        else:
+            transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.asked()
+        self._all.leave(self._transport)
+        if self._served:
+            self._inner.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self._served:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._served else None
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
