@@ -204,7 +204,7 @@ def measure(rate: float, arguments: argparse.Namespace) -> None:
     kept, held = training.bytes.clone(), training.bytes.clone()
     rounds, files = [], None
     if arguments.disk is not None:
-        directory = arguments.disk / f"rate-{rate:.0e}"
+        directory = arguments.disk.resolve() / f"rate-{rate:.0e}"  # readers open absolute paths alone
         shutil.rmtree(directory, ignore_errors=True)
         files = Files(directory)
         files.publish(0, kept, count=False)

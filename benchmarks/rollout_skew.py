@@ -100,7 +100,7 @@ class Turns:
             stack.enter_context(settled_heap())  # as the session does
             await loop.train(run)
         for engine in self.service.engines.engines:  # what was generated ahead of a step that never comes
-            await EngineControl(engine.url, engine.name).abort_all()
+            await EngineControl(engine.url, engine.name, self.service.engines.keys).abort_all()
         self.done += steps
         return run
 
