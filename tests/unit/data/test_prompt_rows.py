@@ -51,7 +51,7 @@ def test_nulls_that_pad_a_table_are_absent_keys(tmp_path, ending):
     weather = tool("weather", city={"type": "string", "enum": ["Paris", None]})
     total = tool("total", x={"type": "number", "default": None}, y={"type": "number", "minimum": 0})
     call = {"type": "function", "function": {"name": "total", "arguments": "{}"}}
-    asked = [TURN, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    asked = [TURN, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
     rows = [
         {"messages": [TURN], "tools": [weather, total], "template": {"enable_thinking": False}, "id": None},
         {"messages": asked, "tools": None, "template": {"mode": "fast"}, "id": "own"},
