@@ -20,7 +20,6 @@ from slimx.commands.hooks.trial import HookTrial, Tried
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import CREDITS
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.data.saved.codec import encode_groups
 from slimx.errors import SlimxError, raised
 from slimx.models.families import ModelSpec, configured_model
 from slimx.orchestration.batches import longest_trajectory
@@ -137,11 +136,6 @@ def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried:
             f"{hook} makes several requests with one turn number: the same seed gives the same words; count `turn` up"
         )
         found.notes.append(SlimxError(sentence, code="hooks.one_seed", about=hook))
-    try:
-        encode_groups([group for _, group in whole])
-    except SlimxError as error:
-        sentence = f"rollout.generate: {hook} returns what no checkpoint can hold: {error}"
-        found.problems.append(SlimxError(sentence, code="hooks.unsaveable", about=hook))
     rewards = [trajectory.reward for trajectory in trajectories]
     if config.reward.given and len(tried) > 1 and len(set(rewards)) == 1:
         sentence = f"the reward is {rewards[0]:g} whatever the engine says"

@@ -22,6 +22,8 @@ from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import ModelShape
 
 LOGPROB = -0.5
+VERSION = 1
+"""Weight version of every token."""
 VERDICT = "Score: 5"
 """Words of a frozen model in a chat."""
 VALUE = 0.5
@@ -111,7 +113,7 @@ class ScriptedServer:
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
             "cached_tokens": 0,
-            "weight_version": "0",
+            "weight_version": str(VERSION),
             "output_token_logprobs": [[LOGPROB, token, None] for token in ids],
         }
         if fields.get("logprob_start_len") is not None:

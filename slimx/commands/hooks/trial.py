@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from slimx.commands.hooks.scripted_server import ScriptedServer
+from slimx.commands.hooks.scripted_server import VERSION, ScriptedServer
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Prompt
@@ -123,6 +123,7 @@ class HookTrial:
                 further=further,
                 vocabulary=self.spec.vocab_size,
             )
+            maker.version = VERSION
             try:
                 tried: list[Tried] = []
                 scripts = self._scripts()

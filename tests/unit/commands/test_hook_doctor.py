@@ -101,7 +101,7 @@ PROBLEMS = [
         f"{STAND}.endless_trajectory",
         ["120"],
     ),
-    ([f"{GENERATE}={STAND}.unsaveable"], "hooks.unsaveable", f"{STAND}.unsaveable", []),
+    ([f"{GENERATE}={STAND}.unsaveable"], "hooks.failed", "generate failed", ["metadata", f"{STAND}.unsaveable"]),
     ([f"{GENERATE}={STAND}.raising"], "hooks.failed", "generate failed", ["3 of 3", f"{STAND}.raising"]),
     ([f"{GENERATE}={STAND}.strange"], "hooks.failed", "generate failed", ["str", "Trajectory"]),
     ([f"{GENERATE}={STAND}.unknown_parameter"], "hooks.failed", "generate failed", ["min_p"]),

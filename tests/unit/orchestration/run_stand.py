@@ -153,14 +153,15 @@ class Service(EngineService):
 
     def __init__(self, config: Config, parts: dict[str, Parts], generate: Generate):
         self.sources = Sources(
-            spec=None,
+            spec=SimpleNamespace(vocab_size=None),
             hooks=Hooks(generate, one, None),
             tokenizer=the_tokenizer(),
             by_source={"": prompts()},
             eval_prompts={},
         )
         self.config, self.proxy, self.logs = config, None, Path(config.run.dir)
-        self.further = {name: SimpleNamespace(tokenizer=the_tokenizer()) for name in parts if name != "actor"}
+        facts = SimpleNamespace(tokenizer=the_tokenizer(), spec=SimpleNamespace(vocab_size=None))
+        self.further = {name: facts for name in parts if name != "actor"}
         self.clients = {name: each.client for name, each in parts.items()}
         for client in self.clients.values():
             client.retried = 0

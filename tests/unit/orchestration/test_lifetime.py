@@ -308,3 +308,19 @@ def test_what_a_killed_driver_has_started_ends_but_guards_end_their_own():
         for one in processes:
             if one.is_running():
                 one.kill()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=repr)
+def test_a_task_of_a_hook_that_leaves_does_not_end_the_loop(error: BaseException) -> None:
+    caught: list[BaseException] = []
+
+    async def leave() -> None:
+        raise error
+
+    async def main() -> None:
+        task = asyncio.create_task(leave())
+        await asyncio.wait([task])
+        caught.append(task.exception())
+
+    run_loop(main())
+    assert caught == [error]

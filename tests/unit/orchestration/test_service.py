@@ -61,7 +61,7 @@ class Parts:
 
 def service_in(directory: Path, notes: list[str], config: Config | None = None) -> EngineService:
     sources = Sources(
-        spec=SimpleNamespace(experts=0),
+        spec=SimpleNamespace(experts=0, vocab_size=10),
         hooks=Hooks(single_turn.generate, one, None),
         tokenizer=the_tokenizer(),
         by_source={},

@@ -72,7 +72,7 @@ class Policy(SharedPublications):
         self.policy, self._shared, self._based, self._brought = policy, shared, shared.based, False
         self.engines, self._encoding = SimpleNamespace(members=stand.members), "hf"
         self.config = SimpleNamespace(schedule=SimpleNamespace(colocate=False), publish=Publish())
-        self._maker, self._note = SimpleNamespace(versions={}), stand.notes.append
+        self._maker, self._note = SimpleNamespace(versions={}, begun={}), stand.notes.append
         self.members = shared.enter(policy, self._deliver)
         self.publisher = self._publisher(trainers, self.members)
         self.adapters = self._publisher(trainers, self.members, encoding="adapters")
