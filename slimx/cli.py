@@ -20,6 +20,7 @@ from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.live.safe_text import one_line, plain, visible
+from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
     cls=Group,
@@ -372,7 +373,7 @@ def report(
 def main() -> None:
     """Run the command line. A command that fails ends in one sentence and the exit code of docs/operations.md, raised
     as SystemExit."""
-    sys.path.insert(0, "")  # hooks are found in the working directory, as with `python -m`
+    search_working_directory()  # hooks are found there
     try:
         try:
             status = app(standalone_mode=False)

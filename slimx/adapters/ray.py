@@ -1,4 +1,5 @@
-"""Starts a Ray of one machine with what a run uses of it: the GCS, the raylet and the raylet's agents.
+"""Starts a Ray of one machine with what a run uses of it, the GCS, the raylet and the raylet's agents; and has workers
+search modules as the driver does.
 
 Written for ray 2.60, whose `ray.init` starts three more programs that no option leaves out: 3 s of a core together, and
 it waits for one of them.
@@ -7,10 +8,12 @@ it waits for one of them.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from ray._private.node import Node
+from ray.job_config import JobConfig
 
 UNUSED = {
     "start_monitor": "the autoscaler: a cluster of one machine stays as it is",
@@ -36,3 +39,14 @@ def without_unused() -> Iterator[None]:
 
 def _start_nothing(node: Node, **_: Any) -> None:
     """In place of a method that starts a program."""
+
+
+class SearchPath(JobConfig):
+    """A job whose workers search modules in the order of this process. Ray would put the working directory first."""
+
+    def __init__(self) -> None:
+        # Each worker puts one after the other before all that it has.
+        super().__init__(_py_driver_sys_path=[path for path in reversed(sys.path) if path])
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True  # asked by `ray.init` alone, which else adds the directories of the script and of the process

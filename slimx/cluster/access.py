@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.runtime.private import private_directory
 
 ADDRESS = "127.0.0.2"
 """Address of the node. Ray's agents listen at it; Ray would replace 127.0.0.1 by an address that others reach."""
@@ -24,7 +25,7 @@ MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PAT
 def local_options() -> dict[str, Any]:
     """Arguments of `ray.init` for a Ray on this machine. Sets Ray's variables, which its processes inherit.
 
-    Raises SlimxError where RAY_AUTH_MODE switches the token off."""
+    Raises SlimxError where RAY_AUTH_MODE switches the token off, or a file cannot be written."""
     # Ray's default for a new cluster; set after Ray's import, the variable would be heard by its processes alone.
     if os.environ.get(MODE, "token").lower() != "token":
         raise SlimxError(
@@ -34,17 +35,25 @@ def local_options() -> dict[str, Any]:
         )
     if TOKEN not in os.environ:
         keep_to_owner(Path(os.environ.get(TOKEN_FILE) or Path.home() / ".ray" / "auth_token"))
-    return {"_node_ip_address": ADDRESS}
+    # Ray opens its directory to all users.
+    return {"_node_ip_address": ADDRESS, "_temp_dir": str(private_directory() / "ray")}
 
 
 def keep_to_owner(file: Path) -> None:
-    """Have a token in `file` that its owner alone can read: Ray would write one that everybody can."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Have a token in `file` that its owner alone can read: Ray would write one that everybody can. Raises SlimxError
+    if it cannot be written."""
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         if file.stat().st_mode & 0o077:
             file.chmod(0o600)
+    except OSError as error:
+        raise SlimxError(
+            f"Ray's token cannot be kept in {file} ({error.strerror}); set {TOKEN_FILE} to a file that you can write",
+            code="ray.token_file",
+            about=str(file),
+        ) from error
     else:
         with os.fdopen(descriptor, "w") as token:
             token.write(secrets.token_hex(32))

@@ -11,7 +11,7 @@ import threading
 
 import ray
 
-from slimx.adapters.ray import without_unused
+from slimx.adapters.ray import SearchPath, without_unused
 from slimx.cluster.access import SYSTEM_CONFIG, local_options
 from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError
@@ -40,7 +40,9 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
     ranks, engines, cpus = (sum(each) for each in zip(*needs, strict=True))
     try:
         if config.cluster.ray_address:
-            ray.init(config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                config.cluster.ray_address, job_config=SearchPath(), log_to_driver=False, logging_level=logging.ERROR
+            )
         else:
             _start_locally(cpus)
     except SlimxError:
@@ -86,6 +88,7 @@ def _start_locally(cpus: int) -> None:
                 num_cpus=cpus,
                 # Shards of a batch are a few MB, and so are pieces of mirrors; weights do not travel through it.
                 object_store_memory=max(256 * 2**20, int(0.02 * _memory())),
+                job_config=SearchPath(),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 # A dying worker would kill its children at once, the guard of an engine among them, which must live to

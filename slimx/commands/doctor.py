@@ -283,7 +283,11 @@ def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding
 def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
     """The last line of what an import says when it fails, in a process of its own; None if it succeeds."""
     done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"], env=environment, capture_output=True, text=True, timeout=IMPORT_S
+        [sys.executable, "-P", "-c", f"import {module}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_S,
     )
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from slimx.adapters.transformers import import_transformers
 from slimx.algorithms.credit import load_credit
+from slimx.cluster.address import check_reachable
 from slimx.cluster.connection import device_of
 from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
@@ -109,6 +110,7 @@ class Prepared(Sources):
 def check_run(config: Config) -> Prepared:
     """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first moment at which
     something cannot work, with everything that cannot."""
+    check_reachable(config.cluster.ray_address)
     device = device_of(config)
     checked = {name: _check_model(own, device, config.policies) for name, own in config.by_policy.items()}
     actor = checked[ACTOR]
@@ -204,6 +206,7 @@ def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tu
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
     """Check and read the sources of rollouts, for a command without trainers. Raises SlimxError as `check_run` does."""
+    check_reachable(config.cluster.ray_address)
     facts = config.sections | {"device": device, "local_device": device}
     refuse(broken(RULES, facts))
     return _sources(config, spec, device, facts)

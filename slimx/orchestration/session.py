@@ -39,6 +39,7 @@ from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
 from slimx.orchestration.prepare import Prepared, PreparedPolicy, check_run, make_plans
+from slimx.orchestration.prompts import make_source
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import watch_ranks
@@ -114,6 +115,7 @@ def _attempt(
             _say(console, f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
             return
         check_resume(config, prepared.sizes, resume_from, state, prepared.critic, prepared.further)
+        _check_order(config, prepared, state, own=resume_from.parent == saves.directory)
     if config.rollout.replay:
         check_replay(
             Path(config.rollout.replay),
@@ -126,6 +128,14 @@ def _attempt(
     run_with_ray(
         config, device_of(config), partial(_session, config, prepared, saves, resume_from, alerts, console, work)
     )
+
+
+def _check_order(config: Config, prepared: Prepared, state: RunState, *, own: bool) -> None:
+    """Raise SlimxError if the prompts, or their seed, are not those whose position `state` has: before any file of the
+    run changes. `own`: whether the checkpoint is this run's, not that of a fork."""
+    if config.rollout.replay or (config.run.fork_prompts == "anew" and not own):
+        return
+    make_source(config, prepared.by_source).restore(state.rollouts["source"])
 
 
 def _pass_over(error: Damaged, saves: Saves, policy: str) -> str:

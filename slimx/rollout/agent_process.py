@@ -10,9 +10,11 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from typing import IO
+from urllib.parse import urlsplit
 
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
+from slimx.runtime.children import bypass_proxies
 
 MAX_OUTPUT = 20_000
 """Characters that are kept of the end of what a program writes."""
@@ -38,6 +40,7 @@ async def run_command(command: Sequence[str], base_url: str, prompt: Prompt, var
     environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
     # Anthropic's clients write the /v1 themselves.
     environment |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
+    bypass_proxies(environment, [urlsplit(base_url).hostname or ""])  # `variables` may name a proxy
     told = {"id": prompt.id, "messages": prompt.messages, "metadata": prompt.metadata}
     # Files, so that a program that writes a lot neither waits for a reader nor fills the driver's memory.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -25,6 +25,7 @@ from typing import Protocol
 import psutil
 
 from slimx.errors import DeadlineError, SlimxError
+from slimx.runtime.children import child_environment, python_argv
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
@@ -59,8 +60,9 @@ class SupervisedProcess:
     def __init__(
         self, name: str, argv: list[str], log_path: Path | str, env: dict[str, str] | None = None, stdin: bytes = b""
     ) -> None:
-        """`env` is added to this process's environment; stdout and stderr are appended to `log_path`. `stdin`: what the
-        command reads there, 64 KiB at most; unlike arguments and environment, other processes do not see it."""
+        """`env` is added to what a child gets of this process's environment; stdout and stderr are appended to
+        `log_path`. `stdin`: what the command reads there, 64 KiB at most; unlike arguments and environment, other
+        processes do not see it."""
         self.name, self.argv, self.log_path, self.env = name, argv, Path(log_path), env or {}
         self.stdin = stdin
         self._guard: subprocess.Popen | None = None
@@ -86,7 +88,7 @@ class SupervisedProcess:
         self._clear()
         self._temporary = tempfile.mkdtemp(prefix="slimx-")
         options = ["--owner", str(os.getpid()), "--temporary", self._temporary]
-        guard = [sys.executable, "-m", "slimx.runtime.process", *options, "--", *self.argv]
+        guard = python_argv("slimx.runtime.process", *options, "--", *self.argv)
         with self.log_path.open("ab") as log:
             self._log_begins = log.tell()
             self._guard = subprocess.Popen(
@@ -95,7 +97,7 @@ class SupervisedProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **self.env},
+                env=child_environment(os.environ) | self.env,
             )
         # It fits into the pipe, so this waits for nobody; a guard that ended at once shows in `poll`.
         with contextlib.suppress(BrokenPipeError), self._guard.stdin as pipe:

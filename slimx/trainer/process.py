@@ -6,6 +6,7 @@ import os
 import sys
 
 from slimx.runtime.allocator import set_expandable_segments, set_pinned_sizes
+from slimx.runtime.children import clean_environment
 from slimx.runtime.nvshmem import NVSHMEM
 from slimx.runtime.toolkit import set_cuda_home
 
@@ -22,9 +23,10 @@ def prepare_process(
     """Set the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
     several ranks compute one layer together (tensor or context parallelism); `local`: whether they meet on loopback;
     `fp8`: for trainer.fp8; `deep_ep`: for a flex dispatcher; `waiting`: for trainer.offload_activations."""
+    clean_environment(os.environ)
     if local:
         # gloo would look up the host's name, which need not resolve, and listen at an address that others reach.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
         # The adapters go by what torch sees: a rank configured for the CPU must not see the machine's GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

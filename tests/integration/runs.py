@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,15 @@ OF_TESTS = "slimx-test-"
 class TrainProcess:
     """One `slimx train` process."""
 
-    def __init__(self, config: Path, *overrides: str):
+    def __init__(
+        self,
+        config: Path,
+        *overrides: str,
+        program: Sequence[str] = (sys.executable, "-m", "slimx.cli"),
+        directory: Path = Path(__file__).parents[2],
+        variables: Mapping[str, str] | None = None,
+    ):
+        """`directory`: the working directory. `variables`: added to the environment."""
         # What a run leaves behind becomes a child of this process: the router, say, overwrites its environment.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.before = {process.pid for process in psutil.Process().children()}
@@ -76,11 +84,12 @@ class TrainProcess:
         self.output = config.with_name(f"out-{self.mark[:8]}.log")
         with self.output.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "slimx.cli", "train", str(config), *overrides],
+                [*program, "train", str(config), *overrides],
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: self.mark, "PYTHONWARNINGS": "ignore"},
-                cwd=Path(__file__).parents[2],
+                env={**os.environ, "PYTHONWARNINGS": "ignore", **(variables or {}), MARK: self.mark},
+                cwd=directory,
             )
 
     def wait(self, seconds: float = DEADLINE_S) -> int:

@@ -25,8 +25,8 @@ class Checkpoint(Section):
     deadline: Seconds = 1800
     """Seconds until all files of a checkpoint must be on disk."""
     grace: Seconds | None = None
-    """Seconds that SIGTERM leaves for a checkpoint: the run saves and ends as after SIGUSR1, or without a checkpoint
-    when they are over or a second signal comes; null: SIGTERM ends it at once."""
+    """Seconds that SIGTERM, or SIGHUP, leaves for a checkpoint: the run saves and ends as after SIGUSR1, or without a
+    checkpoint when they are over or a second signal comes; null: it ends at once."""
     verify: Literal["size", "full"] = "full"
     """Before a checkpoint is loaded, compare its files' sizes only, or their digests too."""
     damaged: Literal["skip", "stop"] = "skip"

@@ -17,6 +17,7 @@ import sys
 from slimx.adapters.transformers import import_transformers
 from slimx.engines.server.keys import Keys
 from slimx.runtime.allocator import drop_expandable_segments
+from slimx.runtime.children import search_working_directory
 from slimx.runtime.process import end_with_parent
 from slimx.runtime.toolkit import set_cuda_home
 
@@ -38,7 +39,7 @@ def prepare(arguments: list[str]) -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
     # The router asks for /health before it takes an engine in. SGLang would generate a token for that, which takes 1 s,
     # and for ever while it is paused. Whether an engine generates, slimx asks itself (/health_generate).
-    os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
+    os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     # Set for trainers, where Ray was started; SGLang's memory saver and its KV transfer refuse to start with it.
     drop_expandable_segments(os.environ)
     if ("--device", "cpu") in zip(arguments, arguments[1:], strict=False) or "--device=cpu" in arguments:
@@ -115,6 +116,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.parent is not None:
         end_with_parent(options.parent, signal.SIGTERM)
+    search_working_directory()  # a package of models may lie there
     given = options.sglang[1:] if options.sglang[:1] == ["--"] else options.sglang
     prepare(given)
     prepare_imports()

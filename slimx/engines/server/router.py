@@ -7,13 +7,13 @@ verification. One that fails is taken out before anything else happens to it.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from slimx.engines.server.answers import Json, message_of, request
 from slimx.engines.server.keys import STDIN, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
+from slimx.runtime.children import python_argv
 from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.threads import in_thread
 
@@ -54,16 +54,14 @@ def router_argv(
     flags = ["--disable-health-check", "--disable-circuit-breaker", "--disable-retries"]
     if disaggregated:
         flags.append("--pd-disaggregation")
-    return [
-        sys.executable,
-        "-m",
+    return python_argv(
         "slimx.engines.server.router_launch",
         "--keys",
         STDIN,
         "--",
         *[str(x) for pair in options.items() for x in pair],
         *flags,
-    ]
+    )
 
 
 class Router:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,8 +11,10 @@ from slimx.engines.server.control import RECEIVER
 from slimx.engines.server.keys import STDIN, Keys
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
+from slimx.runtime.children import python_argv
 from slimx.runtime.nvshmem import NVSHMEM
 from slimx.runtime.ports import address, is_loopback
+from slimx.runtime.private import private_directory
 
 EXACT_ATTENTION = "slimx_exact"
 """Attention backend of exact mode, registered by the plugin: the name of slimx.adapters.sglang.exact.attention, which
@@ -226,16 +226,15 @@ def server_argv(spec: EngineSpec) -> list[str]:
     if spec.adapters is not None:
         own += ["--publish-adapters", ",".join(f"{name}={alpha}" for name, alpha in spec.adapters.alphas.items())]
     own += ["--keys", STDIN]
-    return [sys.executable, "-m", "slimx.engines.server.launch", *own, "--", *command_line(server_args(spec))]
+    return python_argv("slimx.engines.server.launch", *own, "--", *command_line(server_args(spec)))
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:
     """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
     # A server's temporary files go with it (slimx.runtime.process); what torch compiles is kept for the next.
-    compiled = f"{tempfile.gettempdir()}/torchinductor_uid_{os.getuid()}"
     environment = {
         "HF_HUB_OFFLINE": "1",
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{private_directory()}/torchinductor"),
     }
     if spec.dtype == "float32":
         environment["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # else inputs of convolutions are kept in bf16
@@ -260,6 +259,7 @@ def server_env(spec: EngineSpec) -> dict[str, str]:
             # Else rows of experts are permuted after loading, and no publication would find what it brought.
             environment["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if spec.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["OMP_NUM_THREADS"] = str(spec.threads)
         if spec.sizes.world > 1:
             # SGLang's CPU path refuses several ranks on one NUMA node unless each is told its cores.

@@ -9,6 +9,7 @@ watchdog's thread                     |------- cluster.stop_deadline ------> end
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -25,8 +26,11 @@ from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.orchestration.lifetime.remains import watch_over_this_process
 from slimx.orchestration.lifetime.signals import Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
+from slimx.runtime.children import bypass_proxies
 from slimx.runtime.running_clock import RunningClock, RunningLoop
 
+SAVING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals of whoever takes the machine, or the terminal, away: `checkpoint.grace` is for these."""
 LINGER_S = 10.0
 """Seconds that tasks get to end when nothing waits for them any more."""
 
@@ -94,13 +98,14 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
 
     Raises what `work` raises, Interrupted after SIGINT or SIGTERM. If the end takes longer than
     `cluster.stop_deadline`, the process ends without it."""
+    bypass_proxies(os.environ)
     watch_over_this_process()
     with Watchdog() as watchdog, Signals() as signals:
         seconds, grace = config.cluster.stop_deadline, config.checkpoint.grace or 0.0
 
         def bound(signum: int) -> None:
             if signum != signal.SIGUSR1:
-                watchdog.arm(seconds + grace * (signum == signal.SIGTERM), *ending_of(Interrupted(signum)))
+                watchdog.arm(seconds + grace * (signum in SAVING), *ending_of(Interrupted(signum)))
 
         def ending(error: BaseException | None) -> None:
             watchdog.arm(seconds, *ending_of(error))
@@ -152,7 +157,7 @@ async def interruptible(
         with suppress(RuntimeError):  # the loop has closed
             if signum == signal.SIGUSR1:
                 loop.call_soon_threadsafe(alarm.leaving.set)
-            elif grace and signals.received == [signal.SIGTERM]:
+            elif grace and len(signals.received) == 1 and signum in SAVING:
                 loop.call_soon_threadsafe(alarm.leaving.set)
                 loop.call_soon_threadsafe(loop.call_later, grace, stopped.set)
             else:

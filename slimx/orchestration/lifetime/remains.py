@@ -15,6 +15,7 @@ import time
 import psutil
 
 from slimx.runtime import process as guarded
+from slimx.runtime.children import child_environment, python_argv
 
 LOOK_S = 2.0
 """Seconds between two looks at what the driver has started."""
@@ -27,7 +28,8 @@ KILL_S = 10.0
 def watch_over_this_process() -> None:
     """Start the process that ends what this one leaves behind."""
     subprocess.Popen(
-        [sys.executable, "-m", __name__, str(os.getpid())],
+        python_argv(__name__, str(os.getpid())),
+        env=child_environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Signals:
-    """While it is entered, SIGINT, SIGTERM and SIGUSR1 do nothing but tell the subscribers, in a thread of its own.
+    """While it is entered, the signals of HEARD do nothing but tell the subscribers, in a thread of its own. One that
+    is ignored stays so: nohup has a run outlive its terminal.
 
     Python's own handlers run in the main thread between two of its instructions, so not while that waits in a library;
     what the interpreter's C handler writes into a pipe is there at once."""
@@ -26,7 +27,7 @@ class Signals:
 
     @property
     def received(self) -> list[int]:
-        """SIGINT and SIGTERM so far."""
+        """Signals to end so far: all but SIGUSR1."""
         return [signum for signum in self._heard if signum != signal.SIGUSR1]
 
     def subscribe(self, tell: Callable[[int], None]) -> None:
@@ -40,14 +41,15 @@ class Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before = {signum: signal.getsignal(signum) for signum in HEARD}
+        before = {signum: signal.getsignal(signum) for signum in HEARD}
+        self._before = {signum: handler for signum, handler in before.items() if handler != signal.SIG_IGN}
         self.install()
         threading.Thread(target=self._listen, name="slimx signals", daemon=True).start()
         return self
 
     def install(self) -> None:
         """Handle the signals; again after a library has put its own handlers there."""
-        for signum in HEARD:
+        for signum in self._before:
             signal.signal(signum, _nothing)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from slimx.rollout.proxy.openai_chat import OpenaiChat
 from slimx.rollout.proxy.openai_responses import OpenaiResponses
 from slimx.rollout.proxy.session import TOKEN_CHARACTERS, Session
 from slimx.rollout.proxy.wire import Wire
+from slimx.runtime.children import bypass_proxies
 from slimx.runtime.connections import Connections
 from slimx.runtime.ports import address
 
@@ -116,6 +118,7 @@ class ChatProxy:
                         code="proxy.address",
                         about="rollout.proxy",
                     ) from None
+                bypass_proxies(os.environ, [self._host])  # clients of agents in this process go by it
                 self._runner = runner
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
             return f"http://{address(self._host, self._server.sockets[0].getsockname()[1])}"

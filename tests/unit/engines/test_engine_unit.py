@@ -101,7 +101,7 @@ async def test_graphs_sleep_and_come_back_with_the_kv_cache(tmp_path: Path, monk
 
 def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:
     cpu, gpu = server_argv(CPU), server_argv(replace(CPU, device="cuda", dtype="bfloat16", max_total_tokens=None))
-    assert cpu[1:6] == ["-m", "slimx.engines.server.launch", "--keys", "-", "--"]
+    assert cpu[1:7] == ["-P", "-m", "slimx.engines.server.launch", "--keys", "-", "--"]
     for flag, value in (("--model-path", "/model"), ("--port", "31000"), ("--random-seed", "7"), ("--device", "cpu")):
         assert cpu[cpu.index(flag) + 1] == value
     for flag in ("--sleep-on-idle", "--disable-cuda-graph", "--attention-backend", "--disable-radix-cache"):

@@ -240,7 +240,7 @@ def test_a_save_that_hangs_is_ended_when_grace_and_stop_deadline_are_over():
     assert status == 128 + signal.SIGTERM and len(said) == 1
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_came_before_the_loop_is_not_lost(signum):
     async def work(alarm: Alarm) -> None:
         await asyncio.sleep(600)
@@ -250,6 +250,19 @@ def test_a_signal_that_came_before_the_loop_is_not_lost(signum):
         with pytest.raises(Interrupted) as error:
             run_loop(interruptible(work, signals, lambda error: None))
     assert error.value.signum == signum
+
+
+def test_a_closed_terminal_leaves_a_run_under_nohup_alone():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)  # heard after it
+            heard = threading.Event()
+            signals.subscribe(lambda signum: heard.set())
+            assert heard.wait(60) and not signals.received
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_handlers_of_before_are_back_afterwards():

@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from slimx.config.schema import Config
+from slimx.data.prompts import PromptSource
+from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.live.run_lock import is_held
@@ -22,6 +24,7 @@ from tests.full_disk import fill, small_disk
 from tests.refusals import refused
 
 LAYOUT = Sizes()
+PROMPTS = [Prompt(id="p", messages=[{"role": "user", "content": "1"}])]
 
 
 def config_of(directory: Path, **checkpoint: Any) -> Config:
@@ -44,7 +47,7 @@ def saved(directory: Path, *steps: int) -> list[Path]:
             version=step,
             layout=layout_of(LAYOUT),
             distributed_optimizer=True,
-            rollouts={"source": {}, "next": 0, "tickets": []},
+            rollouts={"source": PromptSource(PROMPTS, 1).state(), "next": 0, "tickets": []},
         )
         out.append(saves.commit(saves.begin(step), state.files(), {}))
     return out
@@ -56,7 +59,8 @@ class Started:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path):
         self.directory, self.at, self.damaged = directory, [], []
         self.resume_point = session.resume_point
-        monkeypatch.setattr(session, "check_run", lambda config: SimpleNamespace(sizes=LAYOUT, critic=None, further={}))
+        prepared = SimpleNamespace(sizes=LAYOUT, critic=None, further={}, by_source={"": PROMPTS})
+        monkeypatch.setattr(session, "check_run", lambda config: prepared)
         monkeypatch.setattr(session, "resume_point", self._resume_point)
         monkeypatch.setattr(session, "_session", self._session)
         monkeypatch.setattr(session, "run_with_ray", lambda config, device, work: asyncio.run(work(None)))
@@ -88,6 +92,19 @@ def test_a_newest_checkpoint_that_is_damaged_is_set_aside_for_the_one_before(tmp
         "iter_0000003.damaged",
         "iter_0000004.damaged",
     ]
+
+
+def test_another_seed_is_refused_before_any_file_changes(tmp_path, monkeypatch, capsys):
+    started = Started(monkeypatch, tmp_path)
+    saved(tmp_path, 1)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    config = config_of(tmp_path)
+    with refused("prompts.changed", about="seed"):
+        run(config.model_copy(update={"run": config.run.model_copy(update={"seed": 2})}), capsys)
+    assert not started.at
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before | {tmp_path / "lock": b""}
 
 
 @pytest.mark.parametrize(("steps", "policy"), [((4,), "skip"), ((3, 4), "stop")])
