@@ -30,7 +30,7 @@ def boxes(text: str) -> list[Box]:
     the end of its mathematics, or of its first word where that has no end."""
     found: list[Box | None] = []
     braces: list[tuple[int, int, int] | None] = []
-    """Of each open brace the number, the start and the first character inside of its box; None without one."""
+    """Number, start and first character inside of the box of each open brace; None without one."""
     bare: tuple[int, int] | None = None
     """Start and first character inside of a box without braces, until its end is known."""
     for mark in _MARK.finditer(text):

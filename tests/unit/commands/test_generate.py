@@ -67,7 +67,7 @@ class Service(EngineService):
 
 def sources_of(keep: Any = None) -> Sources:
     return Sources(
-        spec=None,
+        spec=SimpleNamespace(vocab_size=None),
         hooks=Hooks(single_turn.generate, one, keep),
         tokenizer=the_tokenizer(),
         by_source={"": prompts()},

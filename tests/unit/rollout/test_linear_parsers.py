@@ -23,7 +23,7 @@ from tests.unit.rollout.test_proxy_text import bytewise
 
 GROWTH = 8
 """Limit of the growth of the time where the text is 4 times as long: between linear, 4, and quadratic, 16."""
-FLOOR_S = 0.01
+FLOOR_S = 0.05
 """Below it times are noise, and count as this."""
 LENGTHS = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 Shape = tuple[str, str, str]
