@@ -233,8 +233,8 @@ def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:
 
 
 def _others(spec: ModelSpec, original: CheckpointReader, dtype: torch.dtype | None) -> list[Unit]:
-    """Those tensors of `original` that a trainer does not hold: repeated ones, and frozen ones as they are stored."""
-    names = [name for name in [*spec.table.aliases, *spec.table.frozen] if name in original.names]
+    """Tensors of `original` that no trainer has: repeated ones, and frozen ones and buffers as they are stored."""
+    names = [name for name in [*spec.table.aliases, *spec.table.frozen] if name in original.names] + original.buffers
     return [
         copied(
             name,

@@ -3,7 +3,7 @@ each with its own projection and norm, sharing the model's embedding and output 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from slimx.layout.table import Row, Table
@@ -21,12 +21,11 @@ def table_with_prediction(
     attention: Callable[[Layer], tuple[Row, ...]],
     *,
     mtp: int,
-    frozen: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Table:
     """The table of a model with this `attention`, dense first layers, experts behind DeepSeek-V3's router in the others
     and `mtp` layers of multi-token prediction.
 
-    Those that the checkpoint declares beyond `mtp` are frozen, beside `frozen`; embeddings and output layers of their
+    Those that the checkpoint declares beyond `mtp` are frozen; embeddings and output layers of their
     own, which some checkpoints store, are aliases."""
     layers, dense, declared = hf["num_hidden_layers"], hf["first_k_dense_replace"], mtp_layers(hf)
     experts = hf["n_routed_experts"]
@@ -49,7 +48,7 @@ def table_with_prediction(
         experts=experts,
         mtp_layers=mtp,
         aliases=aliases,
-        frozen={**unbuilt.checkpoint_shapes(), **(frozen or {})},
+        frozen=unbuilt.checkpoint_shapes(),
     )
 
 

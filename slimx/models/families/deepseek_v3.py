@@ -119,11 +119,8 @@ def _unsupported_rest(hf: dict[str, Any]) -> str | None:
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction.
 
-    The constants that Kimi-K2 and Moonlight store with every layer are the table's `frozen` tensors, as are the layers
-    of multi-token prediction that the checkpoint has beyond."""
-    layers, size = hf["num_hidden_layers"], hf["qk_rope_head_dim"] // 2
-    inverse = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": (size,) for n in range(layers)}
-    return table_with_prediction(hf, partial(attention, hf), mtp=mtp, frozen=inverse)
+    Layers of multi-token prediction that the checkpoint has beyond are the table's `frozen` tensors."""
+    return table_with_prediction(hf, partial(attention, hf), mtp=mtp)
 
 
 def attention(hf: dict[str, Any], at: Layer, *, fused: bool = True) -> tuple[Row, ...]:

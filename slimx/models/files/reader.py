@@ -27,6 +27,9 @@ _SCALES = ("F32", "BF16", "F16")
 """Dtypes that scales of fp8 blocks may have: those that become fp32 without a loss."""
 _BLOCK_BYTES = 32 * 2**20
 """Bytes of a tensor that are compared with another's at a time."""
+BUFFER = ".rotary_emb.inv_freq"
+"""End of the name of rotary frequencies, which transformers saved until 4.31. In Kimi-K2's files they have another shape
+than its config.json says."""
 
 
 class CheckpointReader:
@@ -64,6 +67,11 @@ class CheckpointReader:
     def names(self) -> frozenset[str]:
         """Every tensor of the checkpoint."""
         return frozenset(self._where)
+
+    @property
+    def buffers(self) -> list[str]:
+        """Names of the tensors that every model computes itself: carried over, and neither read nor compared."""
+        return sorted(name for name in self._where if name.endswith(BUFFER))
 
     def nbytes(self, name: str) -> int:
         """Size of a tensor, estimated at 4 bytes per element."""
@@ -127,6 +135,7 @@ class CheckpointReader:
                 about=scales[0],
             )
         known = {**expected, **optional}
+        known |= dict.fromkeys(self.buffers, ())
         unknown = sorted(n for n in self._where if n not in known and n.removesuffix(SCALE_SUFFIX) not in known)
         if unknown:
             raise self._wrong(unknown[0], "unknown", f"has no place in the model ({len(unknown)} such tensors)")

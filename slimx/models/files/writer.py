@@ -81,7 +81,7 @@ def _carried(reader: CheckpointReader, table: Table) -> Iterator[list[str]]:
     """Names of the tensors that the export takes over, in portions of bounded size."""
     portion: list[str] = []
     size = 0
-    for name in [*table.aliases, *table.frozen]:
+    for name in [*table.aliases, *table.frozen, *reader.buffers]:
         if name in reader.names:
             portion.append(name)
             size += reader.nbytes(name)

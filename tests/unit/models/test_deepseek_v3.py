@@ -93,8 +93,7 @@ def test_the_prediction_layer_of_v3_is_built_or_frozen_and_nothing_of_it_is_lost
     assert len(without) == 45395
     added = {name: shape for name, shape in built.checkpoint_shapes().items() if name not in without}
     assert all(name.startswith("model.layers.61.") for name in added)
-    assert plain.frozen.items() == added.items() | built.frozen.items()
-    assert set(built.frozen) == {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(61)}
+    assert plain.frozen == added and not built.frozen
     shared = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     for table in (built, plain):
         assert dict(table.aliases) == {f"model.layers.61.{name}": original for name, original in shared.items()}

@@ -67,6 +67,11 @@ MIMO: dict[str, Any] = {key: value for key, value in QWEN25_7B.items() if "slidi
 """config.json of XiaomiMiMo/MiMo-7B-Base."""
 EXPERT = "language_model.model.layers.1.mlp.experts.2.down_proj.weight"
 Tensors = dict[str, torch.Tensor]
+SMALL_MIMO = (
+    MIMO
+    | {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+)
 
 
 def write(directory: Path, hf: dict[str, Any], tensors: Tensors) -> Path:
@@ -80,7 +85,7 @@ def random_tensors(table: Any, without: Collection[str] = ()) -> Tensors:
     """A bf16 checkpoint with everything that a table holds and carries over."""
     shapes = {
         **table.checkpoint_shapes(),
-        **{name: shape for name, shape in table.frozen.items() if "inv_freq" not in name},
+        **table.frozen,
     }
     own = {name for entry in table.entries() if entry.row.dtype for name in entry.sources}
     made = {name: torch.randn(shape) for name, shape in shapes.items() if name not in without}
@@ -111,7 +116,7 @@ def published_kimi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tens
 def test_the_published_kimi_files_hold_as_many_tensors_and_elements():
     """208,550 tensors of 170,738,182,128 elements, eight codes counted as one, as the headers of its 64 files say."""
     table = kimi_k25.weight_table(PUBLISHED)
-    shapes = {name: shape for name, shape in table.frozen.items() if "inv_freq" not in name}
+    shapes = dict(table.frozen)
     for name, shape in table.checkpoint_shapes().items():
         packed = int4.packed_shapes(shape) if ".experts." in name else {"": shape}
         shapes |= {name + suffix: each for suffix, each in packed.items()}
@@ -201,12 +206,25 @@ def test_a_kimi_in_int4_comes_back_in_bf16_with_its_vision_tower(tmp_path: Path,
 
 
 def test_a_mimo_comes_back_with_its_prediction_layer(tmp_path: Path):
-    hf = MIMO | {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-    hf |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    hf = SMALL_MIMO
     wanted = random_tensors(mimo.weight_table(hf))
     assert any("mtp_layers" in name for name in wanted)
     found, _ = there_and_back(write(tmp_path / "source", hf, wanted), tmp_path)
     assert differing(found, wanted) == []
+
+
+def test_buffers_are_carried_over_whatever_their_shape(tmp_path: Path):
+    """The frequencies of Kimi-K2's published files have hidden size / heads / 2 elements."""
+    hf = SMALL_MIMO
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.rand(7) for layer in range(2)}
+    wanted = random_tensors(mimo.weight_table(hf)) | buffers
+    found, _ = there_and_back(write(tmp_path / "source", hf, wanted), tmp_path)
+    assert differing(found, wanted) == []
+    out = tmp_path / "out"
+    out.mkdir()
+    finish_directory(out, tmp_path / "source", mimo.weight_table(hf), [], weights=tmp_path / "source")
+    carried = load_file(out / "model-carried-00001.safetensors")
+    assert differing({name: carried[name] for name in buffers}, buffers) == []
 
 
 def test_a_runs_export_carries_the_vision_tower_and_is_not_called_quantised(tmp_path: Path, published_kimi):
@@ -215,7 +233,7 @@ def test_a_runs_export_carries_the_vision_tower_and_is_not_called_quantised(tmp_
     out.mkdir()
     finish_directory(out, source, table, [], weights=source)
     carried = load_file(out / "model-carried-00001.safetensors")
-    assert differing(carried, {name: wanted[name] for name in table.frozen if "inv_freq" not in name}) == []
+    assert differing(carried, {name: wanted[name] for name in table.frozen}) == []
     config = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in config and "quantization_config" not in config["text_config"]
 
