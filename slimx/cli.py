@@ -84,6 +84,9 @@ def train(
 ) -> None:
     """Train as FILE says; a run directory with a checkpoint is continued."""
     config = load_config(file, overrides or [])
+    from slimx.orchestration.early import check_early
+
+    check_early(config)
     from slimx.orchestration.session import finish, run_training
 
     console = Console()
