@@ -3,6 +3,7 @@ stacks | rollouts | report."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +48,8 @@ def _options(
     pass
 
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Status that typer makes of a KeyboardInterrupt, without a word."""
 EXIT_S = 10.0
 """Seconds that the interpreter gets to end once all is said."""
 RunFile = Annotated[Path, typer.Argument(help="YAML file of the run.")]
@@ -81,6 +84,9 @@ def train(
 ) -> None:
     """Train as FILE says; a run directory with a checkpoint is continued."""
     config = load_config(file, overrides or [])
+    from slimx.orchestration.early import check_early
+
+    check_early(config)
     from slimx.orchestration.session import finish, run_training
 
     console = Console()
@@ -377,6 +383,8 @@ def main() -> None:
     try:
         try:
             status = app(standalone_mode=False)
+            if status == INTERRUPTED:
+                raise Interrupted(signal.SIGINT)
         except typer.TyperException as error:
             raise refusal(error) from error
     except (SlimxError, Preempted, Interrupted) as error:

@@ -31,6 +31,8 @@ from slimx.runtime.running_clock import RunningClock, RunningLoop
 
 SAVING = (signal.SIGTERM, signal.SIGHUP)
 """Signals of whoever takes the machine, or the terminal, away: `checkpoint.grace` is for these."""
+START_END_S = 5.0
+"""Seconds that a process whose Ray is still starting gets to end after a signal: Ray's library may hear none."""
 LINGER_S = 10.0
 """Seconds that tasks get to end when nothing waits for them any more."""
 
@@ -103,8 +105,14 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
     with Watchdog() as watchdog, Signals() as signals:
         seconds, grace = config.cluster.stop_deadline, config.checkpoint.grace or 0.0
 
+        starting = True
+
         def bound(signum: int) -> None:
-            if signum != signal.SIGUSR1:
+            if signum == signal.SIGUSR1:
+                return
+            if starting:  # nothing of the run is there, and what Ray has started ends with this process
+                watchdog.arm(START_END_S, *ending_of(Interrupted(signum)))
+            else:
                 watchdog.arm(seconds + grace * (signum in SAVING), *ending_of(Interrupted(signum)))
 
         def ending(error: BaseException | None) -> None:
@@ -114,6 +122,9 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
         try:
             start_ray(config, device, trainers=trainers)
             signals.install()  # Ray has put its own handlers there
+            starting = False
+            if signals.received:
+                raise Interrupted(signals.received[0])
             processes = own_processes()
             try:
                 run_loop(interruptible(_watching(processes, config, work), signals, ending, grace))

@@ -1,0 +1,29 @@
+"""Ctrl-C at moments of a start: one line, status 130, and nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import TrainProcess, write_config
+
+pytestmark = pytest.mark.integration
+END_S = 100
+"""Seconds for an end that takes up to 9 on a quiet machine."""
+
+
+def test_ctrl_c_ends_a_start_in_one_line(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_model, task_of_sums / "train.jsonl")
+    # Imports of the command line, of the run, checks, Ray, trainers and engines, on a quiet machine.
+    for seconds in (0.2, 0.5, 1.0, 2.0, 4.5, 9.0):
+        run = TrainProcess(config, program=(sys.executable, "-m", "slimx"))
+        time.sleep(seconds)
+        run.kill(signal.SIGINT)
+        assert run.wait(END_S) == 128 + signal.SIGINT, run.text()
+        said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
+        assert len(said) == 1 and "Traceback" not in run.text(), run.text()
+        run.assert_nothing_left()
