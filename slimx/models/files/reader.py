@@ -28,7 +28,7 @@ _SCALES = ("F32", "BF16", "F16")
 _BLOCK_BYTES = 32 * 2**20
 """Bytes of a tensor that are compared with another's at a time."""
 BUFFER = ".rotary_emb.inv_freq"
-"""End of the name of rotary frequencies, which transformers saved until 4.31. In Kimi-K2's files they have another shape
+"""End of the name of rotary frequencies, which transformers saved until 4.31. In Kimi-K2's files their shape is another
 than its config.json says."""
 
 
