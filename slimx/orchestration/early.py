@@ -15,6 +15,8 @@ from slimx.data.prompts import iter_prompts
 from slimx.errors import SlimxError
 from slimx.models.families import configured_model
 from slimx.orchestration.prompts import first_prompt
+from slimx.orchestration.state.directory import check_start
+from slimx.orchestration.state.saves import Saves
 from slimx.rollout.hook_loading import load_hooks
 from slimx.runtime.private import private_directory
 
@@ -26,6 +28,8 @@ def check_early(config: Config) -> None:
     """Raise SlimxError for the first of a run's paths, hooks, prompts and addresses that cannot be used."""
     for name in PACKAGES:
         _check_package(name)
+    directory = Path(config.run.dir)
+    check_start(config, directory, Saves(directory / "checkpoints", keep=config.checkpoint.keep))
     check_reachable(config.cluster.ray_address)
     if config.cluster.ray_address is None:
         private_directory()

@@ -15,7 +15,6 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
-from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.trunk import read_trunk
 from slimx.observability.alerts.alerts import Alerts, alerting
@@ -48,13 +47,14 @@ from slimx.orchestration.recovery.ledger import Base
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
+from slimx.orchestration.state.directory import check_start
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of
-from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
+from slimx.orchestration.state.saves import RunState, Saves, read_state
 from slimx.orchestration.step.reference import restore_reference
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.rollout.flow.replay import check_replay
-from slimx.trainer.checkpoint.files import MANIFEST, Damaged
+from slimx.trainer.checkpoint.files import Damaged
 
 
 def run_training(config: Config, console: Console) -> Path:
@@ -68,13 +68,6 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     Raises SlimxError, Interrupted after a stop, or Preempted after a checkpoint that SIGUSR1 asked for.
     """
     directory = Path(config.run.dir)
-    if (directory / CURSOR).exists():
-        raise SlimxError(
-            f"{directory} holds rollouts of slimx generate, which training would replace; choose another run.dir, with "
-            f"rollout.replay={directory} to train on them",
-            code="run.dir",
-            about=str(directory),
-        )
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
     check_start(config, directory, saves)  # before models and prompts are read; `resume_point` looks again
@@ -155,29 +148,6 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
     if newest is not None and config.run.resume != "never":
         return newest
     return None if config.run.fork is None else Path(config.run.fork)
-
-
-def check_start(config: Config, directory: Path, saves: Saves) -> None:
-    """Raise SlimxError where `run.resume` forbids to go on from what the directory holds, or to begin; or where
-    `run.fork` would begin from what is no checkpoint."""
-    newest, fork = saves.newest(), config.run.fork
-    if config.run.resume == "must" and newest is None and fork is None:
-        raise SlimxError(
-            f"run.resume is must, but {saves.directory} holds no complete checkpoint; set it to auto to begin",
-            code="run.resume",
-            about="run.resume",
-        )
-    if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
-        raise SlimxError(
-            f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it",
-            code="run.resume",
-            about="run.resume",
-        )
-    begins = newest is None or config.run.resume == "never"
-    if begins and fork is not None and not (Path(fork) / MANIFEST).is_file():
-        there = Saves(Path(fork) / "checkpoints", keep=1).newest()
-        hint = f"its newest is {there}" if there is not None else "name a RUN/checkpoints/iter_NNNNNNN"
-        raise SlimxError(f"run.fork: {fork} is no complete checkpoint; {hint}", code="run.fork", about=fork)
 
 
 def _finished(config: Config, directory: Path, state: RunState) -> bool:

@@ -17,6 +17,7 @@ from slimx.engines.server.spec import EngineSpec, server_env
 from slimx.errors import SlimxError
 from slimx.runtime.meeting import meet
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
+from slimx.runtime.private import private_directory
 from tests.refusals import invalid
 from tests.unit.sglang_process import SGLang
 
@@ -153,7 +154,7 @@ def test_rays_token_is_its_owners_and_stays_on(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    assert local_options() == {"_node_ip_address": ADDRESS}
+    assert local_options() == {"_node_ip_address": ADDRESS, "_temp_dir": str(private_directory() / "ray")}
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(SlimxError) as error:
         local_options()
