@@ -104,7 +104,8 @@ def measure_critic(settings: Config, parallel: Any) -> dict[str, int]:
     critic = CriticTrainer(settings, parallel)
     batches = micro_batches(settings, parallel.sizes, parallel.place.data)
     for batch in batches:
-        batch.values = batch.returns = np.zeros(len(batch.tokens), np.float32)
+        batch.values = np.zeros(len(batch.tokens), np.float32)
+        batch.returns = np.ones(len(batch.tokens), np.float32)  # without a gradient the optimizer takes no step
     critic.train_step(batches, step=0)
     return critic.offloading.sizes()
 

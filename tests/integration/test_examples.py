@@ -157,6 +157,7 @@ async def test_hooks_of_slimes_form_bring_what_the_engine_sampled(
         }
     )
     maker = GroupMaker(config, load_hooks(config), load_tokenizer(tiny_model), client)
+    maker.version = 1  # of the engine's weights
     outcome = await maker.make(PROMPT, group_id="3", number=3)
     maker.close()
     assert outcome.reason is None, outcome.detail

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,12 +78,7 @@ class Speaker:
     tokenizer: Any
     """Tokenizer of its model."""
     vocabulary: int | None = None
-    """Token ids that its model has; None: those of the tokenizer."""
-
-    @property
-    def token_count(self) -> int | None:
-        """Token ids that a trajectory may have; None: unknown."""
-        return self.vocabulary or (len(self.tokenizer) if isinstance(self.tokenizer, Sized) else None)
+    """Token ids that its model has; None: unknown."""
 
 
 class GroupMaker:
@@ -306,7 +301,7 @@ class GroupMaker:
             self.config.rollout.generate,
             ctx.group_id,
             ctx.index,
-            vocabularies={name: speaker.token_count for name, speaker in self.speakers.items()},
+            vocabularies={name: speaker.vocabulary for name, speaker in self.speakers.items()},
             versions={name: max(version, self.begun.get(name, 0)) for name, version in self.versions.items()},
             sampled=self.client is not None,
         )

@@ -80,7 +80,10 @@ class Stand:
         engine: FakeEngine | None = None,
     ) -> None:
         self.engine = engine or FakeEngine()
-        self.maker = GroupMaker(config, Hooks(generate, reward, keep), tokenizer or the_tokenizer(), self.engine)
+        tokenizer = tokenizer or the_tokenizer()
+        self.maker = GroupMaker(
+            config, Hooks(generate, reward, keep), tokenizer, self.engine, vocabulary=len(the_tokenizer())
+        )
         self.dropped: list[Dropped] = []
         self.outcomes: dict[str, GroupOutcome] = {}
         """What the maker gave back, by group."""

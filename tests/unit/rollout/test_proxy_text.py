@@ -98,7 +98,7 @@ async def test_a_program_has_no_variables_of_the_run_but_those_that_it_was_given
     found = json.loads(await run_command([sys.executable, "-c", code], "http://base/v1", PROMPT, ["GIVEN", "ABSENT"]))
     told = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"}
     assert found["ANTHROPIC_BASE_URL"] == "http://base", "its clients write the /v1 themselves"
-    assert found.keys() <= {*ALLOWED, "GIVEN", *told} and found["GIVEN"] == "secret"
+    assert found.keys() <= {*ALLOWED, "GIVEN", "no_proxy", "NO_PROXY", *told} and found["GIVEN"] == "secret"
     assert found["PATH"] == os.environ["PATH"] and list(found.values()).count("secret") == 1
 
 
