@@ -7,11 +7,10 @@ import signal
 
 
 def entry() -> None:
-    """Run the command line, whose imports take half a second."""
+    """Run the command line, whose imports take half a second; it handles Ctrl-C itself once it has begun."""
     signal.signal(signal.SIGINT, _end)
     from slimx.cli import entry as run
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 

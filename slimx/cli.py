@@ -382,9 +382,12 @@ def main() -> None:
     search_working_directory()  # hooks are found there
     try:
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             status = app(standalone_mode=False)
             if status == INTERRUPTED:
                 raise Interrupted(signal.SIGINT)
+        except KeyboardInterrupt:  # typer catches one only while a command runs
+            raise Interrupted(signal.SIGINT) from None
         except typer.TyperException as error:
             raise refusal(error) from error
     except (SlimxError, Preempted, Interrupted) as error:

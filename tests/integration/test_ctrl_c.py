@@ -19,11 +19,14 @@ END_S = 100
 def test_ctrl_c_ends_a_start_in_one_line(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model, task_of_sums / "train.jsonl")
     # Imports of the command line, of the run, checks, Ray, trainers and engines, on a quiet machine.
-    for seconds in (0.2, 0.5, 1.0, 2.0, 4.5, 9.0):
+    for seconds in (0.0, 0.3, 0.8, 2.0, 4.5, 9.0):
         run = TrainProcess(config, program=(sys.executable, "-m", "slimx"))
+        maps = Path(f"/proc/{run.process.pid}/maps")
+        run.until(lambda maps=maps: "pydantic_core" in maps.read_text())  # its imports have begun
         time.sleep(seconds)
         run.kill(signal.SIGINT)
-        assert run.wait(END_S) == 128 + signal.SIGINT, run.text()
+        # Python ends by the signal itself where one has passed through code that C ran; a shell makes 130 of both.
+        assert run.wait(END_S) in (128 + signal.SIGINT, -signal.SIGINT), run.text()
         said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
         assert len(said) == 1 and "Traceback" not in run.text(), run.text()
         run.assert_nothing_left()
