@@ -41,7 +41,7 @@ async def started(
 
 
 def make_records(config: Config, prepared: Prepared, table: LiveTable) -> Records:
-    """The records of a run in `config.run.dir`, whose events nobody gets."""
+    """Returns the records of a run in `config.run.dir`, without a receiver of events."""
     stall = config.track.stall
     alerts = Alerts(config.run.name, Path(config.run.dir), table.note, factor=stall.factor, at_least=stall.at_least)
     return Records(config, table, prepared.tokenizer, alerts)

@@ -1,4 +1,4 @@
-"""An answer that nobody samples, as the chat template writes it behind a prompt: a demonstration, one of a pair."""
+"""Encodes an answer of a data set, a demonstration or one of a pair, as the chat template writes it."""
 
 from __future__ import annotations
 

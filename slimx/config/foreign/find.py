@@ -34,7 +34,7 @@ SHORT: Table = {
     "output": "run.dir",
     "dir": "run.dir",
 }
-"""Short names that nobody else has."""
+"""Short names that are unique."""
 FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT)
 """Flags, which say the same in whatever section they are written. Flags that are called as a key is, such as --lr, are
 not repeated here (slimx.config.suggestions)."""

@@ -30,7 +30,7 @@ from slimx.runtime.children import bypass_proxies
 from slimx.runtime.running_clock import RunningClock, RunningLoop
 
 SAVING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals of whoever takes the machine, or the terminal, away: `checkpoint.grace` is for these."""
+"""Signals by which a machine or terminal is taken away, for which `checkpoint.grace` is."""
 START_END_S = 5.0
 """Seconds that a process whose Ray is still starting gets to end after a signal: Ray's library may hear none."""
 LINGER_S = 10.0
