@@ -32,7 +32,7 @@ class Connections:
         return len(self._open)
 
     async def listen(self, make: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
-        """Serve at `host` and `port`; `make` gives the protocol of one connection. Raises OSError where it cannot listen."""
+        """Serve at `host` and `port`; `make` gives the protocol of one connection. Raises OSError if it cannot."""
         loop = asyncio.get_running_loop()
         _report_once(loop)
         return await loop.create_server(lambda: _Connection(self, make()), host, port, backlog=BACKLOG)

@@ -22,7 +22,7 @@ class Alerts:
     """The events of one run. Without a webhook a stall is still noted."""
 
     def __init__(self, name: str, directory: Path, note: Callable[[str], None], *, factor: float, at_least: float):
-        """`note` receives messages on stalls and steps without a signal, and at the end of events that were not delivered.
+        """`note` gets messages on stalls and steps without a signal, and at the end of events that were not delivered.
         `factor`, `at_least`: of `track.stall`."""
         self.webhook: Webhook | None = None
         self.note = note
