@@ -86,7 +86,7 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 # Unit tests run beside integration tests, each in a session of its own: the ones compute while the others wait for Ray, a
 # server or a deadline. A file's tests stay together and share its fixtures. Byte code is kept even where the environment
 # says not to: a run starts a dozen processes that import the same modules.
-TESTS := $(BIN)/python -m pytest -rs --durations=20 --dist=loadfile --no-loadscope-reorder
+TESTS := $(BIN)/python -m pytest -rfEs --durations=20 --dist=loadfile --no-loadscope-reorder
 unit integration test-unit test-all: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: test
