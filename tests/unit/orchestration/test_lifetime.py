@@ -240,8 +240,16 @@ def test_a_save_that_hangs_is_ended_when_grace_and_stop_deadline_are_over():
     assert status == 128 + signal.SIGTERM and len(said) == 1
 
 
+@pytest.fixture
+def sighup_kills():
+    """SIGHUP's default, whatever pytest itself was started with: under nohup it is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_came_before_the_loop_is_not_lost(signum):
+def test_a_signal_that_came_before_the_loop_is_not_lost(signum, sighup_kills):
     async def work(alarm: Alarm) -> None:
         await asyncio.sleep(600)
 
