@@ -95,6 +95,7 @@ def seconds(parser: Callable[[str], object], written: str) -> float:
     return time.process_time() - began
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("parser", PARSERS)
 def test_four_times_the_text_takes_less_than_eight_times_the_time(parser, shape):

@@ -154,6 +154,7 @@ def seconds(function: Callable[[str], Any], shape: Shape, length: int) -> float:
     return max(min(took), FLOOR_S)
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_readers_of_sampled_text_take_time_in_proportion_to_its_length(reader):
     for shape in reader.shapes:
