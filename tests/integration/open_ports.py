@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -14,6 +15,7 @@ from tests.integration.runs import TrainProcess
 TITLE = "## Ports and keys"
 ADDRESSES = {"all": "all", "own": "loopback", "loopback": "loopback"}
 """Kind of address that each word of the table means in a run on one machine."""
+PATIENCE_S = 60
 Port = tuple[str, str]
 """Process and kind of address."""
 
@@ -25,13 +27,16 @@ def documented() -> set[Port]:
     return {(process, ADDRESSES[address]) for process, _, address, _ in rows[2:] if address in ADDRESSES}
 
 
-def opened(run: TrainProcess) -> set[Port]:
-    """All TCP sockets on which a process of `run` listens now."""
-    found = set()
-    for root in run.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # sandboxed programs come and go
-            for process in (root, *root.children(recursive=True)):  # the router clears its environment
-                found |= set(_listens(process))
+def opened(run: TrainProcess, expected: set[Port]) -> set[Port]:
+    """TCP sockets on which processes of `run` listen, looked for again while one of `expected` is missing: a process
+    that ends meanwhile hides others."""
+    found: set[Port] = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while not expected <= found and time.monotonic() < deadline:
+        for root in run.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # sandboxed programs come and go
+                for process in (root, *root.children(recursive=True)):  # the router clears its environment
+                    found |= set(_listens(process))
     return found
 
 

@@ -24,7 +24,7 @@ from slimx.observability.live.stacks import Stack, stacks
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed, publish
 from tests.integration.fault_stand import lost_with
-from tests.integration.open_ports import documented, opened
+from tests.integration.open_ports import Port, documented, opened
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
 from tests.integration.trainer_oracle import write_model
@@ -46,7 +46,8 @@ class Ahead:
     directory: Path
     teacher: Path
     status: dict[str, Any]
-    opened: set[tuple[str, str]]
+    documented: set[Port]
+    opened: set[Port]
     stacks: list[Stack]
     scraped: str
 
@@ -99,7 +100,10 @@ def ahead(
     run.until(lambda: completed_steps(directory / "run") >= 5)
     run.until((directory / "run" / "checkpoints" / "iter_0000004").exists)
     scraped = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
-    seen = Ahead(directory, teacher, run_status(directory / "run"), opened(run), stacks(directory / "run"), scraped)
+    absent = {"engine actor", "prefill engine"}  # it publishes by memory
+    ports = {(process, address) for process, address in documented() if process not in absent}
+    status, found = run_status(directory / "run"), opened(run, ports)
+    seen = Ahead(directory, teacher, status, ports, found, stacks(directory / "run"), scraped)
     run.kill(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.text()
     assert run.text().rstrip().endswith("slimx: stopped by SIGTERM")
@@ -153,8 +157,7 @@ def test_a_run_says_how_it_stands_and_opens_the_ports_that_are_documented(ahead:
     late = status["activity"]["late"]
     assert late is None or {*late["ranks"]} <= {f"trainer rank {rank}" for rank in range(late["of"])}
     assert run_status(ahead.directory / "run")["state"] == "dead"
-    absent = {"engine actor", "prefill engine"}  # it publishes by memory
-    assert ahead.opened == {(process, address) for process, address in documented() if process not in absent}
+    assert ahead.opened == ahead.documented
 
 
 def test_the_stacks_of_every_part_are_told(ahead: Ahead) -> None:
