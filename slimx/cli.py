@@ -20,7 +20,7 @@ from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.observability.live.safe_text import one_line, plain, visible
+from slimx.observability.live.safe_text import one_line, plain, visible, with_log
 from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
@@ -394,7 +394,7 @@ def main() -> None:
         if isinstance(error, SlimxError) and "--debug" in sys.argv:
             raise
         status, sentence = ending_of(error)
-        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+        print(f"slimx: {with_log(sentence)}", file=sys.stderr)
         sys.exit(status)
     sys.exit(status or 0)
 

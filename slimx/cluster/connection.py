@@ -11,7 +11,7 @@ import threading
 
 import ray
 
-from slimx.adapters.ray import SearchPath, without_unused
+from slimx.adapters.ray import SearchPath, be_silent, without_unused
 from slimx.cluster.access import SYSTEM_CONFIG, local_options
 from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError
@@ -37,6 +37,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
     """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold. `trainers`: whether
     it has any."""
     needs = [_needs(own, trainers=trainers) for own in config.by_policy.values()]
+    be_silent()
     ranks, engines, cpus = (sum(each) for each in zip(*needs, strict=True))
     try:
         if config.cluster.ray_address:

@@ -28,6 +28,7 @@ from slimx.environments.boxes.engines import MAX_SAID, OWNER, ContainerEngine, o
 from slimx.environments.boxes.protocol import BoxLost, BoxRefusal, Either, names_of, not_plain, too_large
 from slimx.environments.enclosure import MIB, NOBODY, Ran
 from slimx.environments.sandbox_watch import Ended, Limits, SandboxWatch
+from slimx.runtime.logs import how_ended
 
 OWN_PROCESSES = 16
 """Processes and threads in the container besides the program and its own: its first one, and the runtime's while it
@@ -239,7 +240,7 @@ class ContainerBox:
         if killed == "true":
             return "memory"
         if running != "true":
-            raise BoxLost(f"the container {name[:12]} has ended under a program (status {status})", about=name)
+            raise BoxLost(f"the container {name[:12]} has ended under a program, which {how_ended(status)}", about=name)
         return "exit"
 
     def _stop(self, name: str) -> None:
