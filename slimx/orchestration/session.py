@@ -243,13 +243,23 @@ async def _session(
             async with run.trainers_turn(publish=False):
                 await run.restore(resume_from, state)
                 await restore_reference(run, resume_from)
-            table.note(f"resumed at step {state.step} from {resume_from}")
+        if (line := resume_line(resume_from, done, records.tracker.removed)) is not None:
+            table.note(line)
         if recovery is not None:
             same = state is None or state.layout == layout_of(prepared.sizes)
             await recovery.open(run.checkpoints, Base(done, resume_from, same_layout=same))
         stack.enter_context(settled_heap())
         await work(run)
         alerts.tell("finished", f"finished after {run.step} steps")
+
+
+def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
+    """Returns the line about a run that goes on from `checkpoint` after `step` steps; None for one that begins.
+    `removed`: lines that its metrics.jsonl had beyond."""
+    later = f"; {removed} later or torn lines were taken out of metrics.jsonl" if removed else ""
+    if checkpoint is not None:
+        return f"resumed at step {step} from {checkpoint}{later}"
+    return f"begins again, as it has no checkpoint{later}" if removed else None
 
 
 def _trainers(policy: str, prepared: PreparedPolicy, device: str, logs: Path) -> TrainerGroup:
@@ -275,15 +285,15 @@ async def start_parts(
     trainers: Mapping[str, TrainerGroup],
     critic: CriticGroup | None,
     service: EngineService,
-    timed: Callable[[str, Awaitable[Any]], Awaitable[Any]],
+    timed: Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]],
 ) -> None:
     """Start the trainers of each policy, critic and engines, together where that can be. `timed` records how long each
     takes, by name."""
-    starting = [timed(prefix_of(name) + "trainers", group.start()) for name, group in trainers.items()]
+    starting = [partial(timed, prefix_of(name) + "trainers", group.start) for name, group in trainers.items()]
     if critic is not None:
-        starting.append(timed("critic", critic.start()))
+        starting.append(partial(timed, "critic", critic.start))
     if service.frozen.groups:
-        starting.append(timed("frozen engines", service.frozen.start()))
+        starting.append(partial(timed, "frozen engines", service.frozen.start))
     shared = []
     if config.schedule.colocate:
         # Engines are placed where the trainers are, which is known when these have started; and SGLang sizes its KV
@@ -293,9 +303,9 @@ async def start_parts(
         shared = await trainers[ACTOR].places() if service.device == "cuda" else []
         await trainers[ACTOR].offload()
     for name, engines in service.place(shared).items():
-        starting.append(check_reach(trainers[name], engines))
-        starting.append(timed(prefix_of(name) + "engines", engines.start()))
-    starting += [check_reach(trainers[name], service.engines) for name in config.served_beside]
+        starting.append(partial(check_reach, trainers[name], engines))
+        starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
+    starting += [partial(check_reach, trainers[name], service.engines) for name in config.served_beside]
     await together(starting)
 
 

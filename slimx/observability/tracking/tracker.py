@@ -32,6 +32,11 @@ class Tracker:
         self._warn = warn
         self._closed = False
 
+    @property
+    def removed(self) -> int:
+        """Lines of metrics.jsonl that were taken out when the run was resumed: later steps, and one that was torn."""
+        return self._jsonl.removed
+
     def log(self, step: int, metrics: Mapping[str, Any], *, version: int | None = None) -> None:
         """Logs one step, flat or nested `metrics` (see `flatten`); `version` is the weight version in force."""
         record = StepRecord(step=step, version=version, time=time.time(), metrics=flatten(metrics))
@@ -93,8 +98,6 @@ def make_tracker(
             others.append(make())
             undo.callback(others[-1].close)
         undo.pop_all()
-    if jsonl.removed:
-        warn(f"resumed at step {resume_step}: {jsonl.removed} later or torn lines taken out of metrics.jsonl")
     return Tracker(jsonl, others, warn)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import socket
 import subprocess
@@ -214,8 +216,9 @@ def test_beyond_loopback_only_who_has_the_token_sees_anything(run):
 def test_no_run_and_a_port_that_is_taken_are_refused(run, tmp_path):
     with refused("run.none"):
         serve(tmp_path, "127.0.0.1", 0, print)
-    with socket.create_server(("127.0.0.1", 0)) as taken, refused("watch.port"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, refused("watch.port") as refusal:
         serve(run, "127.0.0.1", taken.getsockname()[1], print)
+    assert os.strerror(errno.EADDRINUSE) in str(refusal.value)
 
 
 def drawn(address: str, tmp_path: Path) -> str:
