@@ -6,19 +6,17 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from slimx import __version__
 from slimx.commands.convert import app as convert
 from slimx.commands.data import command as data
-from slimx.commands.usage import Group, refusal
+from slimx.commands.usage import Group, RunCommand, refusal
 from slimx.config import load_config
 from slimx.config.schema import Config
-from slimx.config.suggestions import for_flag
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.live.safe_text import one_line, plain, visible, with_log
 from slimx.runtime.children import search_working_directory
@@ -59,21 +57,6 @@ Checkpoint = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
-class RunCommand(TyperCommand):
-    """A command that takes a run's YAML file: it knows what other frameworks' flags are called here."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {"--", "--help", *(name for each in self.params for name in [*each.opts, *each.secondary_opts])}
-        for number, argument in enumerate(args):
-            flag, given, value = argument.partition("=")
-            if flag.startswith("--") and flag not in own:
-                following = args[number + 1 : number + 2]
-                value = value if given else following[0] if following and following[0][:2] != "--" else "true"
-                if (told := for_flag(Config, flag, value)) is not None:
-                    raise SlimxError(f"slimx {self.name} has no {flag}; {told}", code="cli.foreign_flag", about=flag)
-        return super().parse_args(ctx, args)
 
 
 @app.command(cls=RunCommand)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import typer
 
 from slimx import cli
 from slimx.errors import SlimxError
@@ -37,3 +38,18 @@ def test_a_group_without_a_command_shows_its_help(monkeypatch, capsys, typed, li
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2 and listed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), SystemExit(75), SystemExit("x"), typer.Exit(0)])
+@pytest.mark.parametrize("command", ["train", "generate", "eval", "plan", "doctor"])
+def test_only_the_last_line_of_a_command_is_success(monkeypatch, capsys, command, error):
+    def leave(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "load_config", leave)
+    monkeypatch.setattr(sys, "argv", ["slimx", command, "run.yaml", *(["--hooks"] if command == "doctor" else [])])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    refusal = end.value.__context__
+    assert end.value.code == 2 and isinstance(refusal, SlimxError) and refusal.code == "cli.exit"
+    assert len(capsys.readouterr().err.splitlines()) == 1
