@@ -3,6 +3,7 @@ stacks | rollouts | report."""
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from pathlib import Path
@@ -362,6 +363,11 @@ def report(
 def main() -> None:
     """Run the command line. A command that fails ends in one sentence and the exit code of docs/operations.md, raised
     as SystemExit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a terminal or a pipe need not be UTF-8, and prompts are of all letters
+            stream.reconfigure(errors="backslashreplace")
     search_working_directory()  # hooks are found there
     try:
         try:

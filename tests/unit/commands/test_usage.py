@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
 import typer
+from rich.console import Console
 
 from slimx import cli
 from slimx.errors import SlimxError
@@ -53,3 +55,23 @@ def test_only_the_last_line_of_a_command_is_success(monkeypatch, capsys, command
     refusal = end.value.__context__
     assert end.value.code == 2 and isinstance(refusal, SlimxError) and refusal.code == "cli.exit"
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
+@pytest.mark.parametrize("prints", [print, lambda text: Console().print(text)])
+def test_letters_that_the_output_cannot_show_are_shown_by_their_codes(monkeypatch, encoding, prints):
+    written = {name: io.BytesIO() for name in ("stdout", "stderr")}
+    for name, bytes_ in written.items():
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(bytes_, encoding=encoding))
+
+    def command(**_: object) -> None:
+        prints("\u65e5 \u2192 x")
+        raise SlimxError("no \u65e5")
+
+    monkeypatch.setattr(cli, "app", command)
+    with pytest.raises(SystemExit):
+        cli.main()
+    for name in written:
+        getattr(sys, name).flush()
+    assert written["stdout"].getvalue() == b"\\u65e5 \\u2192 x\n"
+    assert written["stderr"].getvalue() == b"slimx: no \\u65e5\n"
