@@ -40,7 +40,6 @@ def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str]
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir) / DIRECTORY
-    directory.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     work = partial(_session, config, sources, directory, note, found)
     run_with_ray(config, device, work, trainers=False)

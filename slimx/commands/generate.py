@@ -21,7 +21,6 @@ from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
 from slimx.errors import Preempted, SlimxError
 from slimx.models.families import configured_model
-from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
@@ -30,6 +29,7 @@ from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving, without_trainers
+from slimx.orchestration.state.directory import begun
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
@@ -76,7 +76,7 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
     if state is not None and state.step >= config.schedule.steps:
         console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))
         return directory
-    with held(directory):
+    with begun(directory):
         replace_synced(directory / "config.yaml", config.to_text().encode())
         work = partial(_session, config, sources, saves, state, console)
         run_with_ray(config, device, work, trainers=False)

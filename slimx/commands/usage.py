@@ -54,8 +54,8 @@ class RunCommand(TyperCommand):
             if code and isinstance(error, typer.Exit):
                 raise  # the command's own, of which none is a success
             raise SlimxError(
-                f"slimx {self.name} was ended before its end, by {raised(error)}; have no hook, and no library that one "
-                "imports, exit",
+                f"slimx {self.name} ended before its work was done, by {raised(error)}; take the exit out of the hook, "
+                "or of what it imports",
                 code="cli.exit",
                 about=type(error).__name__,
             ) from error

@@ -19,7 +19,6 @@ from slimx.layout.ranks import Sizes
 from slimx.models.trunk import read_trunk
 from slimx.observability.alerts.alerts import Alerts, alerting
 from slimx.observability.live.activity import FILE, Activity
-from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import (
     PAIR_COLUMNS,
@@ -47,7 +46,7 @@ from slimx.orchestration.recovery.ledger import Base
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.directory import check_start
+from slimx.orchestration.state.directory import begun, check_start
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import RunState, Saves, read_state
@@ -72,7 +71,7 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
     check_start(config, directory, saves)  # before models and prompts are read; `resume_point` looks again
     prepared = check_run(config)
-    with held(directory):
+    with begun(directory):
         (directory / FILE).unlink(missing_ok=True)  # an earlier process's word, which status would take for this one's
         stall = config.track.stall
         alerts = Alerts(
@@ -322,9 +321,9 @@ def finish(config: Config, directory: Path) -> Path | None:
 
 
 def _open_records(config: Config, table: LiveTable, alerts: Alerts, resume_step: int, tokenizer: Any) -> Records:
-    rollouts = None
-    if config.rollout.policy_engines:
+    records = Records(config, table, tokenizer, alerts, resume_step=resume_step)
+    if config.rollout.policy_engines:  # after what may be refused: it removes files of later steps
         kept = config.track.rollouts
         where, origin = Path(config.run.dir) / DIRECTORY, origin_of(config, tokenizer)
-        rollouts = StepFiles(where, origin, every=kept.every, keep=kept.keep, resume_step=resume_step)
-    return Records(config, table, tokenizer, alerts, resume_step=resume_step, rollouts=rollouts)
+        records.rollouts = StepFiles(where, origin, every=kept.every, keep=kept.keep, resume_step=resume_step)
+    return records

@@ -84,19 +84,19 @@ def make_tracker(
     `config` is shown in every sink. A sink that cannot start raises SlimxError here.
     """
     with ExitStack() as undo:  # a sink that cannot start must not leave the earlier ones open
-        jsonl = JsonlFile(run_dir / "metrics.jsonl", resume_step=resume_step)
-        undo.callback(jsonl.close)
         run, others = TrackedRun(run_dir, project, name, config), []
         makers: list[Callable[[], Sink]] = [
+            *([lambda: _prometheus(name, run_dir, *prometheus)] if prometheus else []),
             *([lambda: WandbSink(run)] if wandb else []),
             *([lambda: InBackground(MlflowSink(run, mlflow))] if mlflow else []),
             *([lambda: SwanlabSink(run)] if swanlab else []),
             *([lambda: TensorBoardSink(run, resume_step)] if tensorboard else []),
-            *([lambda: _prometheus(name, run_dir, *prometheus)] if prometheus else []),
         ]
         for make in makers:
             others.append(make())
             undo.callback(others[-1].close)
+        # The last one: it takes out lines, which a refusal of a sink must not do.
+        jsonl = JsonlFile(run_dir / "metrics.jsonl", resume_step=resume_step)
         undo.pop_all()
     return Tracker(jsonl, others, warn)
 

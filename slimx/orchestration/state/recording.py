@@ -46,13 +46,13 @@ class Records:
         alerts: Alerts,
         *,
         resume_step: int = 0,
-        rollouts: StepFiles | None = None,
     ):
         """Open the files of `config.run.dir`, without what they hold of `resume_step` and later steps; 0 keeps all.
-        `alerts`: told of restarts, lost engines and skipped steps. `rollouts`: where the groups of each step are
-        written; None: nowhere."""
+        `alerts`: told of restarts, lost engines and skipped steps."""
         directory = Path(config.run.dir)
-        self.config, self.table, self.tokenizer, self.rollouts = config, table, tokenizer, rollouts
+        self.config, self.table, self.tokenizer = config, table, tokenizer
+        self.rollouts: StepFiles | None = None
+        """Where the groups of each step are written; None: nowhere."""
         self.alerts = alerts
         self.tracker = open_tracker(config, resume_step, table.note)
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
