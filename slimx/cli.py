@@ -67,13 +67,14 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train as FILE says; a run directory with a checkpoint is continued."""
+    console = Console()
+    console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
     from slimx.orchestration.early import check_early
 
     check_early(config)
     from slimx.orchestration.session import finish, run_training
 
-    console = Console()
     directory = run_training(config, console)
     report = finish(config, directory)
     console.print(plain(f"run {directory}" + (f", report {report}" if report else "")))
@@ -87,10 +88,11 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Generate FILE's rollouts without training: engines only; the steps are saved as a run saves them."""
+    console = Console()
+    console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
     from slimx.commands.generate import run_generation
 
-    console = Console()
     directory = run_generation(config, checkpoint, console)
     console.print(plain(f"rollouts {directory}"))
 
@@ -104,6 +106,7 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Answer FILE's held-out prompts with a checkpoint: engines only; mean reward and pass@k of each set."""
+    print(f"checking {one_line(file)}", file=sys.stderr, flush=True)
     config = load_config(file, overrides or [])
     import json
 

@@ -29,6 +29,7 @@ from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving, without_trainers
+from slimx.orchestration.starting import Starting
 from slimx.orchestration.state.directory import begun
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
@@ -78,7 +79,9 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
         return directory
     with begun(directory):
         replace_synced(directory / "config.yaml", config.to_text().encode())
-        work = partial(_session, config, sources, saves, state, console)
+        starting = Starting.of(config, trainers=False)
+        console.print(plain(starting.line))
+        work = partial(_session, config, sources, saves, state, starting, console)
         run_with_ray(config, device, work, trainers=False)
     return directory
 
@@ -88,16 +91,18 @@ async def _session(
     sources: Sources,
     saves: Saves,
     state: RunState | None,
+    starting: Starting,
     console: Console,
     alarm: Alarm,
 ) -> None:
     directory, done = Path(config.run.dir), state.step if state else 0
     with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
-        table.phase("start")
+        table.start(starting.line, starting.since)
         async with EndingStack(alarm) as stack:
             service = await stack.enter_async_context(serving(config, sources, directory, table.note))
             if state is not None:
                 table.note(f"resumed after step {state.step}")
+            table.note(starting.ready)
             await generate(service, saves, state, table, alarm.leaving)
 
 

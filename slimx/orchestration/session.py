@@ -46,6 +46,7 @@ from slimx.orchestration.recovery.ledger import Base
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
+from slimx.orchestration.starting import Starting
 from slimx.orchestration.state.directory import begun, check_start
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of
@@ -117,9 +118,10 @@ def _attempt(
             routes=config.trainer.moe.routing_replay == "R3",
         )
     replace_synced(directory / "config.yaml", config.to_text().encode())
-    run_with_ray(
-        config, device_of(config), partial(_session, config, prepared, saves, resume_from, alerts, console, work)
-    )
+    starting = Starting.of(config)
+    _say(console, starting.line)
+    parts = partial(_session, config, prepared, saves, resume_from, starting, alerts, console, work)
+    run_with_ray(config, device_of(config), parts)
 
 
 def _check_order(config: Config, prepared: Prepared, state: RunState, *, own: bool) -> None:
@@ -159,6 +161,7 @@ async def _session(
     prepared: Prepared,
     saves: Saves,
     resume_from: Path | None,
+    starting: Starting,
     alerts: Alerts,
     console: Console,
     work: Callable[[Run], Awaitable[None]],
@@ -180,7 +183,7 @@ async def _session(
         )
         records = _open_records(config, table, alerts, done + 1 if done else 0, prepared.tokenizer)
         stack.callback(records.close)
-        table.phase("start")
+        table.start(starting.line, starting.since)
         if config.publish.transport == "auto" and config.rollout.policy_engines:
             table.note(f"publish.transport {prepared.transport}")
         config = prepared.transport.applied(config)
@@ -248,6 +251,7 @@ async def _session(
             same = state is None or state.layout == layout_of(prepared.sizes)
             await recovery.open(run.checkpoints, Base(done, resume_from, same_layout=same))
         stack.enter_context(settled_heap())
+        table.note(starting.ready)
         await work(run)
         alerts.tell("finished", f"finished after {run.step} steps")
 

@@ -54,7 +54,7 @@ def test_only_the_last_line_of_a_command_is_success(monkeypatch, capsys, command
         cli.main()
     refusal = end.value.__context__
     assert end.value.code == 2 and isinstance(refusal, SlimxError) and refusal.code == "cli.exit"
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("slimx: ")]) == 1
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
@@ -75,3 +75,19 @@ def test_letters_that_the_output_cannot_show_are_shown_by_their_codes(monkeypatc
         getattr(sys, name).flush()
     assert written["stdout"].getvalue() == b"\\u65e5 \\u2192 x\n"
     assert written["stderr"].getvalue() == b"slimx: no \\u65e5\n"
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "eval"])
+def test_a_command_says_at_once_which_file_it_checks(monkeypatch, capsys, command):
+    printed: list[str] = []
+
+    def load(*_: object) -> None:
+        printed.extend(capsys.readouterr())
+        raise SlimxError("no")
+
+    monkeypatch.setattr(cli, "load_config", load)
+    monkeypatch.setattr(sys, "argv", ["slimx", command, "a\x1b.yaml"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "".join(printed) == "checking a\\u001b.yaml\n"
+    assert printed[command != "eval"] == "", "results of eval alone are on stdout"

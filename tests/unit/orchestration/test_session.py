@@ -87,7 +87,7 @@ def test_a_newest_checkpoint_that_is_damaged_is_set_aside_for_the_one_before(tmp
     (fourth / "slimx/tickets.bin").write_bytes(b"torn")  # found before anything starts
     started.damaged = [third]  # found when the ranks read it
     said = run(config_of(tmp_path), capsys)
-    assert started.at == [third.name, second.name]
+    assert started.at == [third.name, second.name] and said.count("starting 1 trainer\n") == 2
     assert str(fourth / "slimx/tickets.bin") in said and str(third / "__0_0.distcp") in said
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.damaged")) == [
         "iter_0000003.damaged",
