@@ -18,7 +18,6 @@ from rich.console import Console
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
-from slimx.durable import replace_synced
 from slimx.errors import Preempted, SlimxError
 from slimx.models.families import configured_model
 from slimx.observability.live.safe_text import plain
@@ -30,7 +29,7 @@ from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving, without_trainers
 from slimx.orchestration.starting import Starting
-from slimx.orchestration.state.directory import begun
+from slimx.orchestration.state.directory import begun, write_config
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
@@ -78,7 +77,7 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
         console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))
         return directory
     with begun(directory):
-        replace_synced(directory / "config.yaml", config.to_text().encode())
+        write_config(config, directory)
         starting = Starting.of(config, trainers=False)
         console.print(plain(starting.line))
         work = partial(_session, config, sources, saves, state, starting, console)

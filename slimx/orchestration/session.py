@@ -14,7 +14,6 @@ from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
-from slimx.durable import replace_synced
 from slimx.layout.ranks import Sizes
 from slimx.models.trunk import read_trunk
 from slimx.observability.alerts.alerts import Alerts, alerting
@@ -47,7 +46,7 @@ from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.starting import Starting
-from slimx.orchestration.state.directory import begun, check_start
+from slimx.orchestration.state.directory import begun, check_start, write_config
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import RunState, Saves, read_state
@@ -117,7 +116,7 @@ def _attempt(
             last=config.schedule.steps,
             routes=config.trainer.moe.routing_replay == "R3",
         )
-    replace_synced(directory / "config.yaml", config.to_text().encode())
+    write_config(config, directory)
     starting = Starting.of(config)
     _say(console, starting.line)
     parts = partial(_session, config, prepared, saves, resume_from, starting, alerts, console, work)

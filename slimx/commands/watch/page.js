@@ -149,7 +149,8 @@ function drawGroups(side) {
   }
   const count = groups.reduce((sum, group) => sum + group.kept.length, 0);
   side.querySelector(".count").textContent =
-    `trained at version ${side.found.version}: ${count} trajectories of ${groups.length} groups`;
+    `trained at version ${side.found.version}: ${count} trajectories of ${groups.length} groups` +
+    side.found.problems.map((problem) => `; ${problem}`).join("");
   side.querySelector(".groups").replaceChildren(...groups.map((group) => drawGroup(side, group)));
   // A single one is what was looked for.
   if (count === 1) side.querySelector(".trajectory").click();

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimx.config.schema import Config
+from slimx.data.saved.step_files import TOKENIZER
+from slimx.data.tokens import copy_tokenizer
+from slimx.durable import replace_synced
 from slimx.errors import REFUSED, SlimxError
 from slimx.observability.live.activity import FILE
 from slimx.observability.live.run_lock import held
@@ -44,6 +47,14 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
         there = Saves(Path(fork) / "checkpoints", keep=1).newest()
         hint = f"its newest is {there}" if there is not None else "name a RUN/checkpoints/iter_NNNNNNN"
         raise SlimxError(f"run.fork: {fork} is no complete checkpoint; {hint}", code="run.fork", about=fork)
+
+
+def write_config(config: Config, directory: Path) -> None:
+    """Write the configuration into a run's directory, and with it the tokenizer by which its rollouts are read, where
+    the model need not be. Raises SlimxError where that cannot be."""
+    replace_synced(directory / "config.yaml", config.to_text().encode())
+    if config.rollout.policy_engines:
+        copy_tokenizer(config.model.path, directory / TOKENIZER)
 
 
 @contextmanager
