@@ -110,7 +110,7 @@ class ContainerBox:
         with self._turn:
             ran, _ = self._run(["sh", "-c", _PUT, "put", path], content, "/", None, self._for_copies(0))
         if not ran.ok:
-            raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or f"{ran.ended} {ran.status}")
+            raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or ran.ending)
 
     def get(self, path: str, most: int) -> bytes:
         names_of(path)
@@ -119,7 +119,7 @@ class ContainerBox:
         if ran.ended == "output" or len(content) > most:
             raise too_large(path, f"more than {most}", most)
         if not ran.ok:
-            raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or f"{ran.ended} {ran.status}")
+            raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or ran.ending)
         return content
 
     def snapshot(self, to: Path) -> None:

@@ -52,7 +52,7 @@ class Records:
         directory = Path(config.run.dir)
         self.config, self.table, self.tokenizer = config, table, tokenizer
         self.rollouts: StepFiles | None = None
-        """Where the groups of each step are written; None: nowhere."""
+        """Files of the groups of each step; None: they are not kept."""
         self.alerts = alerts
         self.tracker = open_tracker(config, resume_step, table.note)
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
