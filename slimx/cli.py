@@ -3,24 +3,23 @@ stacks | rollouts | report."""
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from slimx import __version__
 from slimx.commands.convert import app as convert
 from slimx.commands.data import command as data
-from slimx.commands.usage import Group, refusal
+from slimx.commands.usage import Group, RunCommand, refusal
 from slimx.config import load_config
 from slimx.config.schema import Config
-from slimx.config.suggestions import for_flag
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.observability.live.safe_text import one_line, plain, visible
+from slimx.observability.live.safe_text import one_line, plain, visible, with_log
 from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
@@ -61,21 +60,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-class RunCommand(TyperCommand):
-    """A command that takes a run's YAML file: it knows what other frameworks' flags are called here."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {"--", "--help", *(name for each in self.params for name in [*each.opts, *each.secondary_opts])}
-        for number, argument in enumerate(args):
-            flag, given, value = argument.partition("=")
-            if flag.startswith("--") and flag not in own:
-                following = args[number + 1 : number + 2]
-                value = value if given else following[0] if following and following[0][:2] != "--" else "true"
-                if (told := for_flag(Config, flag, value)) is not None:
-                    raise SlimxError(f"slimx {self.name} has no {flag}; {told}", code="cli.foreign_flag", about=flag)
-        return super().parse_args(ctx, args)
-
-
 @app.command(cls=RunCommand)
 def train(
     file: RunFile,
@@ -83,13 +67,14 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train as FILE says; a run directory with a checkpoint is continued."""
+    console = Console()
+    console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
     from slimx.orchestration.early import check_early
 
     check_early(config)
     from slimx.orchestration.session import finish, run_training
 
-    console = Console()
     directory = run_training(config, console)
     report = finish(config, directory)
     console.print(plain(f"run {directory}" + (f", report {report}" if report else "")))
@@ -103,10 +88,11 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Generate FILE's rollouts without training: engines only; the steps are saved as a run saves them."""
+    console = Console()
+    console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
     from slimx.commands.generate import run_generation
 
-    console = Console()
     directory = run_generation(config, checkpoint, console)
     console.print(plain(f"rollouts {directory}"))
 
@@ -120,6 +106,7 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Answer FILE's held-out prompts with a checkpoint: engines only; mean reward and pass@k of each set."""
+    print(f"checking {one_line(file)}", file=sys.stderr, flush=True)
     config = load_config(file, overrides or [])
     import json
 
@@ -379,6 +366,11 @@ def report(
 def main() -> None:
     """Run the command line. A command that fails ends in one sentence and the exit code of docs/operations.md, raised
     as SystemExit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a terminal or a pipe need not be UTF-8, and prompts are of all letters
+            stream.reconfigure(errors="backslashreplace")
     search_working_directory()  # hooks are found there
     try:
         try:
@@ -394,7 +386,7 @@ def main() -> None:
         if isinstance(error, SlimxError) and "--debug" in sys.argv:
             raise
         status, sentence = ending_of(error)
-        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+        print(f"slimx: {with_log(sentence)}", file=sys.stderr)
         sys.exit(status)
     sys.exit(status or 0)
 

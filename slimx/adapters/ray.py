@@ -1,5 +1,5 @@
 """Starts a Ray of one machine with what a run uses of it, the GCS, the raylet and the raylet's agents; and has workers
-search modules as the driver does.
+search modules as the driver does; and keeps Ray's words about the driver's workers out of the driver's output.
 
 Written for ray 2.60, whose `ray.init` starts three more programs that no option leaves out: 3 s of a core together, and
 it waits for one of them.
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from ray._private import worker
 from ray._private.node import Node
 from ray.job_config import JobConfig
 
@@ -21,6 +22,8 @@ UNUSED = {
     "start_log_monitor": "brings the output of workers to the driver: each part of a run writes a log of its own",
 }
 """Methods of Ray's `Node` that start a program each, and why a run does without it."""
+
+_PRINTS = "_worker_logs_enabled"
 
 
 @contextlib.contextmanager
@@ -35,6 +38,13 @@ def without_unused() -> Iterator[None]:
     finally:
         for name, start in starts.items():
             setattr(Node, name, start)
+
+
+def be_silent() -> None:
+    """Keep Ray from printing in this process, coloured wherever it goes, what it hears of workers: the run reports the
+    end of each part in its own words. No option of `ray.init` does that. Raises AttributeError if it cannot be."""
+    getattr(worker, _PRINTS)
+    setattr(worker, _PRINTS, False)
 
 
 def _start_nothing(node: Node, **_: Any) -> None:

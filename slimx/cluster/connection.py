@@ -11,7 +11,7 @@ import threading
 
 import ray
 
-from slimx.adapters.ray import SearchPath, without_unused
+from slimx.adapters.ray import SearchPath, be_silent, without_unused
 from slimx.cluster.access import SYSTEM_CONFIG, local_options
 from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError
@@ -37,6 +37,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
     """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold. `trainers`: whether
     it has any."""
     needs = [_needs(own, trainers=trainers) for own in config.by_policy.values()]
+    be_silent()
     ranks, engines, cpus = (sum(each) for each in zip(*needs, strict=True))
     try:
         if config.cluster.ray_address:
@@ -64,15 +65,19 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             )
 
 
+def trained_ranks(config: Config) -> int:
+    """Processes that train one policy, and a critic that does not share them."""
+    critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
+    return config.trainer.world_size + critic
+
+
 def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
     """Ranks that train one policy, ranks of engines with GPUs of their own, and CPUs."""
     threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
     # Engines that take turns with trainers have no GPUs of their own.
     apart = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
     engines = sum(group.started * group.ranks for group in apart)
-    # Ranks of a critic that shares the trainers' are none of their own.
-    critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
-    ranks = config.trainer.world_size + critic if trainers else 0
+    ranks = trained_ranks(config) if trainers else 0
     return ranks, engines, ranks * config.trainer.threads + threads
 
 

@@ -6,21 +6,23 @@ import asyncio
 import math
 import textwrap
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.runtime.logs import log_end, quoted
 from slimx.runtime.tasks import cancelled
 
 DEATH_S = 5.0
 """Seconds in which Ray knows that an actor has died: others may hear of it earlier, by a connection that broke."""
-_BEGINS = "==== started"
 _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 """Answers of Ray for an actor whose process has ended; the second one is no kind of the first, and says that Ray itself
 killed it because the machine ran out of memory."""
+
+_UNKNOWN, _SILENT = "connection error code 2", ", as after SIGKILL (out of memory? see dmesg)"
+"""Words of ray 2.60 for a process that ended without a word to it, and what they mean if nothing was printed either."""
 
 
 class ActorDied(PartLost):
@@ -72,10 +74,9 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
     if isinstance(cause, SlimxError):
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        # A process that never came to write its log died of what Ray was told last.
-        said = (
-            f"the end of {log}:\n{tail(log)}" if tail(log) else f"its log {log} is empty; Ray says: {_last_line(error)}"
-        )
+        said = quoted(log, end := log_end(log))
+        if not end:  # a process that never came to print died of what Ray was told last
+            said += _SILENT if _UNKNOWN in str(error) else f"; Ray says: {_last_line(error)}"
         out: SlimxError = ActorDied(f"{holder} died during {what}; {said}", code="actor.died", about=holder)
     else:
         out = SlimxError(
@@ -90,23 +91,6 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
 def _short(error: BaseException) -> str:
     """The words of an error on one line; of the pages that Ray writes about memory the begin, with its figures."""
     return textwrap.shorten(str(error), 400, placeholder=" ...")
-
-
-def begin_log(path: Path) -> None:
-    """Mark in the log of a process that is about to start where its words begin: a run that goes on appends."""
-    with path.open("a") as log:
-        log.write(f"{_BEGINS} {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
-
-
-def tail(path: Path, lines: int = 20) -> str:
-    """The last lines of a log since its process began, at most 64 KiB."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as log:
-        log.seek(max(0, log.seek(0, 2) - 65536))
-        written = log.read().decode(errors="replace").splitlines()
-    begins = max((number for number, line in enumerate(written, 1) if line.startswith(_BEGINS)), default=0)
-    return "\n".join(written[begins:][-lines:])
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import slimx
+from slimx.runtime.logs import how_ended
 from slimx.runtime.toolkit import cuda_home, link_error, python_header
 
 ROOT = Path(slimx.__file__).parents[1]
@@ -289,7 +290,7 @@ def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
         text=True,
         timeout=IMPORT_S,
     )
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [how_ended(done.returncode)])[-1]
 
 
 # Facts --------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_r
 from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving, without_trainers
+from slimx.orchestration.starting import Starting
 from slimx.orchestration.step.evaluation import answer_all, judge
 
 DIRECTORY = "eval"
@@ -40,9 +41,10 @@ def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str]
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir) / DIRECTORY
-    directory.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
-    work = partial(_session, config, sources, directory, note, found)
+    starting = Starting.of(config, trainers=False)
+    note(starting.line)
+    work = partial(_session, config, sources, directory, starting, note, found)
     run_with_ray(config, device, work, trainers=False)
     results = JsonlFile(directory / "results.jsonl", resume_step=0)
     results.write(found)
@@ -54,12 +56,14 @@ async def _session(
     config: Config,
     sources: Sources,
     directory: Path,
+    starting: Starting,
     note: Callable[[str], None],
     found: dict[str, Any],
     alarm: Alarm,
 ) -> None:
     async with EndingStack(alarm) as stack:
         service = await stack.enter_async_context(serving(config, sources, directory, note))
+        note(starting.ready)
         found |= await evaluate_once(service)
 
 

@@ -18,10 +18,8 @@ from rich.console import Console
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
-from slimx.durable import replace_synced
 from slimx.errors import Preempted, SlimxError
 from slimx.models.families import configured_model
-from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
@@ -30,6 +28,8 @@ from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving, without_trainers
+from slimx.orchestration.starting import Starting
+from slimx.orchestration.state.directory import begun, write_config
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
@@ -76,9 +76,11 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
     if state is not None and state.step >= config.schedule.steps:
         console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))
         return directory
-    with held(directory):
-        replace_synced(directory / "config.yaml", config.to_text().encode())
-        work = partial(_session, config, sources, saves, state, console)
+    with begun(directory):
+        write_config(config, directory)
+        starting = Starting.of(config, trainers=False)
+        console.print(plain(starting.line))
+        work = partial(_session, config, sources, saves, state, starting, console)
         run_with_ray(config, device, work, trainers=False)
     return directory
 
@@ -88,16 +90,18 @@ async def _session(
     sources: Sources,
     saves: Saves,
     state: RunState | None,
+    starting: Starting,
     console: Console,
     alarm: Alarm,
 ) -> None:
     directory, done = Path(config.run.dir), state.step if state else 0
     with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
-        table.phase("start")
+        table.start(starting.line, starting.since)
         async with EndingStack(alarm) as stack:
             service = await stack.enter_async_context(serving(config, sources, directory, table.note))
             if state is not None:
                 table.note(f"resumed after step {state.step}")
+            table.note(starting.ready)
             await generate(service, saves, state, table, alarm.leaving)
 
 

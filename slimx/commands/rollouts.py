@@ -12,7 +12,7 @@ from typing import Any
 
 from slimx.commands.show import Decode, Json, group_lines, group_values, prompt_line, prompt_values
 from slimx.data.records import Group
-from slimx.data.saved.step_files import DIRECTORY, read_step, read_step_about, step_files
+from slimx.data.saved.step_files import DIRECTORY, TOKENIZER, read_step, read_step_about, step_files
 from slimx.data.saved.trained_tokens import read_trained
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
@@ -85,7 +85,7 @@ def steps_of(directory: Path) -> Json:
 
 
 def step_of(directory: Path, step: int, choice: Choice) -> Json:
-    """{step, version, groups: [chosen ones], hidden: how many more are chosen}."""
+    """{step, version, groups: [chosen ones], hidden: how many more are chosen, problems}."""
     files = _files(directory)
     if step not in files:
         raise SlimxError(
@@ -104,18 +104,20 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
         )
     chosen = list(_chosen(groups, choice))
     shown = chosen[: choice.limit or None]
-    decode = _decoder(directory)
+    decode, problems = _decoder(directory)
     return {
         "step": step,
         "version": about.version,
         "groups": [group_values(group, about.version, decode, trained, tokens=choice.tokens) for group in shown],
         "hidden": len(chosen) - len(shown),
+        "problems": problems,
     }
 
 
 def buffer_of(directory: Path, choice: Choice) -> Json:
-    """{checkpoint, step, version, waiting, hidden}. `waiting`: by ticket {number, prompt, group: None where that is not
-    complete, and then complete_rollouts and sampled_tokens, those of unfinished rollouts, which are kept}."""
+    """{checkpoint, step, version, waiting, hidden, problems}. `waiting`: by ticket {number, prompt, group: None where
+    that is not complete, and then complete_rollouts and sampled_tokens, those of unfinished rollouts, which are kept}.
+    """
     check_run(directory)
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
@@ -124,7 +126,7 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
             code="rollouts.buffer",
             about=str(directory),
         )
-    state, decode = read_state(newest), _decoder(directory)
+    state, (decode, problems) = read_state(newest), _decoder(directory)
     everything = choice.group is None and choice.reward_below is None
     chosen: list[tuple[SavedTicket, Group | None]] = []
     for ticket in state.rollouts["tickets"]:
@@ -149,6 +151,7 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
         "version": state.version,
         "waiting": waiting,
         "hidden": len(chosen) - len(shown),
+        "problems": problems,
     }
 
 
@@ -183,6 +186,7 @@ def step_lines(found: Json) -> Iterator[str]:
     """`step_of` as text."""
     shown = len(found["groups"])
     yield f"step {found['step']}, trained at version {found['version']}: {shown} of {shown + found['hidden']} groups"
+    yield from found["problems"]
     for group in found["groups"]:
         yield from group_lines(group)
     yield from _hidden(found)
@@ -195,6 +199,7 @@ def buffer_lines(found: Json) -> Iterator[str]:
         f"{found['checkpoint']}, after step {found['step']}: {complete} complete groups, "
         f"{len(found['waiting']) - complete} not complete"
     )
+    yield from found["problems"]
     for ticket in found["waiting"]:
         if ticket["group"] is None:
             yield (
@@ -249,14 +254,15 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
         yield group
 
 
-def _decoder(directory: Path) -> Decode:
-    """By the run's tokenizer; where it is not at its place any more, the ids themselves."""
-    config = read_config(directory)
+def _decoder(directory: Path) -> tuple[Decode, list[str]]:
+    """By the tokenizer that the run has kept, or an older run's model has; where there is none, the ids themselves, and
+    the reason."""
+    kept = directory / TOKENIZER
     try:
-        tokenizer: Any = load_tokenizer(config["model"]["path"])
-    except SlimxError:
-        return lambda ids: " ".join(map(str, ids))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        tokenizer: Any = load_tokenizer(kept if kept.is_dir() else read_config(directory)["model"]["path"])
+    except SlimxError as error:
+        return lambda ids: " ".join(map(str, ids)), [f"tokens are shown as ids: {error}"]
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False), []
 
 
 def _ranges(steps: Sequence[int]) -> str:

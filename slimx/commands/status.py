@@ -103,7 +103,7 @@ def describe_status(status: dict[str, Any]) -> list[str]:
     for engine in status["engines"]:
         kind = "frozen" if engine["frozen"] else engine["role"]
         nodes = f", {engine['nodes']} machines" if engine["nodes"] > 1 else ""
-        again = f", started again {engine['restarts']} times" if engine["restarts"] else ""
+        again = f", started again: {engine['restarts']}" if engine["restarts"] else ""
         where = engine["url"] or "no address"
         lines.append(f"engine   {engine['name']} ({kind}): {engine['standing']} at {where}{nodes}{again}")
         lines += _restarts(engine)

@@ -6,9 +6,11 @@ import difflib
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from slimx.errors import REFUSED, SlimxError
+from slimx.config.schema import Config
+from slimx.config.suggestions import for_flag
+from slimx.errors import REFUSED, SlimxError, raised
 
 
 class Group(TyperGroup):
@@ -27,6 +29,36 @@ class Group(TyperGroup):
             hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(self.commands)}"
             raise SlimxError(f"{_called(ctx)} has no command {name}; {hint}", code="cli.command", about=name)
         return super().resolve_command(ctx, args)
+
+
+class RunCommand(TyperCommand):
+    """A command that takes a run's YAML file: it knows what other frameworks' flags are called here, and ends with
+    success after its last line alone, whatever a hook raises."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {"--", "--help", *(name for each in self.params for name in [*each.opts, *each.secondary_opts])}
+        for number, argument in enumerate(args):
+            flag, given, value = argument.partition("=")
+            if flag.startswith("--") and flag not in own:
+                following = args[number + 1 : number + 2]
+                value = value if given else following[0] if following and following[0][:2] != "--" else "true"
+                if (told := for_flag(Config, flag, value)) is not None:
+                    raise SlimxError(f"slimx {self.name} has no {flag}; {told}", code="cli.foreign_flag", about=flag)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (SystemExit, typer.Exit) as error:
+            code = error.code if isinstance(error, SystemExit) else error.exit_code
+            if code and isinstance(error, typer.Exit):
+                raise  # the command's own, of which none is a success
+            raise SlimxError(
+                f"slimx {self.name} ended before its work was done, by {raised(error)}; take the exit out of the hook, "
+                "or of what it imports",
+                code="cli.exit",
+                about=type(error).__name__,
+            ) from error
 
 
 def refusal(error: typer.TyperException) -> SlimxError:

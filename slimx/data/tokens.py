@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slimx.data.messages import unseen
 from slimx.data.records import Prompt
 from slimx.data.template import check_arguments, with_template
+from slimx.durable import replace_synced
 from slimx.errors import SlimxError
 
 if TYPE_CHECKING:
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model")
 """Files of which a Hugging Face tokenizer has at least one."""
+COMPANIONS = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""Further files that a tokenizer is made of, where it has them."""
 
 MARKER = "(the answer 8d1f)"
 """Stands for an answer where its place in a rendering is to be found."""
@@ -55,6 +65,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             code="tokenizer.broken",
             about=str(path),
         ) from error
+
+
+def copy_tokenizer(path: str | Path, into: Path) -> None:
+    """Copy the files of the tokenizer in `path` into a directory, in place of one that is there. Raises SlimxError
+    where they cannot be written."""
+    into.mkdir(exist_ok=True)
+    for name in (*VOCABULARIES, *COMPANIONS):
+        if (file := Path(path) / name).is_file():
+            replace_synced(into / name, file.read_bytes())
+        else:
+            (into / name).unlink(missing_ok=True)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

@@ -22,6 +22,7 @@ from functools import cache
 from slimx.environments import memory_group, seccomp
 from slimx.environments.sandbox_watch import Ended, Limits, SandboxWatch, end
 from slimx.errors import SlimxError
+from slimx.runtime.logs import how_ended
 
 NOBODY = 65534
 OWN_PROCESSES = 4
@@ -46,6 +47,11 @@ class Ran:
     @property
     def ok(self) -> bool:
         return self.ended == "exit" and self.status == 0
+
+    @property
+    def ending(self) -> str:
+        """The end in words, for a message."""
+        return how_ended(self.status) if self.ended == "exit" else f"was ended by {self.ended}"
 
 
 async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = False) -> T:

@@ -29,6 +29,7 @@ from slimx.dotted import imported
 from slimx.environments.base import Begin, Environment, Step
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.exchange import exchange, reply
+from slimx.runtime.logs import how_ended
 from slimx.runtime.process import kill_descendants
 from slimx.runtime.threads import in_thread
 
@@ -158,8 +159,8 @@ class InProcess:
         except (EOFError, OSError):
             self._process.join(CLOSE_S)
             raise SlimxError(
-                f"the environment {self._path} of rollout {self._rollout} ended its process in {name} (exit status "
-                f"{self._process.exitcode}); run it on this prompt alone to see why",
+                f"the process of the environment {self._path} of rollout {self._rollout} "
+                f"{how_ended(self._process.exitcode)} in {name}; run it on this prompt alone to see why",
                 code="environment.crash",
                 about=self._rollout,
             ) from None

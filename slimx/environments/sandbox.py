@@ -81,7 +81,7 @@ class Sandbox:
         ran = self.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
         if not ran.ok:
             raise SlimxError(
-                f"the sandbox could not be tried ({ran.ended} {ran.status}): {ran.stderr.strip()[-300:]}",
+                f"the sandbox could not be tried (the trial {ran.ending}): {ran.stderr.strip()[-300:]}",
                 code="sandbox.probe",
                 about=ran.ended,
             )

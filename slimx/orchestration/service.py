@@ -41,7 +41,7 @@ class EngineService:
 
         async with EngineService(...) as service:
             groups = service.place()
-            await together([service.frozen.start(), *(engines.start() for engines in groups.values())])
+            await together([service.frozen.start, *(engines.start for engines in groups.values())])
             await service.open(context)
             maker = service.make_maker()
 

@@ -88,7 +88,7 @@ async def serving(
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
         (engines,) = service.place().values()
-        await together([service.frozen.start(), engines.start()])
+        await together([service.frozen.start, engines.start])
         # As long as what training on the same configuration could take.
         await service.open(longest_trajectory(config, sources.spec, sizes_of(config.trainer)))
         await admit_joining(engines, _call_version_0)

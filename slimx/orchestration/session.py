@@ -14,12 +14,10 @@ from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
-from slimx.durable import replace_synced
 from slimx.layout.ranks import Sizes
 from slimx.models.trunk import read_trunk
 from slimx.observability.alerts.alerts import Alerts, alerting
 from slimx.observability.live.activity import FILE, Activity
-from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import (
     PAIR_COLUMNS,
@@ -47,7 +45,8 @@ from slimx.orchestration.recovery.ledger import Base
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.directory import check_start
+from slimx.orchestration.starting import Starting
+from slimx.orchestration.state.directory import begun, check_start, write_config
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import RunState, Saves, read_state
@@ -72,7 +71,7 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
     check_start(config, directory, saves)  # before models and prompts are read; `resume_point` looks again
     prepared = check_run(config)
-    with held(directory):
+    with begun(directory):
         (directory / FILE).unlink(missing_ok=True)  # an earlier process's word, which status would take for this one's
         stall = config.track.stall
         alerts = Alerts(
@@ -117,10 +116,11 @@ def _attempt(
             last=config.schedule.steps,
             routes=config.trainer.moe.routing_replay == "R3",
         )
-    replace_synced(directory / "config.yaml", config.to_text().encode())
-    run_with_ray(
-        config, device_of(config), partial(_session, config, prepared, saves, resume_from, alerts, console, work)
-    )
+    write_config(config, directory)
+    starting = Starting.of(config)
+    _say(console, starting.line)
+    parts = partial(_session, config, prepared, saves, resume_from, starting, alerts, console, work)
+    run_with_ray(config, device_of(config), parts)
 
 
 def _check_order(config: Config, prepared: Prepared, state: RunState, *, own: bool) -> None:
@@ -160,6 +160,7 @@ async def _session(
     prepared: Prepared,
     saves: Saves,
     resume_from: Path | None,
+    starting: Starting,
     alerts: Alerts,
     console: Console,
     work: Callable[[Run], Awaitable[None]],
@@ -181,7 +182,7 @@ async def _session(
         )
         records = _open_records(config, table, alerts, done + 1 if done else 0, prepared.tokenizer)
         stack.callback(records.close)
-        table.phase("start")
+        table.start(starting.line, starting.since)
         if config.publish.transport == "auto" and config.rollout.policy_engines:
             table.note(f"publish.transport {prepared.transport}")
         config = prepared.transport.applied(config)
@@ -243,13 +244,24 @@ async def _session(
             async with run.trainers_turn(publish=False):
                 await run.restore(resume_from, state)
                 await restore_reference(run, resume_from)
-            table.note(f"resumed at step {state.step} from {resume_from}")
+        if (line := resume_line(resume_from, done, records.tracker.removed)) is not None:
+            table.note(line)
         if recovery is not None:
             same = state is None or state.layout == layout_of(prepared.sizes)
             await recovery.open(run.checkpoints, Base(done, resume_from, same_layout=same))
         stack.enter_context(settled_heap())
+        table.note(starting.ready)
         await work(run)
         alerts.tell("finished", f"finished after {run.step} steps")
+
+
+def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
+    """Returns the line about a run that goes on from `checkpoint` after `step` steps; None for one that begins.
+    `removed`: lines that its metrics.jsonl had beyond."""
+    later = f"; {removed} later or torn lines were taken out of metrics.jsonl" if removed else ""
+    if checkpoint is not None:
+        return f"resumed at step {step} from {checkpoint}{later}"
+    return f"begins again, as it has no checkpoint{later}" if removed else None
 
 
 def _trainers(policy: str, prepared: PreparedPolicy, device: str, logs: Path) -> TrainerGroup:
@@ -275,15 +287,15 @@ async def start_parts(
     trainers: Mapping[str, TrainerGroup],
     critic: CriticGroup | None,
     service: EngineService,
-    timed: Callable[[str, Awaitable[Any]], Awaitable[Any]],
+    timed: Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]],
 ) -> None:
     """Start the trainers of each policy, critic and engines, together where that can be. `timed` records how long each
     takes, by name."""
-    starting = [timed(prefix_of(name) + "trainers", group.start()) for name, group in trainers.items()]
+    starting = [partial(timed, prefix_of(name) + "trainers", group.start) for name, group in trainers.items()]
     if critic is not None:
-        starting.append(timed("critic", critic.start()))
+        starting.append(partial(timed, "critic", critic.start))
     if service.frozen.groups:
-        starting.append(timed("frozen engines", service.frozen.start()))
+        starting.append(partial(timed, "frozen engines", service.frozen.start))
     shared = []
     if config.schedule.colocate:
         # Engines are placed where the trainers are, which is known when these have started; and SGLang sizes its KV
@@ -293,9 +305,9 @@ async def start_parts(
         shared = await trainers[ACTOR].places() if service.device == "cuda" else []
         await trainers[ACTOR].offload()
     for name, engines in service.place(shared).items():
-        starting.append(check_reach(trainers[name], engines))
-        starting.append(timed(prefix_of(name) + "engines", engines.start()))
-    starting += [check_reach(trainers[name], service.engines) for name in config.served_beside]
+        starting.append(partial(check_reach, trainers[name], engines))
+        starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
+    starting += [partial(check_reach, trainers[name], service.engines) for name in config.served_beside]
     await together(starting)
 
 
@@ -312,9 +324,9 @@ def finish(config: Config, directory: Path) -> Path | None:
 
 
 def _open_records(config: Config, table: LiveTable, alerts: Alerts, resume_step: int, tokenizer: Any) -> Records:
-    rollouts = None
-    if config.rollout.policy_engines:
+    records = Records(config, table, tokenizer, alerts, resume_step=resume_step)
+    if config.rollout.policy_engines:  # after what may be refused: it removes files of later steps
         kept = config.track.rollouts
         where, origin = Path(config.run.dir) / DIRECTORY, origin_of(config, tokenizer)
-        rollouts = StepFiles(where, origin, every=kept.every, keep=kept.keep, resume_step=resume_step)
-    return Records(config, table, tokenizer, alerts, resume_step=resume_step, rollouts=rollouts)
+        records.rollouts = StepFiles(where, origin, every=kept.every, keep=kept.keep, resume_step=resume_step)
+    return records

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.runtime.children import bypass_proxies
+from slimx.runtime.logs import how_ended
 
 MAX_OUTPUT = 20_000
 """Characters that are kept of the end of what a program writes."""
@@ -61,7 +62,7 @@ async def run_command(command: Sequence[str], base_url: str, prompt: Prompt, var
             await asyncio.shield(_end(starting))
         if process.returncode:
             raise SlimxError(
-                f"{command[0]} ended with status {process.returncode}: {_tail(err)}",
+                f"{command[0]} {how_ended(process.returncode)}: {_tail(err) or 'nothing was printed'}",
                 code="agent.status",
                 about=command[0],
             )

@@ -26,6 +26,7 @@ import psutil
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import child_environment, python_argv
+from slimx.runtime.logs import log_end
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
@@ -110,12 +111,8 @@ class SupervisedProcess:
         return self._guard.poll()
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of what it wrote since its last start; reads at most 64 KiB."""
-        if not self.log_path.exists():
-            return ""
-        with self.log_path.open("rb") as log:
-            log.seek(max(self._log_begins, log.seek(0, os.SEEK_END) - 65536))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        """The last lines that it printed since its last start; reads at most 64 KiB."""
+        return log_end(self.log_path, lines, since=self._log_begins)
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the whole tree: SIGTERM, `grace_s` seconds, then SIGKILL. Blocks; nothing is left when it returns."""

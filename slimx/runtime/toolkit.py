@@ -13,6 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from slimx.errors import SlimxError
+from slimx.runtime.logs import how_ended
 
 USUAL = Path("/usr/local/cuda")
 WHEEL = "nvidia/cu13"
@@ -107,7 +108,7 @@ def link_error(home: Path, *, driver: bool) -> str | None:
             except (OSError, subprocess.TimeoutExpired) as error:
                 return f"{command[0]}: {error}"
             if done.returncode:
-                lines = (done.stderr + done.stdout).strip().splitlines() or [f"status {done.returncode}"]
+                lines = (done.stderr + done.stdout).strip().splitlines() or [how_ended(done.returncode)]
                 return next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
     return None
 

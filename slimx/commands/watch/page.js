@@ -4,7 +4,7 @@
 const EVERY_MS = 3000;
 const SHADES = ["#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9"];
 const GOOD = "#3f9f7f", BAD = "#c8574f";
-const NUMBERS = [["reward/mean", "Reward"], ["eval/accuracy", "Held-out accuracy"], ["loss/sft", "Loss"],
+const NUMBERS = [["reward/mean", "Reward"], ["eval/accuracy", "Held-out"], ["loss/sft", "Loss"],
   ["time/step", "Seconds of a step"], ["perf/tokens_per_second", "Tokens per second"], ["gap/mean", "Log-prob gap"],
   ["staleness/max", "Staleness, versions"], ["dropped/total", "Dropped groups"],
   ["memory/train_peak_mib", "Trainer memory, MiB"]];
@@ -149,7 +149,8 @@ function drawGroups(side) {
   }
   const count = groups.reduce((sum, group) => sum + group.kept.length, 0);
   side.querySelector(".count").textContent =
-    `trained at version ${side.found.version}: ${count} trajectories of ${groups.length} groups`;
+    `trained at version ${side.found.version}: ${count} trajectories of ${groups.length} groups` +
+    side.found.problems.map((problem) => `; ${problem}`).join("");
   side.querySelector(".groups").replaceChildren(...groups.map((group) => drawGroup(side, group)));
   // A single one is what was looked for.
   if (count === 1) side.querySelector(".trajectory").click();

@@ -6,6 +6,7 @@ import gzip
 import hmac
 import ipaddress
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -46,19 +47,23 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
     config = uvicorn.Config(
         application(content, host, token), host=host, port=port, log_level="critical", lifespan="off"
     )
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        socket = config.bind_socket()
-    except (OSError, SystemExit) as error:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
         raise SlimxError(
-            f"--port: {host}:{port} cannot be listened at ({error}); give another port, or 0 for any that is free",
+            f"--port: {host}:{port} cannot be listened at ({error.strerror}); give another port, or 0 for any that is "
+            "free",
             code="watch.port",
             about="--port",
         ) from None
-    socket.listen()  # whoever opens the address at once waits
+    listener.listen()  # whoever opens the address at once waits
     shown = f"[{host}]" if ":" in host else host
     key = "" if token is None else f"?token={token}"
-    say(f"http://{shown}:{socket.getsockname()[1]}/{key}")
-    uvicorn.Server(config).run(sockets=[socket])
+    say(f"http://{shown}:{listener.getsockname()[1]}/{key}")
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def application(content: Content, host: str, token: str | None) -> Starlette:

@@ -30,6 +30,8 @@ from slimx.errors import SlimxError
 
 DIRECTORY = "rollouts"
 """Their folder in a run directory."""
+TOKENIZER = "tokenizer"
+"""The folder of the tokenizer by which they are read."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
 """Keys of a config.json that differ between copies of one model."""

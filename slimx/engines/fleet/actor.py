@@ -18,7 +18,7 @@ from slimx.engines.server.spec import EngineSpec, NodeShare
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost
-from slimx.runtime.logs import marked
+from slimx.runtime.logs import how_ended, marked, quoted
 from slimx.runtime.ports import LOOPBACK, claimed_port, own_address
 
 ANSWER_S = 5.0
@@ -201,7 +201,7 @@ class EngineActor:
                 what = "which somebody else started," if spec.external else "although it runs,"
                 return f"engine {spec.name}, {what} refuses connections at {spec.url}; log {process.log_path}"
             await asyncio.sleep(0.1)
-        return f"engine {spec.name} ended with status {status}; the end of {process.log_path}:\n{process.tail(20)}"
+        return f"engine {spec.name} {how_ended(status)}; {quoted(process.log_path, process.tail())}"
 
     async def _ended_elsewhere(self) -> str | None:
         """The end of another machine's share of the server, in words."""

@@ -20,6 +20,7 @@ from slimx.cluster.place import Placement
 from slimx.engines.server.spec import EngineSpec, NodeShare, ending_grace, server_argv, server_env
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.packed import PackedBucket
+from slimx.runtime.logs import how_ended, quoted
 from slimx.runtime.ports import address, free_port, own_address
 from slimx.runtime.process import SupervisedProcess
 
@@ -138,7 +139,7 @@ class NodeActor:
         """The end of its process in words; None while it runs."""
         if self.process is None or (status := self.process.poll()) is None:
             return None
-        return f"{self.process.name} ended with status {status}; the end of {self.log_path}:\n{self.process.tail(20)}"
+        return f"{self.process.name} {how_ended(status)}; {quoted(self.process.log_path, self.process.tail())}"
 
     async def stop(self, grace_s: float) -> None:
         if self.process is not None:

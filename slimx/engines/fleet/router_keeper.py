@@ -122,8 +122,7 @@ class RouterKeeper:
         self._fail(
             SlimxError(
                 f"the router is lost, and may not be started again ("
-                f"rollout.health.restarts is {self.health.restarts}): "
-                f"{reason}{told and f'; {told}'}",
+                f"rollout.health.restarts is {self.health.restarts}{told and f': {told}'}): {reason}",
                 code="router.gone",
                 about="router",
             )

@@ -16,6 +16,7 @@ import slimx
 from slimx.engines.server.answers import Json, message_of, request
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
+from slimx.runtime.logs import how_ended, quoted
 from slimx.runtime.process import ServerProcess
 
 PROTOCOL = 8
@@ -59,12 +60,12 @@ class EngineControl:
         while (waited := asyncio.get_running_loop().time() - start) < deadline_s:
             if process is not None and (status := process.poll()) is not None:
                 raise SlimxError(
-                    f"engine {self.name} ended with status {status} before it was ready; "
-                    f"the end of {process.log_path}:\n{process.tail(20)}",
+                    f"engine {self.name} {how_ended(status)} before it was ready; "
+                    f"{quoted(process.log_path, process.tail())}",
                     code="engine.died",
                     about=self.name,
                 )
-            if process is not None and PORT_TAKEN in process.tail(20):
+            if process is not None and PORT_TAKEN in process.tail():
                 # SGLang's process stays when its HTTP server could not start.
                 raise PortTaken(
                     f"engine {self.name} cannot listen at {self.url}: the port is taken; end what listens there",

@@ -27,6 +27,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Staging
+from slimx.runtime.logs import how_ended, quoted
 from slimx.runtime.process import ServerProcess, SupervisedProcess
 
 
@@ -141,8 +142,7 @@ class Engine:
         """
         if (status := self.process.poll()) is not None:
             raise SlimxError(
-                f"engine {self.spec.name} ended with status {status}; the end of {self.process.log_path}:\n"
-                f"{self.process.tail(20)}",
+                f"engine {self.spec.name} {how_ended(status)}; {quoted(self.process.log_path, self.process.tail())}",
                 code="engine.ended",
                 about=self.spec.name,
             )

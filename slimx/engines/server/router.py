@@ -14,6 +14,7 @@ from slimx.engines.server.answers import Json, message_of, request
 from slimx.engines.server.keys import STDIN, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import python_argv
+from slimx.runtime.logs import how_ended, quoted
 from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.threads import in_thread
 
@@ -96,7 +97,7 @@ class Router:
         """The end of its process in words; None while it runs."""
         if (status := self.process.poll()) is None:
             return None
-        return f"the router ended with status {status}; its log {self.process.log_path}:\n{self.process.tail(20)}"
+        return f"the router {how_ended(status)}; {quoted(self.process.log_path, self.process.tail())}"
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Wait until the router answers; it has no workers yet."""

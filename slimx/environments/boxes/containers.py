@@ -28,6 +28,7 @@ from slimx.environments.boxes.engines import MAX_SAID, OWNER, ContainerEngine, o
 from slimx.environments.boxes.protocol import BoxLost, BoxRefusal, Either, names_of, not_plain, too_large
 from slimx.environments.enclosure import MIB, NOBODY, Ran
 from slimx.environments.sandbox_watch import Ended, Limits, SandboxWatch
+from slimx.runtime.logs import how_ended
 
 OWN_PROCESSES = 16
 """Processes and threads in the container besides the program and its own: its first one, and the runtime's while it
@@ -109,7 +110,7 @@ class ContainerBox:
         with self._turn:
             ran, _ = self._run(["sh", "-c", _PUT, "put", path], content, "/", None, self._for_copies(0))
         if not ran.ok:
-            raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or f"{ran.ended} {ran.status}")
+            raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or ran.ending)
 
     def get(self, path: str, most: int) -> bytes:
         names_of(path)
@@ -118,7 +119,7 @@ class ContainerBox:
         if ran.ended == "output" or len(content) > most:
             raise too_large(path, f"more than {most}", most)
         if not ran.ok:
-            raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or f"{ran.ended} {ran.status}")
+            raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or ran.ending)
         return content
 
     def snapshot(self, to: Path) -> None:
@@ -239,7 +240,7 @@ class ContainerBox:
         if killed == "true":
             return "memory"
         if running != "true":
-            raise BoxLost(f"the container {name[:12]} has ended under a program (status {status})", about=name)
+            raise BoxLost(f"the container {name[:12]} has ended under a program, which {how_ended(status)}", about=name)
         return "exit"
 
     def _stop(self, name: str) -> None:

@@ -40,7 +40,7 @@ def packed(box: Box, directory: str, most: int) -> bytes:
     name = f".slimx-{secrets.token_hex(8)}.tar"
     ran = box.run(["tar", "-cf", name, f"--exclude=./{name}", "."], cwd=directory)
     if not ran.ok:
-        raise NoVerdict(f"the files cannot be read ({_ending(ran)}): {ran.stderr.strip()[-300:]}")
+        raise NoVerdict(f"the files cannot be read (tar {ran.ending}): {ran.stderr.strip()[-300:]}")
     try:
         return box.get(f"{directory}/{name}", most)
     except BoxRefusal as error:
@@ -113,7 +113,7 @@ def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None =
     box.put(f"{task.directory}/{name}", archive)
     replaced = box.run(["sh", "-c", _REPLACE, "replace", name], cwd=task.directory, stop=stop)
     if not replaced.ok:
-        raise NoVerdict(f"the files cannot be unpacked ({_ending(replaced)}): {replaced.stderr.strip()[-300:]}")
+        raise NoVerdict(f"the files cannot be unpacked (sh {replaced.ending}): {replaced.stderr.strip()[-300:]}")
     ran = box.run(list(task.command), cwd=task.directory, stop=stop)
     said = f"{ran.stdout}\n{ran.stderr}"
     return ran.ok and all(re.search(each, said, re.MULTILINE) for each in task.expect), ran
@@ -174,7 +174,3 @@ class _Places:
     def bar(self, member: tarfile.TarInfo) -> bool:
         """True for what lies where one of the files will be, or below it, and for what is no directory above it."""
         return not self._at.isdisjoint(_up(member.name)) or (member.name in self._above and not member.isdir())
-
-
-def _ending(ran: Ran) -> str:
-    return f"status {ran.status}" if ran.ended == "exit" else f"over the limit of {ran.ended}"

@@ -180,7 +180,7 @@ class Terminal:
             box.end()
         if not ran.ok:
             raise SlimxError(
-                f"sh and tar do not run in {task.directory} of its box ({ran.ended} {ran.status}: "
+                f"sh and tar do not run in {task.directory} of its box (sh {ran.ending}: "
                 f"{ran.stderr.strip()[-300:]}); a root needs both, or host_usr",
                 code="box.trial",
                 about=task.directory,

@@ -28,6 +28,11 @@ def one_line(text: object) -> str:
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def with_log(text: object) -> str:
+    """`one_line`, and below it the lines of a log that a message quotes, which begin with two spaces."""
+    return one_line(text).replace("\\n  ", "\n  ")
+
+
 def plain(text: object) -> Text:
     """`one_line` for rich: brackets are no markup and figures are not coloured."""
     return Text(one_line(text))

@@ -123,6 +123,7 @@ class LiveTable:
         self._clock = clock
         self._rows: dict[int, dict[str, float]] = {}
         self._done = start_step
+        self._start: tuple[str, float] | None = None
         self._phase: str | None = None
         self._phase_start = clock()
         self._phase_seconds: dict[str, float] = {}
@@ -159,9 +160,14 @@ class LiveTable:
             self._live.stop()
             self._live = None
 
+    def start(self, line: str, since: float) -> None:
+        """Shows `line` in place of the present step until the first phase, with the seconds `since` then."""
+        self._start = (line, since)
+
     def phase(self, name: str) -> None:
         """Says what the run does from now on; on a terminal its seconds count up in the column `time/NAME`."""
         self._end_phase()
+        self._start = None
         self._phase, self._phase_start = name, self._clock()
         self._progress.update(self._task, phase=name)
 
@@ -217,6 +223,9 @@ class LiveTable:
                 for column in self._columns
             ]
             table.add_row(*cells, style="dim")
+        if self._start is not None:
+            line, since = self._start
+            return Group(self._progress, table, Text(f"now  {line}, {self._clock() - since:.0f} s", style="dim"))
         return Group(self._progress, table)
 
 

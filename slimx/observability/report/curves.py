@@ -40,9 +40,9 @@ class Panel:
 
 PANELS = (
     Panel(
-        "Reward and held-out accuracy",
+        "Reward and held-out reward",
         Series("reward/mean", "sampled reward", running_mean=True),
-        Series("eval/accuracy", "held-out accuracy", sparse=True),
+        Series("eval/accuracy", "held-out reward (reward model: accuracy)", sparse=True),
     ),
     Panel(
         "Groups without signal and truncated responses, share",
@@ -76,9 +76,9 @@ PANELS = (
 FAMILIES = (
     ("Parts of the reward, mean", re.compile(r"reward/part/(.+)/mean")),
     ("Reward by data set", re.compile(r"source/(.+)/reward")),
-    ("Held-out accuracy by set", re.compile(r"eval/(.+)/accuracy")),
+    ("Held-out reward by set", re.compile(r"eval/(.+)/accuracy")),
     ("Reward of further policies", re.compile(r"policy/([^/]+)/reward/mean")),
-    ("Held-out accuracy of further policies", re.compile(r"policy/([^/]+)/eval/accuracy")),
+    ("Held-out reward of further policies", re.compile(r"policy/([^/]+)/eval/accuracy")),
     ("Loss of further policies", re.compile(r"policy/([^/]+)/loss/policy")),
     ("Log-prob gap of further policies, mean", re.compile(r"policy/([^/]+)/gap/mean")),
 )

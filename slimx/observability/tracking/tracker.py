@@ -32,6 +32,11 @@ class Tracker:
         self._warn = warn
         self._closed = False
 
+    @property
+    def removed(self) -> int:
+        """Lines of metrics.jsonl that were taken out when the run was resumed: later steps, and one that was torn."""
+        return self._jsonl.removed
+
     def log(self, step: int, metrics: Mapping[str, Any], *, version: int | None = None) -> None:
         """Logs one step, flat or nested `metrics` (see `flatten`); `version` is the weight version in force."""
         record = StepRecord(step=step, version=version, time=time.time(), metrics=flatten(metrics))
@@ -79,22 +84,20 @@ def make_tracker(
     `config` is shown in every sink. A sink that cannot start raises SlimxError here.
     """
     with ExitStack() as undo:  # a sink that cannot start must not leave the earlier ones open
-        jsonl = JsonlFile(run_dir / "metrics.jsonl", resume_step=resume_step)
-        undo.callback(jsonl.close)
         run, others = TrackedRun(run_dir, project, name, config), []
         makers: list[Callable[[], Sink]] = [
+            *([lambda: _prometheus(name, run_dir, *prometheus)] if prometheus else []),
             *([lambda: WandbSink(run)] if wandb else []),
             *([lambda: InBackground(MlflowSink(run, mlflow))] if mlflow else []),
             *([lambda: SwanlabSink(run)] if swanlab else []),
             *([lambda: TensorBoardSink(run, resume_step)] if tensorboard else []),
-            *([lambda: _prometheus(name, run_dir, *prometheus)] if prometheus else []),
         ]
         for make in makers:
             others.append(make())
             undo.callback(others[-1].close)
+        # The last one: it takes out lines, which a refusal of a sink must not do.
+        jsonl = JsonlFile(run_dir / "metrics.jsonl", resume_step=resume_step)
         undo.pop_all()
-    if jsonl.removed:
-        warn(f"resumed at step {resume_step}: {jsonl.removed} later or torn lines taken out of metrics.jsonl")
     return Tracker(jsonl, others, warn)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Any
@@ -47,7 +47,7 @@ class Alarm:
         """Set when the run shall save and end."""
         self.rung: asyncio.Future[SlimxError] = asyncio.get_running_loop().create_future()
 
-        self._watches: set[asyncio.Task[None]] = set()
+        self._watches: set[asyncio.Task[SlimxError]] = set()
 
     def ring(self, error: SlimxError) -> None:
         """End the run because of `error`; the first one counts."""
@@ -57,13 +57,18 @@ class Alarm:
     def ring_after(self, watch: Coroutine[Any, Any, SlimxError]) -> None:
         """End the run with what `watch` returns, when it does."""
 
-        async def ring() -> None:
-            try:
-                self.ring(await watch)
-            except Exception as error:  # a mistake of ours must not leave a run unwatched
+        def ring(watched: asyncio.Task[SlimxError]) -> None:
+            if watched.cancelled():
+                return
+            if (error := watched.exception()) is None:
+                self.ring(watched.result())
+            else:  # a mistake of ours must not leave a run unwatched
                 self.ring(SlimxError(f"a watch of the run failed: {type(error).__name__}: {error}", code="watch"))
 
-        self._watches.add(asyncio.create_task(ring()))
+        # `watch` itself is the task: a coroutine around it that is cancelled before it begins would never await it.
+        task = asyncio.create_task(watch)
+        task.add_done_callback(ring)
+        self._watches.add(task)
 
     def quiet(self) -> None:
         """End all watches: what ends now ends because it shall."""
@@ -246,9 +251,9 @@ def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -
     return close
 
 
-async def together(starting: list) -> None:
-    """Wait for all; the first failure ends the wait and cancels the rest."""
-    tasks = [asyncio.ensure_future(work) for work in starting]
+async def together(starting: Sequence[Callable[[], Awaitable[Any]]]) -> None:
+    """Begin all and wait for them; the first failure ends the wait and cancels the rest."""
+    tasks = [asyncio.ensure_future(work()) for work in starting]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -57,7 +57,8 @@ class Watchdog:
             if self._changed.wait_for(lambda: not self._armed, timeout=seconds):
                 return
         if why is not None:
-            said = one_line(f"{why}; after {seconds:g} s {held_by()} has not returned, so the process ends")
+            sentence = why.partition("\n")[0]
+            said = one_line(f"{sentence}; after {seconds:g} s {held_by()} has not returned, so the process ends")
             # Whoever reads it may be what hangs.
             saying = threading.Thread(target=print, args=(f"slimx: {said}",), kwargs={"file": sys.stderr}, daemon=True)
             saying.start()

@@ -14,12 +14,13 @@ import ray
 
 from slimx.cluster.calls import KILL_S, ask_ray, kill
 from slimx.cluster.place import identity_of
-from slimx.cluster.waiting import begin_log, gather
+from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, PartLost
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.models.files.starting import start_deadline
 from slimx.orchestration.ranks.placement import PackedGpus
+from slimx.runtime.logs import begin_log
 from slimx.runtime.tasks import cancelled
 
 PLACED_S = 5.0

@@ -18,9 +18,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimx.cluster.calls import kill
-from slimx.cluster.waiting import begin_log, first_line, gather
+from slimx.cluster.waiting import first_line, gather
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.runtime.logs import begin_log
 from slimx.runtime.tasks import cancelled
 from slimx.trainer.checkpoint.mirror_store import MirrorLost, MirrorStore
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
+from slimx.data.saved.step_files import TOKENIZER
+from slimx.data.tokens import copy_tokenizer
+from slimx.durable import replace_synced
+from slimx.errors import REFUSED, SlimxError
+from slimx.observability.live.activity import FILE
+from slimx.observability.live.run_lock import held
 from slimx.orchestration.state.saves import CURSOR, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
 
@@ -38,3 +47,61 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
         there = Saves(Path(fork) / "checkpoints", keep=1).newest()
         hint = f"its newest is {there}" if there is not None else "name a RUN/checkpoints/iter_NNNNNNN"
         raise SlimxError(f"run.fork: {fork} is no complete checkpoint; {hint}", code="run.fork", about=fork)
+
+
+def write_config(config: Config, directory: Path) -> None:
+    """Write the configuration into a run's directory, and with it the tokenizer by which its rollouts are read, where
+    the model need not be. Raises SlimxError where that cannot be."""
+    replace_synced(directory / "config.yaml", config.to_text().encode())
+    if config.rollout.policy_engines:
+        copy_tokenizer(config.model.path, directory / TOKENIZER)
+
+
+@contextmanager
+def begun(directory: Path) -> Iterator[None]:
+    """Hold the directory of a run that begins. A start that is refused before any part of the run has a log leaves
+    what was there as it was, and nothing new. Raises SlimxError as `held` does."""
+    before = _Contents.of(directory)
+    with held(directory):
+        try:
+            yield
+        except SlimxError as error:
+            if error.status == REFUSED and _logs(directory) == before.logs:
+                before.restore(directory)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """The contents of a run's directory before a start."""
+
+    missing: list[Path]
+    """The directory and its parents that were not there, innermost first."""
+    names: set[str]
+    written: dict[str, bytes]
+    """Contents of the files that each start writes anew."""
+    logs: dict[Path, int]
+
+    @classmethod
+    def of(cls, directory: Path) -> _Contents:
+        return cls(
+            missing=[path for path in (directory, *directory.parents) if not path.exists()],
+            names={path.name for path in directory.iterdir()} if directory.is_dir() else set(),
+            written={name: path.read_bytes() for name in ("config.yaml", FILE) if (path := directory / name).is_file()},
+            logs=_logs(directory),
+        )
+
+    def restore(self, directory: Path) -> None:
+        for path in directory.iterdir():
+            if path.name not in self.names:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name, content in self.written.items():
+            (directory / name).write_bytes(content)
+        with suppress(OSError):  # somebody has put something else there
+            for path in self.missing:
+                path.rmdir()
+
+
+def _logs(directory: Path) -> dict[Path, int]:
+    """Bytes of each log of the run's parts."""
+    return {path: path.stat().st_size for path in (directory / "logs").glob("*")}

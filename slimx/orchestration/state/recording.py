@@ -46,13 +46,13 @@ class Records:
         alerts: Alerts,
         *,
         resume_step: int = 0,
-        rollouts: StepFiles | None = None,
     ):
         """Open the files of `config.run.dir`, without what they hold of `resume_step` and later steps; 0 keeps all.
-        `alerts`: told of restarts, lost engines and skipped steps. `rollouts`: where the groups of each step are
-        written; None: nowhere."""
+        `alerts`: told of restarts, lost engines and skipped steps."""
         directory = Path(config.run.dir)
-        self.config, self.table, self.tokenizer, self.rollouts = config, table, tokenizer, rollouts
+        self.config, self.table, self.tokenizer = config, table, tokenizer
+        self.rollouts: StepFiles | None = None
+        """Files of the groups of each step; None: they are not kept."""
         self.alerts = alerts
         self.tracker = open_tracker(config, resume_step, table.note)
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
@@ -105,10 +105,10 @@ class Records:
         with self.timeline.phase(name, step=step):
             yield
 
-    async def starting(self, part: str, work: Awaitable[object]) -> None:
-        """Wait for the start of a part of the run, which goes into the timeline on a track of its own."""
+    async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
+        """Do the start of a part of the run, which goes into the timeline on a track of its own."""
         since, clock = time.time(), time.perf_counter()
-        await work
+        await work()
         seconds = time.perf_counter() - clock
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
 
@@ -140,7 +140,9 @@ class Records:
 
     def evaluation(self, step: int, version: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Keep samples of an evaluation and say its result."""
-        self.table.note(f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
+        rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
+        right = self.config.algorithm.scores or all(reward in (0, 1) for reward in rewards)
+        self.table.note(f"step {step}: held-out {'accuracy' if right else 'reward'} {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, step=step, version=version, evaluation=True)
 
     def drop(self, dropped: Dropped, step: int) -> None:
@@ -234,8 +236,9 @@ def summary(directory: Path) -> dict[str, Any]:
         out["sampled reward, first step"] = round(rewards[0], 3)
         out["sampled reward, mean of last 10 steps"] = round(float(np.mean(rewards[-10:])), 3)
     if accuracy:
-        out["held-out accuracy before"] = round(accuracy[0], 3)
-        out["held-out accuracy after"] = round(accuracy[-1], 3)
+        what = "held-out accuracy" if series("preference/loss") else "held-out reward"
+        out[f"{what} before"] = round(accuracy[0], 3)
+        out[f"{what} after"] = round(accuracy[-1], 3)
     if gap:
         out["log-prob gap trainer/engine, mean over steps"] = float(f"{np.mean(gap):.2e}")
         out["tokens with a gap above 1e-5 that no route explains"] = int(sum(series("gap/tokens_unexplained")))

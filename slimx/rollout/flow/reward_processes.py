@@ -33,6 +33,7 @@ from slimx.rollout.flow.reward_pool import RewardPool, Verdict, named, verdicts
 from slimx.rollout.hook_loading import in_process, load_reward, name_of
 from slimx.rollout.hooks import Reward, RewardContext
 from slimx.runtime.exchange import exchange, reply
+from slimx.runtime.logs import how_ended
 from slimx.runtime.process import end_with_parent, kill_descendants
 
 BEGIN_S = 120.0
@@ -119,7 +120,7 @@ class RewardProcesses:
             raise DeadlineError(f"the reward of {what}", self.config.deadline, name) from None
         except (EOFError, OSError):
             raise SlimxError(
-                f"reward hook {name} ended its process while it judged {what} (exit status {worker.exit_status()}); "
+                f"the process of reward hook {name} {worker.how_ended()} while it judged {what}; "
                 "run the hook on it alone to see why",
                 code="reward.crash",
                 about=name,
@@ -154,10 +155,10 @@ class _Worker:
         """Outcome of the call: (True, what the hook returned), or (False, what it raised)."""
         return self._exchange(None, seconds)
 
-    def exit_status(self) -> int | None:
+    def how_ended(self) -> str:
         assert self._process is not None
         self._process.join(TAKE_S)
-        return self._process.exitcode
+        return how_ended(self._process.exitcode)
 
     def kill(self) -> None:
         """End the process and what it started, whatever it is at; SIGKILL reaches a stopped one too."""

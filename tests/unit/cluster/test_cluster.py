@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from ray._private import worker
 
 from slimx.cluster import access as ray_access
 from slimx.cluster import connection as cluster
-from slimx.cluster.waiting import begin_log, explain, gather, has_died
+from slimx.cluster.waiting import explain, gather, has_died
 from slimx.config.schema import Config
 from slimx.errors import LOST, REFUSED, PartLost, SlimxError
+from slimx.runtime.logs import begin_log
 
 
 def config() -> Config:
@@ -36,6 +38,24 @@ def test_a_part_of_ray_that_does_not_come_up_may_do_so_at_another_start(monkeypa
     with pytest.raises(PartLost) as error:
         cluster.start_ray(config(), "cpu")
     assert (error.value.code, error.value.status) == ("ray.start", LOST)
+
+
+def test_ray_prints_nothing_into_the_output_of_a_run(monkeypatch, capsys):
+    monkeypatch.setattr(worker, "_worker_logs_enabled", True)  # as Ray has it, and afterwards again
+    deaths = iter(["A worker died", "another one"])  # Ray prints nothing twice
+
+    def init(*_: object, **__: object) -> None:
+        death = {"pid": "raylet", "lines": [next(deaths)], "is_err": True, "ip": "", "localhost": ""}
+        worker.print_to_stdstream(death, ignore_prefix=False)
+
+    monkeypatch.setattr(cluster, "local_options", dict)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 64.0})
+    cluster.start_ray(config(), "cpu")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(worker, "_worker_logs_enabled", True)
+    init()
+    assert "\x1b" in capsys.readouterr().err, "what it would print"
 
 
 @pytest.mark.parametrize(("late", "starts"), [(1, 2), (2, 3), (3, 3)])

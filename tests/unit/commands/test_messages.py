@@ -19,6 +19,7 @@ def test_a_command_says_what_its_golden_file_shows(command):
         typed, *said, status = case.split("\n")
         assert typed.startswith(f"$ slimx {command} ") and re.fullmatch(r"\[[012]\]", status)
         if status == "[2]":
+            said = [line for line in said if not line.startswith("checking ")]
             assert len(said) == 1 and said[0].startswith("slimx: ")
 
 

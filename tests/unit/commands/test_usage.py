@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
+import typer
+from rich.console import Console
 
 from slimx import cli
 from slimx.errors import SlimxError
@@ -37,3 +40,54 @@ def test_a_group_without_a_command_shows_its_help(monkeypatch, capsys, typed, li
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2 and listed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), SystemExit(75), SystemExit("x"), typer.Exit(0)])
+@pytest.mark.parametrize("command", ["train", "generate", "eval", "plan", "doctor"])
+def test_only_the_last_line_of_a_command_is_success(monkeypatch, capsys, command, error):
+    def leave(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "load_config", leave)
+    monkeypatch.setattr(sys, "argv", ["slimx", command, "run.yaml", *(["--hooks"] if command == "doctor" else [])])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    refusal = end.value.__context__
+    assert end.value.code == 2 and isinstance(refusal, SlimxError) and refusal.code == "cli.exit"
+    assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("slimx: ")]) == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
+@pytest.mark.parametrize("prints", [print, lambda text: Console().print(text)])
+def test_letters_that_the_output_cannot_show_are_shown_by_their_codes(monkeypatch, encoding, prints):
+    written = {name: io.BytesIO() for name in ("stdout", "stderr")}
+    for name, bytes_ in written.items():
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(bytes_, encoding=encoding))
+
+    def command(**_: object) -> None:
+        prints("\u65e5 \u2192 x")
+        raise SlimxError("no \u65e5")
+
+    monkeypatch.setattr(cli, "app", command)
+    with pytest.raises(SystemExit):
+        cli.main()
+    for name in written:
+        getattr(sys, name).flush()
+    assert written["stdout"].getvalue() == b"\\u65e5 \\u2192 x\n"
+    assert written["stderr"].getvalue() == b"slimx: no \\u65e5\n"
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "eval"])
+def test_a_command_says_at_once_which_file_it_checks(monkeypatch, capsys, command):
+    printed: list[str] = []
+
+    def load(*_: object) -> None:
+        printed.extend(capsys.readouterr())
+        raise SlimxError("no")
+
+    monkeypatch.setattr(cli, "load_config", load)
+    monkeypatch.setattr(sys, "argv", ["slimx", command, "a\x1b.yaml"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "".join(printed) == "checking a\\u001b.yaml\n"
+    assert printed[command != "eval"] == "", "results of eval alone are on stdout"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import socket
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 import requests
 import uvicorn
 
+from slimx.commands.rollouts import Choice, show_rollouts
 from slimx.commands.watch.content import CHARACTERS, Content, Growing, cut
 from slimx.commands.watch.server import COOKIE, application, serve
 from slimx.config.schema import Config
@@ -23,6 +26,8 @@ from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.data.saved.trained_tokens import SUFFIX, TrainedTokens
 from slimx.observability.live.run_lock import held
+from slimx.observability.tracking.run_files import read_config
+from slimx.orchestration.state.directory import write_config
 from tests.refusals import numbers, refused
 from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
 
@@ -214,8 +219,25 @@ def test_beyond_loopback_only_who_has_the_token_sees_anything(run):
 def test_no_run_and_a_port_that_is_taken_are_refused(run, tmp_path):
     with refused("run.none"):
         serve(tmp_path, "127.0.0.1", 0, print)
-    with socket.create_server(("127.0.0.1", 0)) as taken, refused("watch.port"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, refused("watch.port") as refusal:
         serve(run, "127.0.0.1", taken.getsockname()[1], print)
+    assert os.strerror(errno.EADDRINUSE) in str(refusal.value)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_text_is_shown_on_a_machine_that_sees_the_run_directory_alone(run, tmp_path, monkeypatch, kept):
+    config = read_config(run)
+    if kept:
+        write_config(Config.model_validate(config), run)
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    found = Content(run).rollouts(2)
+    text = found["groups"][0]["trajectories"][0]["parts"][0]["text"]
+    lines = list(show_rollouts(run, 2, Choice(), buffer=False, dropped=False, as_json=False))
+    told = [line for line in lines if str(tmp_path / "model") in line]
+    assert len(found["problems"]) == len(told) == (not kept)
+    assert text.replace(" ", "").isdigit() is not kept
+    assert told == found["problems"]
 
 
 def drawn(address: str, tmp_path: Path) -> str:

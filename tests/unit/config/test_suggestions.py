@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slimx.cli import RunCommand
+from slimx.commands.usage import RunCommand
 from slimx.config import load_config
 from slimx.config.foreign.find import FLAGS, PATHS
 from slimx.config.foreign.meaning import Meaning

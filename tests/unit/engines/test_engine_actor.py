@@ -22,7 +22,7 @@ from slimx.engines.server.engine import Engine, State
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import BEFORE_BEGIN, Receiver, ReceiverLost
-from tests.refusals import numbers, refused
+from tests.refusals import refused
 
 
 def manifest(epoch: int, version: int = 7) -> Manifest:
@@ -43,7 +43,7 @@ class FakeEngine:
         port = self.listener.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         self.spec = SimpleNamespace(name="e0", host="127.0.0.1", port=port, url=url, external=False)
-        self.process = SimpleNamespace(poll=lambda: self.status, log_path="e0.log", tail=lambda lines: "Killed")
+        self.process = SimpleNamespace(poll=lambda: self.status, log_path="e0.log", tail=lambda: "Killed")
         self.control = SimpleNamespace(status=self._status)
 
     async def _status(self) -> list:
@@ -146,7 +146,7 @@ async def test_a_server_that_takes_connections_is_alive_and_one_that_refuses_the
     engine.state = State.READY
     asyncio.get_running_loop().call_later(0.3, setattr, engine, "status", 137)
     told = await actor.ended()
-    assert told.startswith("engine e0 ") and numbers(told.splitlines()[0])[0] == 137
+    assert told.startswith("engine e0 ") and "SIGKILL" in told.splitlines()[0]
     engine.status = None
     monkeypatch.setattr(engine_actor, "ENDING_S", 0.2)
     told = await actor.ended()

@@ -328,7 +328,7 @@ async def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path) -> No
     engine.start()
     with refused("engine.died", about="e") as told:
         await engine.wait_ready(20)
-    assert engine.process.tail() == str(told.value).splitlines()[-1] == "no such model"
+    assert engine.process.tail() == str(told.value).splitlines()[-1].strip() == "no such model"
     assert engine.state is State.DEAD
 
 

@@ -52,6 +52,16 @@ def shown(table: LiveTable, height: int = 40) -> list[str]:
     return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
 
 
+def test_a_start_is_shown_with_its_seconds_until_the_first_phase():
+    clock = Clock()
+    with LiveTable(100, 0, terminal(), RL_COLUMNS, clock=clock) as table:
+        clock.now = 30.0
+        table.start("starting 2 trainers, 1 engine", since=18.0)
+        assert shown(table)[-1].split() == ["now", "starting", "2", "trainers,", "1", "engine,", "12", "s"]
+        table.phase("generate")
+        assert "starting" not in "".join(shown(table))
+
+
 def test_without_a_terminal_each_step_is_one_line_under_a_header_that_comes_back():
     console = plain()
     with LiveTable(100, 0, console, RL_COLUMNS) as table:

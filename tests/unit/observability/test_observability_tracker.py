@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import socket
 import sys
 import types
 from pathlib import Path
@@ -120,8 +121,24 @@ def test_a_resumed_run_has_no_step_twice_even_after_a_torn_line(tmp_path):
     records = lines(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(8))
     assert [record["metrics"]["loss/policy"] for record in records] == [0, 1, 2, 3, 14, 15, 16, 17]
-    assert 3 in numbers(told[0]), "lines that are later or torn"
+    assert tracker.removed == 3 and not told, "lines that are later or torn"
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_sink_that_is_refused_takes_no_line_out(tmp_path):
+    logged(tmp_path, range(3))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with socket.create_server(("127.0.0.1", 0)) as taken, refused("track.prometheus"):
+        make_tracker(
+            tmp_path,
+            project="p",
+            name="r",
+            config={},
+            resume_step=1,
+            tensorboard=True,
+            prometheus=("127.0.0.1", taken.getsockname()[1]),
+        )
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before and os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -174,6 +175,17 @@ def test_a_watch_that_fails_ends_the_run_too():
     with Signals() as signals, pytest.raises(SlimxError) as error:
         run_loop(interruptible(work, signals, lambda error: None))
     assert error.value.code == "watch"
+
+
+def test_a_refusal_before_the_watches_begin_warns_of_nothing(recwarn):
+    async def start() -> None:
+        alarm = Alarm()
+        alarm.ring_after(_lost())
+        alarm.quiet()  # as a refusal does, before the watch has run
+
+    run_loop(start())
+    gc.collect()
+    assert not recwarn.list
 
 
 async def _broken() -> SlimxError:

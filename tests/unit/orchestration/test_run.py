@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -143,7 +146,27 @@ async def test_the_start_of_a_part_is_a_phase_of_its_own_track(tmp_path):
         {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
     )
     records = Records(config, LiveTable(1, 0, Console(quiet=True)), None, silent(config))
-    await records.starting("engines", asyncio.sleep(0.05))
+    await records.starting("engines", partial(asyncio.sleep, 0.05))
     records.close()
     (phase,) = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
     assert (phase["name"], phase["track"], phase["step"]) == ("start", "engines", None) and phase["seconds"] >= 0.05
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scores", "word"),
+    [
+        ([0.0, 1.0], False, "accuracy"),
+        ([2.0, 2.04], False, "reward"),
+        ([0.5, 0.0], False, "reward"),
+        ([2.0], True, "accuracy"),
+    ],
+)
+def test_a_mean_reward_is_called_accuracy_only_if_it_is_one(tmp_path, rewards, scores, word):
+    out = io.StringIO()
+    groups = [SimpleNamespace(trajectories=[SimpleNamespace(reward=reward) for reward in rewards])]
+    config = SimpleNamespace(algorithm=SimpleNamespace(scores=scores))
+    records = SimpleNamespace(
+        table=LiveTable(1, 0, Console(file=out)), config=config, _write_samples=lambda *_, **__: None
+    )
+    Records.evaluation(records, 3, 1, {"eval/accuracy": sum(rewards) / len(rewards)}, groups)
+    assert f"held-out {word} " in out.getvalue()

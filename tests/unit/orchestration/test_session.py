@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from slimx.orchestration.state.resume import layout_of
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.trainer.checkpoint.files import Damaged
 from tests.full_disk import fill, small_disk
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 
 LAYOUT = Sizes()
 PROMPTS = [Prompt(id="p", messages=[{"role": "user", "content": "1"}])]
@@ -86,7 +87,7 @@ def test_a_newest_checkpoint_that_is_damaged_is_set_aside_for_the_one_before(tmp
     (fourth / "slimx/tickets.bin").write_bytes(b"torn")  # found before anything starts
     started.damaged = [third]  # found when the ranks read it
     said = run(config_of(tmp_path), capsys)
-    assert started.at == [third.name, second.name]
+    assert started.at == [third.name, second.name] and said.count("starting 1 trainer\n") == 2
     assert str(fourth / "slimx/tickets.bin") in said and str(third / "__0_0.distcp") in said
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.damaged")) == [
         "iter_0000003.damaged",
@@ -104,7 +105,7 @@ def test_another_seed_is_refused_before_any_file_changes(tmp_path, monkeypatch, 
         run(config.model_copy(update={"run": config.run.model_copy(update={"seed": 2})}), capsys)
     assert not started.at
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert after == before | {tmp_path / "lock": b""}
+    assert after == before
 
 
 @pytest.mark.parametrize(("steps", "policy"), [((4,), "skip"), ((3, 4), "stop")])
@@ -175,7 +176,7 @@ async def test_colocated_engines_start_on_devices_that_trainers_have_left(tmp_pa
         """Every engine is reached."""
 
     async def timed(name: str, work: Any) -> None:
-        await work
+        await work()
 
     monkeypatch.setattr(session, "check_reach", reached)
     config, parts = config_of(tmp_path), StartedParts(device)
@@ -187,6 +188,18 @@ async def test_colocated_engines_start_on_devices_that_trainers_have_left(tmp_pa
         assert parts.done == [*first, "engines", "engines done"]
     else:
         assert parts.done == ["trainers", "engines", "trainers done", "engines done"]
+
+
+async def test_a_start_that_is_refused_leaves_no_part_half_begun(tmp_path, recwarn):
+    def place(shared: list[str]) -> dict[str, Any]:
+        raise SlimxError("no place", code="place")
+
+    parts = StartedParts("cpu")
+    parts.place = place
+    with refused("place"):
+        await session.start_parts(config_of(tmp_path), {"actor": parts}, None, parts, asyncio.sleep)
+    gc.collect()
+    assert not recwarn.list and not parts.done
 
 
 @pytest.mark.parametrize(
@@ -208,3 +221,12 @@ def test_a_start_that_cannot_be_is_refused_before_a_model_or_prompts_are_read(
             config.model_copy(update={"run": config.run.model_copy(update=start)}), Console(width=1000), None
         )
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "removed", "figures"),
+    [("c", 0, [80]), ("c", 2, [80, 2]), (None, 3, [3]), (None, 0, None)],
+)
+def test_a_resume_is_one_line_with_one_step(checkpoint, removed, figures):
+    line = session.resume_line(checkpoint and Path(checkpoint), 80 if checkpoint else 0, removed)
+    assert figures is None if line is None else numbers(line) == figures
