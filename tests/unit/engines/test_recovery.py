@@ -14,6 +14,7 @@ from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import numbers, refused
 from tests.unit.engines.recovery_stand import FakeEngine, Stand, gone
+from tests.unit.rollout.flow_stand import run_virtually
 
 
 async def test_an_engine_is_in_the_router_only_after_its_admission():
@@ -163,6 +164,28 @@ async def test_a_dead_engine_is_found_by_the_watch_at_once_and_a_sick_one_after_
         await stand.until(lambda: stand.members.lost == 2)
         assert checks == 3
         assert [note for note in stand.notes if note.startswith("engine e1 ") and note.endswith(str(sick))]
+
+
+@pytest.mark.parametrize("part", ["engine", "router"])
+def test_checks_that_time_out_follow_one_another_without_a_pause(part):
+    async def seconds() -> float:
+        async with Stand(interval=5, timeout=8) as stand:
+
+            async def silent(deadline_s: float) -> None:
+                await asyncio.sleep(deadline_s)
+                raise DeadlineError("health", deadline_s, part)
+
+            stand.engines[0].check_health = stand.router.workers = silent
+            if part == "engine":
+                stand.members.keeper.watch = asyncio.Event().wait
+            else:
+                stand.engines[0].check_health = stand.engines[1].check_health
+            stand.members.watch()
+            while not (stand.members.lost if part == "engine" else "restart" in stand.log):
+                await asyncio.sleep(0.5)
+            return asyncio.get_running_loop().time()
+
+    assert 5 + 3 * 8 <= run_virtually(seconds()) <= 5 + 3 * 8 + 0.5
 
 
 async def test_whoever_lost_a_request_has_the_dead_engines_out_when_the_look_returns():
