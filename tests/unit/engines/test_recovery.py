@@ -10,7 +10,7 @@ import pytest
 from slimx.cluster.restarts import Restarts
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import Standing
-from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.errors import LOST, DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import numbers, refused
 from tests.unit.engines.recovery_stand import FakeEngine, Stand, gone
@@ -262,7 +262,7 @@ async def test_a_router_that_does_not_come_back_ends_the_run_and_every_failed_re
         stand.router.end = "the router ended with status 1"
         with pytest.raises(SlimxError) as told:
             await asyncio.wait_for(stand.members.failed(), 60)
-        assert (told.value.code, told.value.about) == ("router.gone", "router")
+        assert (told.value.code, told.value.about, told.value.status) == ("router.gone", "router", LOST)
         assert [restart.error for restart in stand.restarts] == told_of
         assert all(restart.error in str(told.value) for restart in stand.restarts)
 
