@@ -9,7 +9,7 @@ from collections import Counter
 
 import psutil
 
-LOOKS = 5
+LOOKS = 3
 """Looks in a row that find a process stopped, after which it counts as lost."""
 
 

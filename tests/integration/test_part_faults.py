@@ -34,13 +34,13 @@ STEPS = 3
 
 def reward_workers(run: TrainProcess) -> list[psutil.Process]:
     """Processes that the driver itself spawned."""
-    children = psutil.Process(run.process.pid).children()
+    children = run.driver.children()
     return [process for process in children if "spawn_main" in command_of(process)]
 
 
 def environments(run: TrainProcess) -> list[psutil.Process]:
     """Children of the server that forks one for each environment. They live as long as a rollout."""
-    servers = [p for p in psutil.Process(run.process.pid).children() if "forkserver" in command_of(p)]
+    servers = [p for p in run.driver.children() if "forkserver" in command_of(p)]
     return [child for server in servers for child in server.children()]
 
 
