@@ -30,7 +30,7 @@ KEY_HEADER = "X-SMG-Routing-Key"
 """By which sglang-router's policy `manual` keeps requests together."""
 
 REQUEST = "a generation request"
-"""What a DeadlineError says was awaited where engines did not answer in time."""
+"""The `awaited` of a DeadlineError where engines did not answer in time."""
 
 Answer = tuple[int, dict[str, Any]]
 """Status and body; status 0 if the connection broke, UNREACHED if there was none."""
