@@ -49,6 +49,8 @@ def _options(
 
 INTERRUPTED = 128 + signal.SIGINT
 """Status that typer makes of a KeyboardInterrupt, without a word."""
+WITH_RAY = ("train", "generate", "eval", "doctor")
+"""Commands that start Ray, or join it."""
 EXIT_S = 10.0
 """Seconds that the interpreter gets to end once all is said."""
 RunFile = Annotated[Path, typer.Argument(help="YAML file of the run.")]
@@ -394,8 +396,11 @@ def main() -> None:
 def entry() -> None:
     """Entry point of the program: it ends when `main` does, whatever threads of hooks and exit functions of libraries
     still wait for."""
+    from slimx.orchestration.lifetime.parent import supervised
     from slimx.orchestration.lifetime.watchdog import Watchdog
 
+    if sys.argv[1:2] and sys.argv[1] in WITH_RAY:
+        supervised()
     status: int | str | None = 1
     try:
         main()

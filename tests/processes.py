@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import psutil
 
 
@@ -12,3 +15,11 @@ def lives(process: psutil.Process | int) -> bool:
         return found.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)

@@ -21,7 +21,7 @@ from slimx.dotted import load_function
 from slimx.errors import SlimxError
 from slimx.rewards import needs
 from slimx.rollout.agent_process import run_command
-from slimx.rollout.hooks import GivenUp, RolloutContext
+from slimx.rollout.hooks import ENGINE_DEADLINE, GivenUp, RolloutContext
 from slimx.rollout.proxy.answer import AnswerReader
 from slimx.rollout.proxy.session import Session, SessionLimits
 from slimx.rollout.proxy.tool_calls import find_parser
@@ -130,16 +130,21 @@ async def generate(
         if not session.limited:
             told = f"; it had been told: {session.last_error}" if session.last_error else ""
             what = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
-            raise GivenUp("agent failed", f"{name} failed ({what}){told}") from error
+            raise GivenUp(_reason(session, "agent failed"), f"{name} failed ({what}){told}") from error
     if not (trajectories := session.trajectories({"result": result})):
         told = f"; it was told: {session.last_error}" if session.last_error else ""
-        raise GivenUp("agent without answers", f"{name} ended without an answer of the policy{told}")
+        raise GivenUp(_reason(session, "agent without answers"), f"{name} ended without an answer of the policy{told}")
     if not ctx.evaluation and not any(trajectory.loss_mask.any() for trajectory in trajectories):
         text = f"{name} forced every answer of the policy (tool_choice), which leaves none to learn from"
         raise GivenUp("agent without trained answers", text)
     ctx.add("tool_calls", session.tool_calls)
     ctx.add("unreadable_calls", session.unreadable_calls)
     return trajectories
+
+
+def _reason(session: Session, reason: str) -> str:
+    """Returns `reason`, unless the agent had last been told that no engine answered in time."""
+    return ENGINE_DEADLINE if session.last_error and session.last_error.code == "engine_deadline" else reason
 
 
 def _load(agent: str, options: dict[str, Any] | None) -> Any:

@@ -43,6 +43,10 @@ class AgentServer(Protocol):
         ...
 
 
+ENGINE_DEADLINE = "engine deadline"
+"""Reason of a rollout one of whose requests the engines did not answer within `rollout.request_deadline`."""
+
+
 class GivenUp(SlimxError):
     """Raised by a generate hook that gives its rollout up: counted under `reason`."""
 

@@ -27,13 +27,14 @@ import psutil
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import child_environment, python_argv
 from slimx.runtime.logs import log_end
+from slimx.runtime.stopped import StopWatch
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
 ORPHAN_GRACE_S = 5.0
 """Seconds that the command gets to end by itself after its owner died."""
 LOOK_S = 2.0
-"""Seconds between two looks at the tree's shared memory."""
+"""Seconds between two looks at the tree's shared memory, and for stopped processes."""
 KILL_WAIT_S = 10.0
 """Seconds in which a killed tree must be gone."""
 
@@ -169,7 +170,8 @@ def kill_descendants(pid: int) -> None:
 
 
 def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
-    """Run `argv` until it ends, SIGTERM arrives or `owner` dies; return its exit status once its tree is gone.
+    """Run `argv` until it ends, SIGTERM arrives, `owner` dies or one of its processes stays stopped; return its exit
+    status once its tree is gone.
 
     `temporary`: a directory for the command's temporary files, which goes with it. SGLang leaves seven files and
     sockets where they are made.
@@ -183,9 +185,17 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
     environment = os.environ if temporary is None else {**os.environ, "TMPDIR": temporary}
     command = subprocess.Popen(argv, env=environment, preexec_fn=lambda: end_with_parent(myself))
     told, kill_at, look_at, shared = False, float("inf"), 0.0, set()
+    stop_watch = StopWatch(myself, owner)
     while (status := _reap(command.pid)) is None:
         if time.monotonic() > look_at:
             shared |= shared_memory_inodes(myself)
+            for process in stop_watch.look():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    print(f"slimx: {process.name()} (process {process.pid}) is stopped: it is killed", flush=True)
+                    if process.pid == owner:
+                        process.kill()
+                    else:
+                        kill_at = 0.0
             look_at = time.monotonic() + LOOK_S
         orphaned = os.getppid() != owner
         if (asked or orphaned) and not told:

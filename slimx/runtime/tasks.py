@@ -1,4 +1,4 @@
-"""Ends of several tasks together."""
+"""Ends of several tasks together, and the pace of one that repeats."""
 
 from __future__ import annotations
 
@@ -20,3 +20,16 @@ async def all_tried(*work: Awaitable[Any]) -> None:
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, Exception):
             raise result
+
+
+class Pace:
+    """The pace of a loop: its rounds begin `seconds` apart, or one at the end of the other where they take longer."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._loop = seconds, asyncio.get_running_loop()
+        self._next = self._loop.time() + seconds
+
+    async def round(self) -> None:
+        """Wait until the next round is due."""
+        await asyncio.sleep(max(0.0, self._next - self._loop.time()))
+        self._next = self._loop.time() + self._seconds

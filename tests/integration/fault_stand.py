@@ -20,10 +20,12 @@ START_S = 600
 
 
 VICTIMS: dict[str, Find] = {
-    "driver": lambda run: [psutil.Process(run.process.pid)],
+    "driver": lambda run: [run.driver],
     "trainer": matching("ray::TrainerWorker"),
     "raylet": matching(r"^raylet "),
     "gcs": matching(r"^gcs_server "),
+    "dashboard agent": matching("ray::DashboardAgent"),
+    "runtime environment agent": matching("ray::RuntimeEnvAgent"),
 }
 """Functions that find each kind of process of a run."""
 

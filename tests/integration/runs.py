@@ -92,6 +92,12 @@ class TrainProcess:
                 cwd=directory,
             )
 
+    @property
+    def driver(self) -> psutil.Process:
+        """The driver, a child of the process that was started."""
+        (driver,) = psutil.Process(self.process.pid).children()
+        return driver
+
     def wait(self, seconds: float = DEADLINE_S) -> int:
         """Wait for the run to end; returns its exit status."""
         try:

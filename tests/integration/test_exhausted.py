@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from slimx.observability.live.activity import read_activity
@@ -87,7 +86,7 @@ def test_a_process_without_file_descriptors_ends_the_run_in_one_sentence_or_goes
     run = TrainProcess(config_of(tmp_path, tiny_model, task_of_sums, reward={"isolation": "process", "workers": 1}))
     directory = tmp_path / "run"
     run.until(lambda: completed_steps(directory) >= 2)
-    process = psutil.Process(run.process.pid)
+    process = run.driver
     if victim != "driver":
         process = next(
             each for each in run.processes() if victim in (said := command_of(each)) and "runtime.process" not in said

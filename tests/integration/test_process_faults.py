@@ -24,6 +24,8 @@ FAULTS = [
     Fault("trainer", SIGSTOP, ends=LOST, names="trainer rank "),
     Fault("raylet", SIGKILL, ends=LOST, names="Ray's raylet "),
     Fault("raylet", SIGSTOP, ends=LOST, names="Ray's raylet "),
+    Fault("dashboard agent", SIGKILL, ends=LOST, names="Ray's "),
+    Fault("runtime environment agent", SIGKILL, ends=LOST, names="Ray's "),
     Fault("gcs", SIGKILL, ends=LOST, names="Ray's GCS "),
     Fault("gcs", SIGSTOP, ends=LOST, names="Ray's GCS "),
 ]

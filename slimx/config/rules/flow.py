@@ -25,6 +25,19 @@ def overtaking(rollout: Rollout, schedule: Schedule) -> Iterator[str]:
         )
 
 
+@rule("flow.request_deadline", about="rollout.request_deadline")
+def requests_outlast_detection(rollout: Rollout) -> Iterator[str]:
+    health = rollout.health
+    detection = health.threshold * (health.interval + health.timeout)
+    if rollout.served and rollout.request_deadline <= detection:
+        yield (
+            f"rollout.request_deadline {rollout.request_deadline:g} passes before a silent engine or router is found, "
+            f"which rollout.health allows {health.threshold} x ({health.interval:g} + {health.timeout:g}) = "
+            f"{detection:g} s, so that its requests fail: raise request_deadline above that, or lower "
+            "rollout.health.threshold, interval or timeout"
+        )
+
+
 @rule("flow.straggler_deadline", about="schedule.straggler_deadline")
 def stragglers(rollout: Rollout, schedule: Schedule) -> Iterator[str]:
     deadline = schedule.straggler_deadline

@@ -93,12 +93,13 @@ class EngineHandle:
             self._lost.set_result(error)
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """End the server with its whole tree. If its actor does not do it, the actor is killed, and the server's guard,
-        which watches the actor, ends the tree."""
+        """End the server with its whole tree. If its actor is silent, or does not do it, the actor is killed, and the
+        server's guard, which watches the actor, ends the tree."""
         self.standing = Standing.OUT
         if self.actor is None:
             return
         try:
+            await self._wait("its state", self.actor.state.remote(), ANSWER_S)
             await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
         except SlimxError:
             await kill([self.actor])

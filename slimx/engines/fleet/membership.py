@@ -27,7 +27,7 @@ from slimx.engines.outage import Outage
 from slimx.engines.server.router import Router
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
-from slimx.runtime.tasks import cancelled
+from slimx.runtime.tasks import Pace, cancelled
 
 
 async def _nothing(error: SlimxError) -> None:
@@ -274,9 +274,9 @@ class Membership:
         return True
 
     async def _watch(self, engine: EngineHandle) -> None:
-        failures = 0
+        failures, pace = 0, Pace(self.health.interval)
         while True:
-            await asyncio.sleep(self.health.interval)
+            await pace.round()
             if engine not in self.candidates():
                 failures = 0
                 continue

@@ -15,7 +15,8 @@ from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.router import Router
-from slimx.errors import SlimxError
+from slimx.errors import PartLost, SlimxError
+from slimx.runtime.tasks import Pace
 
 PING_S = 10.0
 """Seconds in which a router that lives answers: it computes nothing."""
@@ -70,9 +71,9 @@ class RouterKeeper:
     async def watch(self) -> None:
         """Look at the router every `health.interval` seconds, and start it again where it has ended, or was silent
         `health.threshold` times in a row."""
-        failures = 0
+        failures, pace = 0, Pace(self.health.interval)
         while True:
-            await asyncio.sleep(self.health.interval)
+            await pace.round()
             if await self.look():
                 failures = 0
                 continue
@@ -93,7 +94,7 @@ class RouterKeeper:
             self._restarting = self._spawn(self._restart(reason))
         await asyncio.shield(self._restarting)
         if not self.up:
-            raise SlimxError(f"the router is lost for good: {first_line(reason)}", code="router.gone", about="router")
+            raise PartLost(f"the router is lost for good: {first_line(reason)}", code="router.gone", about="router")
 
     @property
     def _restarts_now(self) -> bool:
@@ -120,7 +121,7 @@ class RouterKeeper:
             return
         told = told_of(self.restarts.history)
         self._fail(
-            SlimxError(
+            PartLost(
                 f"the router is lost, and may not be started again ("
                 f"rollout.health.restarts is {self.health.restarts}{told and f': {told}'}): {reason}",
                 code="router.gone",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+TWICE_S = 1.0
+"""Seconds within which the same signal again is the same one: sent to all processes of a job, it comes from the
+launcher and by way of the driver's parent."""
 HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -59,10 +64,13 @@ class Signals:
         os.close(self._write)  # which ends the thread
 
     def _listen(self) -> None:
+        last = dict.fromkeys(HEARD, -math.inf)
         while data := os.read(self._read, 64):
             for signum in data:
-                if signum not in HEARD:
+                now = time.monotonic()
+                if signum not in HEARD or now - last[signum] < TWICE_S:
                     continue
+                last[signum] = now
                 with self._lock:
                     self._heard.append(signum)
                     for tell in self._told:

@@ -29,6 +29,9 @@ JSON = {"Content-Type": "application/json"}
 KEY_HEADER = "X-SMG-Routing-Key"
 """By which sglang-router's policy `manual` keeps requests together."""
 
+REQUEST = "a generation request"
+"""The `awaited` of a DeadlineError where engines did not answer in time."""
+
 Answer = tuple[int, dict[str, Any]]
 """Status and body; status 0 if the connection broke, UNREACHED if there was none."""
 
@@ -138,7 +141,7 @@ async def send(
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 2.0)
     except TimeoutError:
-        raise DeadlineError("a generation request", deadline_s, url) from None
+        raise DeadlineError(REQUEST, deadline_s, url) from None
 
 
 class Sender:

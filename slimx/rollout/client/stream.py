@@ -22,7 +22,7 @@ from slimx.rollout.client.completion import Completion, Scores
 from slimx.rollout.client.lines import Lines
 from slimx.rollout.client.reader import Meta, Reader
 from slimx.rollout.client.request import GenerationRequest, Pending
-from slimx.rollout.client.sending import AnswerError, Sender
+from slimx.rollout.client.sending import REQUEST, AnswerError, Sender
 
 PAUSE_S = 0.1
 """Seconds before a stream that broke off is continued."""
@@ -104,7 +104,7 @@ class TokenStream:
         """Seconds that remain, without those in which no engine serves; DeadlineError if none do."""
         left = self._deadline_s - (self._sender.time() - self._counted_from)
         if left <= 0:
-            raise DeadlineError("a generation request", self._deadline_s, self._sender.url)
+            raise DeadlineError(REQUEST, self._deadline_s, self._sender.url)
         return left
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[Meta]:
@@ -116,7 +116,7 @@ class TokenStream:
                 async with asyncio.timeout(left):
                     chunk = await response.content.readany()
             except TimeoutError:
-                raise DeadlineError("a generation request", self._deadline_s, self._sender.url) from None
+                raise DeadlineError(REQUEST, self._deadline_s, self._sender.url) from None
             if not chunk:
                 return
             for line in lines.feed(chunk):

@@ -23,10 +23,11 @@ from typing import Any
 from slimx.config.schema import Config
 from slimx.data.prompts import DataSource, Outcome
 from slimx.data.records import Group, Trajectory
-from slimx.errors import DeadlineError, SlimxError, raised
+from slimx.errors import DeadlineError, PartLost, SlimxError, raised
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.rollouts import STRAGGLER, GroupMaker, GroupOutcome
 from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket, rewards_of
+from slimx.rollout.hooks import ENGINE_DEADLINE
 from slimx.runtime.standing_clock import Clock
 
 TOO_OLD = "too old"
@@ -280,7 +281,9 @@ class RolloutManager:
         limit = self.config.rollout.max_failed_share * self.config.rollout.prompts_per_step
         if len(self._failures) > limit:
             last = self._failures[-1]
-            raise SlimxError(
+            # Silent engines may answer after another start; whatever else failed would fail again.
+            silent = all(failure.reason == ENGINE_DEADLINE for failure in self._failures)
+            raise (PartLost if silent else SlimxError)(
                 f"{len(self._failures)} groups of this step failed, more than rollout.max_failed_share="
                 f"{self.config.rollout.max_failed_share} of {self.config.rollout.prompts_per_step} allows; "
                 f"the last one: {last.reason}: {last.detail}",

@@ -23,6 +23,7 @@ from slimx.engines.outage import Outage, Outages
 from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.sending import REQUEST
 from slimx.rollout.client.teacher import make_teachers
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
@@ -32,6 +33,7 @@ from slimx.rollout.flow.reward_processes import reward_runner
 from slimx.rollout.flow.slots import Slots, SlottedClient
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import (
+    ENGINE_DEADLINE,
     Generator,
     GivenUp,
     RewardContext,
@@ -254,7 +256,7 @@ class GroupMaker:
             self._returned(ctx).check(trajectories)
             _keep_logged(trajectories[0], ctx.metrics)
         except SlimxError as error:
-            reason = error.reason if isinstance(error, GivenUp) else "generate failed"
+            reason = error.reason if isinstance(error, GivenUp) else _reason(error, "generate failed")
             trajectories = [_failed(ctx, reason, str(error))]
         except BaseException as error:  # a SystemExit of a hook's library is a failure of this rollout, too
             if _ours(error):
@@ -330,7 +332,13 @@ def _marking(trajectory: Trajectory, what: str) -> Iterator[None]:
     try:
         yield
     except SlimxError as error:
-        _mark(trajectory, f"{what} {'deadline' if isinstance(error, DeadlineError) else 'failed'}", str(error))
+        late = isinstance(error, DeadlineError)
+        _mark(trajectory, _reason(error, f"{what} {'deadline' if late else 'failed'}"), str(error))
+
+
+def _reason(error: SlimxError, reason: str) -> str:
+    """Returns `reason`, unless `error` is that engines did not answer in time."""
+    return ENGINE_DEADLINE if isinstance(error, DeadlineError) and error.awaited == REQUEST else reason
 
 
 def _ours(error: BaseException) -> bool:

@@ -72,8 +72,8 @@ class Session:
         """Tools that the policy called, in all answers together."""
         self.unreadable_calls = 0
         """Answers in which a call begins, and none can be read."""
-        self.last_error: str | None = None
-        """The last words to the agent, if these were an error: a reason why it may have given up."""
+        self.last_error: ApiError | None = None
+        """The last answer to the agent, if that was an error: a reason why it may have given up."""
         self.limited = False
         """True if a limit was reached."""
 
@@ -113,7 +113,7 @@ class Session:
             raise
 
     def _count_error(self, error: ApiError) -> None:
-        self.last_error = str(error)
+        self.last_error = error
         self._errors[error.code] += 1
 
     def _admit(self, request: ChatRequest, place: Position) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def test_a_missing_key_is_named_with_the_way_to_set_it(command, file):
         ("schedule.straggler_deadline=60", "flow.straggler_deadline", "schedule.straggler_deadline"),
         ("rollout.over_sampling=0.5", "config.value", "rollout.over_sampling"),
         ("rollout.partial=true", "flow.partial", "rollout.partial"),
+        ("rollout.request_deadline=105", "flow.request_deadline", "rollout.request_deadline"),
+        ("rollout.health.threshold=20", "flow.request_deadline", "rollout.request_deadline"),
         ("algorithm.mask_stale_tokens=true", "flow.mask_stale_tokens", "algorithm.mask_stale_tokens"),
         ("schedule={colocate: true, max_staleness: 1}", "flow.colocate", "schedule.colocate"),
         ("rollout.sampling.top_k=0", "sampling.top_k", "rollout.sampling.top_k"),

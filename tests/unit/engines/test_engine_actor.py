@@ -23,6 +23,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import BEFORE_BEGIN, Receiver, ReceiverLost
 from tests.refusals import refused
+from tests.unit.rollout.flow_stand import run_virtually
 
 
 def manifest(epoch: int, version: int = 7) -> Manifest:
@@ -218,6 +219,22 @@ async def test_a_dead_actor_and_a_missed_deadline_are_losses(error):
     with refused("engine.silent", about="e0", kind=ReceiverLost) as told:
         await waiting
     assert str(told.value) == str(error)
+
+
+def test_a_silent_actor_is_killed_without_waiting_for_its_stop(monkeypatch):
+    killed: list[object] = []
+
+    async def kill(actors: list[object]) -> None:
+        killed.extend(actors)
+
+    async def stopped() -> float:
+        handle, actor = await started()
+        await handle.stop(grace_s=0)
+        assert handle.actor is None and killed == [actor]
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr("slimx.engines.fleet.handle.kill", kill)
+    assert run_virtually(stopped()) == engine_actor.ANSWER_S
 
 
 async def test_an_engine_sleeps_from_any_state_and_one_that_started_awake_sleeps_before_it_is_woken():

@@ -32,7 +32,7 @@ from slimx.errors import DeadlineError
 from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.ranks import EngineSizes
 from slimx.runtime.process import LOOK_S, SupervisedProcess
-from tests.processes import lives
+from tests.processes import lives, wait_for
 from tests.refusals import refused
 
 CPU = EngineSpec("e", "/model", "float32", "cpu", 31000, max_total_tokens=512, seed=7)
@@ -226,13 +226,6 @@ time.sleep(600)
 """
 
 
-def wait_for(condition, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-
-
 @pytest.mark.costly
 def test_stop_ends_a_stubborn_tree_with_its_orphans(tmp_path: Path) -> None:
     process = SupervisedProcess("stubborn", [sys.executable, "-c", STUBBORN], tmp_path / "log")
@@ -281,6 +274,18 @@ def test_a_guard_that_was_stopped_is_continued_to_end_its_tree(tmp_path: Path) -
     os.kill(process.pid, signal.SIGSTOP)
     process.stop(grace_s=0)
     assert process.poll() is not None and not command.is_running()
+
+
+@pytest.mark.costly
+def test_a_stopped_process_of_a_server_is_named_in_its_log_and_the_tree_ends(tmp_path: Path) -> None:
+    process = SupervisedProcess("tree", ["sh", "-c", "sleep 600 & echo up; wait"], tmp_path / "log")
+    process.start()
+    wait_for(lambda: process.tail() == "up")
+    shell, leaf = psutil.Process(process.pid).children(recursive=True)
+    leaf.suspend()
+    wait_for(lambda: process.poll() is not None)
+    assert process.poll() == 128 + signal.SIGKILL and not lives(shell) and not lives(leaf)
+    assert f"sleep (process {leaf.pid})" in process.tail(1)
 
 
 LEAVES = """

@@ -10,10 +10,11 @@ import pytest
 from slimx.cluster.restarts import Restarts
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import Standing
-from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.errors import LOST, DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import numbers, refused
 from tests.unit.engines.recovery_stand import FakeEngine, Stand, gone
+from tests.unit.rollout.flow_stand import run_virtually
 
 
 async def test_an_engine_is_in_the_router_only_after_its_admission():
@@ -165,6 +166,28 @@ async def test_a_dead_engine_is_found_by_the_watch_at_once_and_a_sick_one_after_
         assert [note for note in stand.notes if note.startswith("engine e1 ") and note.endswith(str(sick))]
 
 
+@pytest.mark.parametrize("part", ["engine", "router"])
+def test_checks_that_time_out_follow_one_another_without_a_pause(part):
+    async def seconds() -> float:
+        async with Stand(interval=5, timeout=8) as stand:
+
+            async def silent(deadline_s: float) -> None:
+                await asyncio.sleep(deadline_s)
+                raise DeadlineError("health", deadline_s, part)
+
+            stand.engines[0].check_health = stand.router.workers = silent
+            if part == "engine":
+                stand.members.keeper.watch = asyncio.Event().wait
+            else:
+                stand.engines[0].check_health = stand.engines[1].check_health
+            stand.members.watch()
+            while not (stand.members.lost if part == "engine" else "restart" in stand.log):
+                await asyncio.sleep(0.5)
+            return asyncio.get_running_loop().time()
+
+    assert 5 + 3 * 8 <= run_virtually(seconds()) <= 5 + 3 * 8 + 0.5
+
+
 async def test_whoever_lost_a_request_has_the_dead_engines_out_when_the_look_returns():
     async with Stand() as stand:
         stand.engines[1].end = "engine e1 ended with status 1"
@@ -239,7 +262,7 @@ async def test_a_router_that_does_not_come_back_ends_the_run_and_every_failed_re
         stand.router.end = "the router ended with status 1"
         with pytest.raises(SlimxError) as told:
             await asyncio.wait_for(stand.members.failed(), 60)
-        assert (told.value.code, told.value.about) == ("router.gone", "router")
+        assert (told.value.code, told.value.about, told.value.status) == ("router.gone", "router", LOST)
         assert [restart.error for restart in stand.restarts] == told_of
         assert all(restart.error in str(told.value) for restart in stand.restarts)
 

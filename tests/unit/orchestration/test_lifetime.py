@@ -17,7 +17,7 @@ import pytest
 from slimx.errors import LOST, DeadlineError, Interrupted, PartLost, Preempted, SlimxError, ending_of
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, interruptible, run_loop
 from slimx.orchestration.lifetime.remains import unguarded
-from slimx.orchestration.lifetime.signals import Signals
+from slimx.orchestration.lifetime.signals import TWICE_S, Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
 from slimx.runtime.threads import in_thread
 
@@ -235,12 +235,16 @@ def test_when_the_grace_is_over_or_a_second_signal_comes_the_run_is_stopped(grac
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(alarm.leaving.wait(), 30)
         if second is not None:
+            os.kill(os.getpid(), signal.SIGTERM)  # the same again, as one that a launcher sends to a whole job
+            await asyncio.sleep(TWICE_S)
+            waited.append(second)
             os.kill(os.getpid(), second)
         await asyncio.sleep(600)
 
-    began = time.monotonic()
+    began, waited = time.monotonic(), []
     with Signals() as signals, pytest.raises(Interrupted) as error:
         run_loop(interruptible(work, signals, lambda error: None, grace=grace))
+    assert waited == [second] * (second is not None)
     assert error.value.signum == signal.SIGTERM and 0 <= time.monotonic() - began < 50
 
 

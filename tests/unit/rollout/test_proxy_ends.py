@@ -13,8 +13,9 @@ import pytest
 
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Prompt
-from slimx.errors import SlimxError
+from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import agent
+from slimx.rollout.client.sending import REQUEST
 from slimx.rollout.hooks import GivenUp
 from slimx.rollout.proxy.server import ChatProxy
 from tests.refusals import invalid, refused
@@ -145,17 +146,23 @@ async def test_agents_that_fail_or_ask_for_nothing_are_given_up_under_their_reas
     async def silent(client: Any, prompt: Any) -> None:
         return None
 
+    async def asks(client: Any, prompt: Any) -> None:
+        await said(client, USER)
+
     async def swallows(client: Any, prompt: Any) -> None:
         with pytest.raises(openai.InternalServerError):
             await said(client, USER)
 
-    for function, reason, cause, named in (
-        (raises, "agent failed", "KeyError", "KeyError: 'tool'"),
-        (silent, "agent without answers", "NoneType", f"{STAND}.call"),
-        (swallows, "agent without answers", "NoneType", "the engine is gone"),
+    gone, late = SlimxError("the engine is gone"), DeadlineError(REQUEST, 600, "http://router")
+    for function, answer, reason, cause, named in (
+        (raises, "2", "agent failed", "KeyError", "KeyError: 'tool'"),
+        (silent, "2", "agent without answers", "NoneType", f"{STAND}.call"),
+        (swallows, gone, "agent without answers", "NoneType", "the engine is gone"),
+        (swallows, late, "engine deadline", "NoneType", "http://router"),
+        (asks, late, "engine deadline", "InternalServerError", "http://router"),
     ):
         with refused("hooks.given_up", about=reason, kind=GivenUp) as caught:
-            await rollout(Script(SlimxError("the engine is gone") if function is swallows else "2"), function)
+            await rollout(Script(answer), function)
         assert caught.value.reason == reason and type(caught.value.__cause__).__name__ == cause
         assert named in str(caught.value) and f"{STAND}.call" in str(caught.value)
 

@@ -181,7 +181,7 @@ async def test_no_more_requests_are_sent_at_once_than_the_run_allows():
     ("error", "reason"),
     [
         (SlimxError("frozen engines wise: no engine is left"), "teacher failed"),
-        (DeadlineError("a generation request", 600, "http://router"), "teacher deadline"),
+        (DeadlineError("a generation request", 600, "http://router"), "engine deadline"),
     ],
 )
 async def test_a_teacher_that_does_not_answer_fails_the_group_with_its_reason(error, reason):

@@ -1,0 +1,101 @@
+"""The parent of a driver: Ray's library ends the process that it is in, at once and with status 1, when it loses its
+raylet. The parent says so, and ends with the status by which the same command is started again.
+
+    launcher --signals--> parent --signals--> driver (everything else)
+                          parent <---status---
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+from slimx.errors import LOST
+from slimx.orchestration.lifetime.signals import HEARD
+from slimx.runtime.process import end_with_parent
+
+LOOK_S = 2.0
+"""Seconds between two looks for the log of Ray's library."""
+SENT = (0, -1, -6)
+"""Codes of signals that a process sent (SI_USER, SI_QUEUE, SI_TKILL): those of a terminal reach the driver anyway."""
+ENDED = (1, -signal.SIGABRT)
+"""Statuses with which Ray's library ends a process."""
+LOG = "/python-core-driver-"
+"""Part of the path of the log of Ray's library in a driver."""
+WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
+"""Last words of ray 2.60's library in that log."""
+AGENT = re.compile(r"agent_name = (\w+)")
+"""Name of the agent for whose death a raylet ended itself, in its log."""
+TAIL = 65536
+"""Bytes of a log that are read, at most."""
+
+
+def supervised() -> None:
+    """Go on in a child, the driver. The process itself ends when that does, and never returns from here."""
+    myself = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*HEARD, signal.SIGCHLD))
+    driver = os.fork()
+    if driver == 0:
+        end_with_parent(myself)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*HEARD, signal.SIGCHLD))
+        return
+    status, log = _wait(driver)
+    if status in ENDED and log is not None and (sentence := ended_by_ray(log)) is not None:
+        print(f"slimx: {sentence}", file=sys.stderr, flush=True)
+        status = LOST
+    if status < 0:  # end as the driver did
+        with contextlib.suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        os.kill(myself, -status)
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _wait(driver: int) -> tuple[int, Path | None]:
+    """Hand signals on until the driver ends; its status, and the log of Ray's library in it."""
+    log = None
+    while True:
+        if log is None:
+            log = _log_of(driver)
+            heard = signal.sigtimedwait((*HEARD, signal.SIGCHLD), LOOK_S)
+        else:
+            heard = signal.sigwaitinfo((*HEARD, signal.SIGCHLD))
+        if heard is not None and heard.si_signo in HEARD and heard.si_code in SENT:
+            os.kill(driver, heard.si_signo)
+        ended, raw = os.waitpid(driver, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(raw), log
+
+
+def _log_of(driver: int) -> Path | None:
+    """The log that Ray's library holds open in the driver; None before Ray has started."""
+    with contextlib.suppress(OSError):  # files are closed, and the driver may have ended
+        for file in Path(f"/proc/{driver}/fd").iterdir():
+            if LOG in (path := os.readlink(file)):
+                return Path(path)
+    return None
+
+
+def ended_by_ray(log: Path) -> str | None:
+    """A sentence that names the lost part, if the last lines of `log` say that Ray's library ended its process."""
+    if not WORDS.search("\n".join(_tail(log).splitlines()[-20:])):
+        return None
+    agents = AGENT.findall(_tail(log.with_name("raylet.out")))
+    lost = f"Ray's {agents[-1]} is lost, and Ray's raylet with it" if agents else "Ray's raylet is lost"
+    return (
+        f"{lost}, for which Ray's library has ended this process; the logs in {log.parent} say why, and the same "
+        "command goes on from the newest checkpoint"
+    )
+
+
+def _tail(file: Path) -> str:
+    try:
+        with file.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,69 @@
+"""A process of a server that stays stopped is found; a busy one, and one that goes on in time, is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slimx.runtime.stopped import LOOKS, StopWatch
+from tests.processes import wait_for
+
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a command; it is killed at the end, with its children."""
+    started: list[subprocess.Popen] = []
+
+    def popen(*argv: str) -> subprocess.Popen:
+        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        return started[-1]
+
+    yield popen
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def stop(pid: int) -> psutil.Process:
+    os.kill(pid, signal.SIGSTOP)
+    process = psutil.Process(pid)
+    wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
+    return process
+
+
+def looks(watch: StopWatch, count: int) -> list[list[psutil.Process]]:
+    return [watch.look() for _ in range(count)]
+
+
+def test_a_descendant_counts_as_lost_when_several_looks_in_a_row_found_it_stopped(start: Start) -> None:
+    child, busy = start("sleep", "600"), start("sh", "-c", "while :; do :; done")
+    watch = StopWatch(os.getpid(), os.getppid())
+    process = stop(child.pid)
+    assert looks(watch, LOOKS - 1) == [[]] * (LOOKS - 1)
+    process.resume()
+    wait_for(lambda: process.status() != psutil.STATUS_STOPPED)
+    assert watch.look() == []
+    stop(child.pid)
+    assert looks(watch, LOOKS) == [*[[]] * (LOOKS - 1), [process]]
+    assert busy.poll() is None
+
+
+def test_an_owner_counts_only_as_a_worker_of_ray_whose_raylet_runs(start: Start, tmp_path: Path) -> None:
+    for name, found in (("raylet", True), ("driver", False)):
+        (tmp_path / name).symlink_to("/bin/sh")
+        parent = start(str(tmp_path / name), "-c", "sleep 600 & echo $!; wait")
+        owner = int(parent.stdout.readline())
+        # The guard, which has no descendants here.
+        watch = StopWatch(owner, owner)
+        process = stop(owner)
+        assert looks(watch, LOOKS)[-1] == [process] * found, name
+        stop(parent.pid)
+        assert looks(watch, LOOKS)[-1] == [], "with its raylet the whole run is stopped"
