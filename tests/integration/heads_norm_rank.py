@@ -1,5 +1,5 @@
-"""One of two ranks of test_untouched: trainers in bf16 whose checkpoints hold norms of delta nets' heads in the forms that
-slimx has written and reads.
+"""One of two ranks of test_untouched: trainers in bf16, whose checkpoints hold norms of delta nets' heads in the forms
+that slimx has written and reads.
 
     python -m tests.integration.heads_norm_rank JOB.json RANK
 
