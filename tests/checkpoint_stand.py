@@ -99,7 +99,7 @@ def write_checkpoint(
         if sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
             flush()
     flush()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return directory
 
 

@@ -77,7 +77,8 @@ def hf_to_megatron(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Hugging Face SOURCE to OUT, which `trainer.load`, Megatron-LM, slime and Miles load."""
+    """Hugging Face SOURCE to OUT, a torch_dist checkpoint of megatron-core (docs/conversion.md: which system loads
+    which family)."""
     from slimx.convert import run
 
     _work(

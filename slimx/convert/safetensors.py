@@ -22,6 +22,7 @@ from slimx.convert.compare import compare_copied
 from slimx.convert.sources import Reading, TensorSource, row_blocks
 from slimx.convert.work import Stream
 from slimx.durable import write_synced
+from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.stored import stored
 from slimx.models.files.index import INDEX
@@ -171,8 +172,15 @@ class ToHuggingFace:
         return (INDEX, CONFIG, *(file.name for file in self._carried()))
 
     def _carried(self) -> list[Path]:
-        """The template's files without tensors."""
+        """The template's files without tensors. Raises SlimxError for a link to a file that is not there."""
         files = sorted(self.template.iterdir())
+        if lost := [file for file in files if not file.name.endswith(TENSOR_SUFFIXES) and not file.exists()]:
+            raise SlimxError(
+                f"{lost[0]}: links to {lost[0].readlink()}, which is not there; download the file again, or remove the "
+                "link",
+                code="convert.link",
+                about=str(lost[0]),
+            )
         return [f for f in files if f.is_file() and not f.name.endswith(TENSOR_SUFFIXES) and f.name != CONFIG]
 
     def compare(self, directory: Path, advance: Callable[[int], None]) -> None:

@@ -29,7 +29,12 @@ _UNASKED = tuple(target for target in _TARGETS if target != "router")
 
 def adapts(targets: Collection[str] | None, name: str) -> bool:
     """True if the weight `name` belongs to one of `targets` (`trainer.lora.targets`); None: to any but the router."""
-    return any(_TARGETS[target].fullmatch(name) for target in (_UNASKED if targets is None else targets))
+    return target_of(name) in (_UNASKED if targets is None else targets)
+
+
+def target_of(name: str) -> str | None:
+    """Returns the target of `trainer.lora.targets` that the weight `name` belongs to."""
+    return next((target for target, pattern in _TARGETS.items() if pattern.fullmatch(name)), None)
 
 
 def absent(targets: Collection[str], table: Table) -> list[str]:

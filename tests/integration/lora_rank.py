@@ -13,12 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slimx.config.schema import Config
 from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank
 
 LORA = {"rank": 4, "alpha": 8.0}
+TRAINED = {"rank": 6, "alpha": 10.0}
+"""That of two A of rank 3 with alpha 5."""
 SCALE = LORA["alpha"] / LORA["rank"]
 COLUMN = ("linear_qkv", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1")
 AXES = dict.fromkeys(COLUMN, 0) | {"linear_proj": 1, "linear_fc2": 1}
@@ -35,7 +39,7 @@ class LoraRank(Rank):
         distributed = trainer.pop("distributed_optimizer", True)
         trainer.pop("algorithm", None)
         optimizer = {"lr": LR, "clip_grad": 0.0}
-        lora = LORA | {"load": trainer.pop("load", None), "targets": self.job["targets"]}
+        lora = LORA | {"targets": self.job["targets"]} | trainer.pop("lora", {})
         base = super().config(algorithm="sft", lora=lora, optimizer=optimizer, **trainer)
         # Without the distributed optimizer every rank has whole gradients; a user's file is refused.
         changed = base.trainer.model_copy(update={"distributed_optimizer": distributed})
@@ -150,12 +154,25 @@ class LoraRank(Rank):
 
     def imported(self, wanted: dict[str, Any]) -> None:
         """Begin with the adapters in `peft`, and step once from there: a stale fp32 copy would step from elsewhere."""
-        trainer = self.trainer(self.config(load=str(self.out / "peft")))
+        trainer = self.trainer(self.config(lora={"load": str(self.out / "peft")}))
         found = adapters_in(trainer)
         self.said["imported"] = equal(found, wanted)
         self.steps(trainer, 0, 1)
         after = adapters_in(trainer)
         self.said["moved_by"] = max(float((after[name] - value).abs().max()) for name, value in found.items())
+
+    def trained_by_peft(self) -> None:
+        """Begin with the adapters in `trained`, say their log-probs, and save a checkpoint."""
+        if not (self.out / "trained").exists():
+            return
+        trainer = self.trainer(self.config(lora=TRAINED | {"load": str(self.out / "trained")}))
+        batches = self.demonstrated(0)
+        for number, (batch, found) in enumerate(zip(batches, trainer.logprobs(batches), strict=True)):
+            arrays = {"tokens": batch.tokens, "labels": batch.labels, "logprobs": found}
+            self.arrays |= {f"{key}.{number}": array for key, array in arrays.items()}
+            self.arrays[f"lengths.{number}"] = np.array(batch.lengths)
+        begin_save(trainer, self.out / "of_trained", step=0)
+        finish_save(trainer, self.out / "of_trained")
 
 
 def merged_in(trainer: Any) -> dict[str, Any]:
@@ -188,6 +205,7 @@ def main() -> None:
     rank.start()
     rank.gradients()
     rank.resumed()
+    rank.trained_by_peft()
     rank.finish()
 
 

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,11 +21,12 @@ from tests.integration import transformer_engine_stand
 from tests.integration.conftest import free_port
 from tests.integration.deepseek_checkpoint import make_deepseek
 from tests.integration.engine_families import make_model
-from tests.integration.lora_rank import ASKED, LORA, LR, STEPS
+from tests.integration.lora_rank import ASKED, LORA, LR, STEPS, TRAINED
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import Oracle, write_model
 from tests.integration.trainer_rank import demonstrations
 from tests.needed import missing
+from tests.peft_stand import logprobs, make_adapters
 from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
@@ -60,6 +63,8 @@ TARGETS = {
     "glm4_moe": ["attention", "mlp", "shared_experts", "experts"],
     "qwen3_moe": ["attention", "experts", "router"],
 }
+BY_PEFT = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
+"""Adapters that peft makes of `qwen2`, an A for each module; trainers begin with them, too."""
 EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
@@ -87,7 +92,7 @@ class Trained:
         return self._done[name]
 
     def model(self, name: str) -> Path:
-        kind = MODELS.get(name.split("-")[0], "qwen3_moe")
+        kind = kind_of(name)
         if kind not in self.models:
             self.models[kind] = self.root / kind
             make_deepseek(self.root / kind) if kind == "deepseek" else make_model(kind, self.root / kind)
@@ -109,6 +114,8 @@ class Trained:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
             "moved": str(before / "checkpoint") if before else None,
         }
+        if kind_of(name) == "qwen2":
+            make_adapters(model, directory / "trained", **BY_PEFT)
         if before:
             export_adapters(before / "checkpoint", directory / "peft", model, LORA["alpha"])
         (directory / "job.json").write_text(json.dumps(job))
@@ -123,8 +130,12 @@ class Trained:
         return directory, [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world)]
 
 
+def kind_of(name: str) -> str:
+    return MODELS.get(name.split("-")[0], "qwen3_moe")
+
+
 def targets(name: str) -> list[str] | None:
-    return TARGETS[MODELS.get(name.split("-")[0], "qwen3_moe")]
+    return TARGETS[kind_of(name)]
 
 
 def each(*names: str) -> list[Any]:
@@ -156,7 +167,7 @@ def test_adapters_have_the_gradients_that_transformers_implies_and_the_base_stay
         assert max(said["errors"].values()) <= 1e-5, said["errors"]
         assert said["frozen"]
     named = {name for said in trained[layout][1] for name in said["errors"]}
-    for kind in KINDS[MODELS.get(layout.split("-")[0], "qwen3_moe")]:
+    for kind in KINDS[kind_of(layout)]:
         assert any(kind in name for name in named), kind
 
 
@@ -195,7 +206,6 @@ def test_exported_adapters_begin_a_trainer_of_another_layout_to_the_last_bit(tra
 @pytest.mark.parametrize("layout", each(*TAKES_OVER.values()))
 def test_peft_loads_exported_adapters_and_computes_what_the_merged_weights_do(trained, layout, tmp_path):
     """Logits before PEFT merges them, and the weights after; over a sequence in which experts are chosen by all."""
-    peft = pytest.importorskip("peft", reason="peft is in the lock, and not in this environment")
     directory = trained[layout][0]
     base = json.loads((directory / "job.json").read_text())["model"]
     out = tmp_path / "adapters"
@@ -214,6 +224,26 @@ def test_peft_loads_exported_adapters_and_computes_what_the_merged_weights_do(tr
     assert again.keys() == wanted.state_dict().keys()
     for name, value in wanted.state_dict().items():
         assert torch.allclose(again[name], value, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("layout", each("dense", "dense-TP2"))
+def test_adapters_that_peft_made_begin_a_trainer_and_are_exported_as_they_were(trained, layout, tmp_path):
+    """Log-probs of the trainer, and of what its checkpoint is exported to, beside those of peft's own model."""
+    directory, model = trained[layout][0], trained.model(layout)
+    export_adapters(directory / "of_trained", tmp_path / "adapters", model, TRAINED["alpha"])
+    plain = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
+    first, again = map(peft.PeftModel.from_pretrained, plain, (directory / "trained", tmp_path / "adapters"))
+    found, moved = np.load(directory / "0.npz"), 0.0
+    for number in range(sum(key.startswith("tokens.") for key in found)):
+        arrays = (torch.from_numpy(found[f"{key}.{number}"]) for key in ("tokens", "labels", "logprobs"))
+        parts = (array.split(found[f"lengths.{number}"].tolist()) for array in arrays)
+        for tokens, labels, of_trainer in zip(*parts, strict=True):
+            right = logprobs(first, tokens)
+            assert (logprobs(again, tokens) - right).abs().max() <= 1e-4
+            assert (of_trainer - right.gather(1, labels[:, None])[:, 0]).abs().max() <= 1e-4
+            with first.disable_adapter():
+                moved = max(moved, (logprobs(first, tokens) - right).abs().max().item())
+    assert moved > 0.1
 
 
 @pytest.mark.parametrize("layout", each())

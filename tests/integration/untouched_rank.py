@@ -9,7 +9,6 @@ another system than from the Hugging Face directory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -50,14 +49,12 @@ def untouched(trainer: Any) -> Any:
 
 def load(model: Any, path: Path) -> None:
     """Load as Megatron-LM does, by megatron-core's own reader."""
-    import torch
     from megatron.core import dist_checkpointing, parallel_state
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = {"model": model.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})}
     # Transformer Engine's extra state is in no checkpoint without it: --dist-ckpt-strictness log_all.
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        loaded = dist_checkpointing.load(state, str(path), strict="log_all")
+    loaded = dist_checkpointing.load(state, str(path), strict="log_all")
     odd = model.load_state_dict(loaded["model"], strict=False)
     assert not odd.unexpected_keys and all("_extra_state" in key for key in odd.missing_keys), odd
 

@@ -141,7 +141,8 @@ class Lora(Section):
     """Layers with adapters: attention (all of its projections), mlp (of dense layers), shared_experts, experts (routed
     ones), router; null: all of these that the model has, but no router."""
     load: str | None = None
-    """Directory of adapters in PEFT's format to begin with, of the same rank, alpha and targets; null: new ones."""
+    """Directory of adapters in PEFT's format to begin with, of the same targets; null: new ones. Where its q, k and v,
+    or gate and up, have an A each, rank and alpha are two or three times its own; `slimx plan` names them."""
 
 
 _FP8 = "set trainer.fp8, whose layers and blocks are checked against publications"

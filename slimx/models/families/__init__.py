@@ -270,7 +270,7 @@ def _config_of(file: Path) -> tuple[dict[str, Any], str]:
     check_downloaded(file.parent)
     if not file.is_file():
         lacking = "no checkpoint there (config.json is missing)" if file.parent.exists() else "no such directory"
-        beside = {each.parent.name: each.parent for each in file.parent.parent.glob("*/config.json")}
+        beside = {each.parent.name: each.parent for each in file.parent.parent.glob("*/config.json") if each.is_file()}
         near = get_close_matches(file.parent.name, beside, n=1)
         hint = f"did you mean {beside[near[0]]}?" if near else "give a Hugging Face model directory"
         raise SlimxError(

@@ -59,11 +59,11 @@ def read_common(path: Path) -> dict[str, Any]:
     """Read what the torch_dist checkpoint `path` says of itself; no class but the arguments' is let in."""
     import torch
 
-    from slimx.models.files.safe_pickle import read_object
+    from slimx.models.files.safe_pickle import read_object, safe_classes
 
     file = path / "common.pt"
     inside = None if file.is_file() else read_object(path, _OBJECT)
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with safe_classes(argparse.Namespace):
         if inside is None:
             return torch.load(file, map_location="cpu", weights_only=True)
         return torch.load(io.BytesIO(inside), map_location="cpu", weights_only=True)[0]

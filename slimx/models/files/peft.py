@@ -1,15 +1,17 @@
 """Adapters in PEFT's format, adapter_config.json and adapter_model.safetensors: their names, and a reader.
 
 PEFT adapts modules of transformers. One A of slimx's is that of several of them: of queries, keys and values, whose
-rows of B come apart; gate and up projection of a dense layer likewise. The experts of a layer are two stacked
-parameters in transformers 5 (`gate_up_proj` [E, 2 I, h], `down_proj` [E, h, I]), which PEFT wraps one around the other
-in this order (`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A as [E r, in] and B as
-[out, r E].
+rows of B come apart; gate and up projection of a dense layer likewise. Where these have an A each, theirs are stacked,
+and B is block-diagonal: n modules of rank r are one adapter of rank n r, whose alpha is n times theirs. The experts of
+a layer are two stacked parameters in transformers 5 (`gate_up_proj` [E, 2 I, h], `down_proj` [E, h, I]), which PEFT
+wraps one around the other in this order (`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A
+as [E r, in] and B as [out, r E]; in transformers 4 they are modules like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isclose, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from slimx.config.sections.trainer import Lora
 from slimx.errors import SlimxError
-from slimx.layout.adapters import ROOT, adapts
+from slimx.layout.adapters import adapts, peft_name, target_of
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import Sizes
@@ -34,8 +36,12 @@ others among `target_modules` mean experts (peft 0.21.2, utils/transformers_weig
 WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
 """Ending of the module that has the adapter of such a parameter."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_rslora": (False, None),
     "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
     "bias": ("none", None),
@@ -48,7 +54,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # PiSSA, OLoRA, CorDA and LoftQ change the base, too.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Values of fields of adapter_config.json with which an adapter is alpha / r * B A beside its module, and no more."""
+"""Values of fields of adapter_config.json with which an adapter is a scale times B A beside its module, and no more."""
 
 
 class PeftAdapters:
@@ -65,6 +71,7 @@ class PeftAdapters:
             self._file = safe_open(path / TENSORS, framework="pt")
         except SafetensorError as error:
             raise self._wrong("file", TENSORS, f"{TENSORS} is damaged ({error}); copy it again") from error
+        self._names = frozenset(self._file.keys())
         self._read: dict[str, tuple[str, torch.Tensor]] = {}
         """The tensor read last, by A and B: the experts of a layer are in one."""
 
@@ -73,11 +80,6 @@ class PeftAdapters:
         field or tensor that differs: nothing of them is left out or guessed."""
         if (kind := self.config.get("peft_type")) != "LORA":
             raise self._wrong("kind", "peft_type", f"peft_type is {kind}; slimx trains LORA only")
-        for field, key, given in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
-            if (found := self.config.get(field)) != given:
-                raise self._wrong(
-                    key, f"trainer.lora.{key}", f"{field} is {found}, trainer.lora.{key} {given}; make them equal"
-                )
         for field, plain in _PLAIN.items():
             if (found := self.config.get(field)) not in plain:
                 raise self._wrong(
@@ -85,41 +87,61 @@ class PeftAdapters:
                     field,
                     f"{field}={found} is more than slimx computes (alpha / r * B A); merge it into the base",
                 )
-        shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-        wanted: dict[str, tuple[int, ...]] = {}
-        for part in _adapted(table, lora):
-            wanted |= self._shapes(part, table.experts)
-        for name in sorted(shapes.keys() - wanted.keys()):
-            raise self._wrong(
-                "unknown",
-                name,
-                f"{name} belongs to no module in trainer.lora.targets; add its target, or give adapters of this model",
-            )
-        for name, shape in wanted.items():
-            if name not in shapes:
+        for field, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+            if type(found := self.config.get(field)) not in kinds or found <= 0:
                 raise self._wrong(
-                    "missing", name, f"{name} is missing; name only targets that it has in trainer.lora.targets"
+                    "field", field, f"{field} is {found}; write the positive number that it was trained with"
                 )
-            if shapes[name] != shape:
-                what = f"{name} has shape {list(shapes[name])}, the model wants {list(shape)}; give those of this model"
-                raise self._wrong("shape", name, what)
-        for part in _adapted(table, lora):
-            self._check_shared(part)
+        self._check_tensors(table, lora)
+        stacked = max((len(self._stacked(part)) for part in _adapted(table, lora)), default=1)
+        rank, alpha = stacked * self.config["r"], stacked * self.config["lora_alpha"]
+        alpha *= sqrt(self.config["r"]) if self.config.get("use_rslora") else 1
+        same = lora.rank == rank, isclose(lora.alpha, alpha, rel_tol=1e-9)
+        for key, right in zip(("rank", "alpha"), same, strict=True):
+            if not right:
+                raise self._wrong(
+                    key,
+                    f"trainer.lora.{key}",
+                    f"trainer.lora.{key} is {getattr(lora, key):.12g}, and up to {stacked} A of rank "
+                    f"{self.config['r']} share a weight; set trainer.lora.rank={rank} and "
+                    f"trainer.lora.alpha={alpha:.12g}",
+                )
 
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [r, columns] and B [rows, r] beside the rows and columns that `part` has of a weight."""
-        (rows, cols), rank = matrix(part.shape), self.config["r"]
-        a, b = torch.empty(rank, cols), torch.empty(rows, rank)
-        for rect in part.rects:
-            whole_a, whole_b = self._of(part, rect.source)
-            last = rect.row + (rect.rows - 1) * rect.step + 1
-            a[:, rect.local_col : rect.local_col + rect.cols] = whole_a[:, rect.col : rect.col + rect.cols]
-            b[rect.local_row : rect.local_row + rect.rows] = whole_b[rect.row : last : rect.step]
+        """A [n r, columns] and B [rows, n r] beside the rows and columns that `part` has of a weight, for the n
+        different A of its modules."""
+        (rows, cols), rank, col = matrix(part.shape), self.config["r"], part.rects[0].col
+        stacked = self._stacked(part)
+        a, b = torch.zeros(len(stacked) * rank, cols), torch.zeros(rows, len(stacked) * rank)
+        for number, sources in enumerate(stacked):
+            at = slice(number * rank, (number + 1) * rank)
+            a[at] = self._of(part, sources[0])[0][:, col : col + cols]
+            for rect in part.rects:
+                if rect.source in sources:
+                    last = rect.row + (rect.rows - 1) * rect.step + 1
+                    whole = self._of(part, rect.source)[1]
+                    b[rect.local_row : rect.local_row + rect.rows, at] = whole[rect.row : last : rect.step]
         return a, b
+
+    def _stacked(self, part: Part) -> list[list[int]]:
+        """Numbers of those sources of `part` that have adapters, in one list where they have the same A."""
+        out: list[list[int]] = []
+        for number, source in enumerate(part.sources):
+            module, _ = self._place(source)
+            if f"{module}.lora_A.weight" not in self._names:
+                continue
+            for sources in out:
+                first, _ = self._place(part.sources[sources[0]])
+                if first == module or torch.equal(self._tensor(first, "A"), self._tensor(module, "A")):
+                    sources.append(number)
+                    break
+            else:
+                out.append([number])
+        return out
 
     def _of(self, part: Part, source: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B of one module, or of one projection of one expert."""
-        name, expert = _place(part.sources[source])
+        name, expert = self._place(part.sources[source])
         a, b = (self._tensor(name, letter) for letter in "AB")
         if expert is None:
             return a, b
@@ -133,29 +155,60 @@ class PeftAdapters:
             self._read[letter] = name, self._file.get_tensor(name)
         return self._read[letter][1]
 
+    def _check_tensors(self, table: Table, lora: Lora) -> None:
+        shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._names}
+        wanted: dict[str, tuple[int, ...]] = {}
+        absent: dict[str, str] = {}
+        for part in _adapted(table, lora):
+            of_part = self._shapes(part, table.experts)
+            wanted |= of_part
+            target = str(target_of(part.name))
+            if shapes.keys() & of_part.keys():
+                absent[target] = ""
+            else:
+                absent.setdefault(target, next(iter(of_part)))
+        for name in sorted(shapes.keys() - wanted.keys()):
+            raise self._wrong(
+                "unknown",
+                name,
+                f"{name} belongs to no module in trainer.lora.targets; add its target, or give adapters of this model",
+            )
+        for target, name in absent.items():
+            if name:
+                raise self._wrong(
+                    "target",
+                    "trainer.lora.targets",
+                    f"it has no adapters of {target} ({name} and others); name only targets that it has in "
+                    "trainer.lora.targets",
+                )
+        for name, shape in sorted(shapes.items()):
+            pair = name[: -len("A.weight")] + ("B" if name.endswith("A.weight") else "A") + ".weight"
+            if pair not in shapes:
+                raise self._wrong("missing", pair, f"{pair} is missing, and {name} is there; copy the file again")
+            if wanted[name] != shape:
+                what = f"{name} has shape {list(shape)}, the model wants {list(wanted[name])}; give those of this model"
+                raise self._wrong("shape", name, what)
+
     def _shapes(self, part: Part, experts: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors of a whole weight."""
         rank, (rows, cols) = self.config["r"], matrix(part.shape)
         out = {}
         for number, source in enumerate(part.sources):
-            module, expert = _place(source)
+            module, expert = self._place(source)
             own = rows if expert is not None else sum(r.rows for r in part.rects if r.source == number)
             stack = 1 if expert is None else experts
             out[f"{module}.lora_A.weight"] = stack * rank, cols
             out[f"{module}.lora_B.weight"] = own, rank * stack
         return out
 
-    def _check_shared(self, part: Part) -> None:
-        modules = [_place(source)[0] for source in part.sources]
-        first = self._tensor(modules[0], "A")
-        for module in modules[1:]:
-            if module != modules[0] and not torch.equal(first, self._tensor(module, "A")):
-                raise self._wrong(
-                    "several_a",
-                    f"{module}.lora_A.weight",
-                    f"{module} and {modules[0]} have different A, where slimx trains one for both; give adapters that "
-                    "a run of slimx trained, or merge these into the base",
-                )
+    def _place(self, source: str) -> tuple[str, int | None]:
+        """PEFT's name of the module that the checkpoint's tensor `source` is in, and the expert it is of in a stack."""
+        name = peft_name(source, "A")
+        layer, found, expert = name.partition(".experts.")
+        if not found or name in self._names:
+            return name.removesuffix(".lora_A.weight"), None
+        number, projection = expert.split(".")[:2]
+        return f"{layer}.experts{WRAPPED[STACKED[projection]]}", int(number)
 
     def _wrong(self, code: str, about: str, what: str) -> SlimxError:
         return SlimxError(f"{self.path}: {what}", code=f"peft.{code}", about=about)
@@ -164,13 +217,3 @@ class PeftAdapters:
 def _adapted(table: Table, lora: Lora) -> Iterator[Part]:
     """Whole weights beside which `lora` puts adapters."""
     return (part for part in MegatronLayout(table, Sizes()).parts() if adapts(lora.targets, part.name))
-
-
-def _place(source: str) -> tuple[str, int | None]:
-    """PEFT's name of the module that the checkpoint's tensor `source` is in, and the expert it is of."""
-    module = source.removesuffix(".weight")
-    layer, found, expert = module.partition(".experts.")
-    if not found:
-        return f"{ROOT}{module}", None
-    number, projection = expert.split(".")
-    return f"{ROOT}{layer}.experts{WRAPPED[STACKED[projection]]}", int(number)

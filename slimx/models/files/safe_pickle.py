@@ -7,6 +7,8 @@ torch's checkpoint format are let through; any other name is refused with a sent
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,15 @@ class _Unpickler(pickle.Unpickler):
 
 class _Empty:
     """Stands for records of megatron-core that are not read."""
+
+
+@contextmanager
+def safe_classes(*classes: type) -> Iterator[None]:
+    """Lets torch's `weights_only` read `classes`, and afterwards what it read before: torch's own context manager takes
+    them out also if they were in before, as Namespace and BytesIO are once megatron-core is imported."""
+    known = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([one for one in classes if one not in known]):
+        yield
 
 
 def read_metadata(path: Path) -> Metadata:

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from slimx.errors import SlimxError
 from slimx.models.files.megatron_common import read_common
 from slimx.models.files.megatron_directory import Fit, factor_key
-from slimx.models.files.safe_pickle import read_metadata
+from slimx.models.files.safe_pickle import read_metadata, safe_classes
 from slimx.trainer.checkpoint import state as states
 from slimx.trainer.checkpoint.mirror import read_back
 from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
@@ -252,5 +252,5 @@ class _Planner(MCoreLoadPlanner):
     """Objects hold plain values, tensors and, in extra state of Transformer Engine, streams."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        with torch.serialization.safe_globals([io.BytesIO]):
+        with safe_classes(io.BytesIO):
             self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

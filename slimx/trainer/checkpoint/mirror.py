@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 
+from slimx.models.files.safe_pickle import safe_classes
 from slimx.trainer.checkpoint.mirror_store import CHUNK, MirrorLost
 
 _ALIGNED = 64
@@ -128,7 +129,7 @@ def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The values of the bytes `data`, uint8 [size], structured as `state` is, a state that is to be loaded: its tensors
     are written over."""
     length = int(data[:_LENGTH].view(torch.int64))
-    with torch.serialization.safe_globals([io.BytesIO]):
+    with safe_classes(io.BytesIO):
         head = io.BytesIO(data[_LENGTH : _LENGTH + length].numpy())
         skeleton, forms = torch.load(head, weights_only=True)
     tensors, at = [], _LENGTH + length

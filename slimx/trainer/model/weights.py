@@ -133,13 +133,14 @@ class Weights:
 
     @torch.no_grad()
     def load_adapters(self, path: str) -> None:
-        """Fill the adapters from a directory in PEFT's format; A and B of this rank's rows and columns are read."""
+        """Fill the adapters from a directory in PEFT's format; A and B of this rank's rows and columns are read. Ranks
+        beyond those that a weight has there are new: B is zero."""
         found = PeftAdapters(Path(path))
         for part in self.held:
             if part.name in self._adapters:
-                pairs = zip(self._adapters[part.name].parameters, found.matrices(part), strict=True)
-                for parameter, value in pairs:
-                    parameter.copy_(value)
+                (a, b), (own_a, own_b) = self._adapters[part.name].parameters, found.matrices(part)
+                a[: len(own_a)] = own_a
+                b.zero_()[:, : len(own_a)] = own_b
         self.changed()
 
     def compute_in_int4(self) -> None:

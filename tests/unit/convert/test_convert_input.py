@@ -70,6 +70,25 @@ def test_a_damaged_source_is_one_sentence_and_nothing_is_written(qwen, tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.parametrize("target", ["../blobs/lost", "tokenizer.json"], ids=["nowhere", "itself"])
+def test_a_link_to_a_file_that_is_not_there_is_refused_by_name_before_anything_is_written(qwen, tmp_path, target):
+    """As in a cache of the Hugging Face Hub that lost a file: the output would be without a tokenizer."""
+    source, megatron = shutil.copytree(qwen, tmp_path / "source"), go(run.hf_to_megatron(qwen), tmp_path / "megatron")
+    (source / "tokenizer.json").symlink_to(target)
+    with refused("convert.link", about=str(source / "tokenizer.json")):
+        go(run.megatron_to_hf(megatron, source), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "source"]
+
+
+def test_a_directory_in_the_place_of_config_json_is_no_model_to_suggest(qwen, tmp_path):
+    source = shutil.copytree(qwen, tmp_path / "source")
+    (source / "config.json").unlink()
+    (source / "config.json").mkdir()
+    with refused("model.directory") as refusal:
+        run.hf_to_megatron(source)
+    assert str(refusal.value).count(str(source)) == 1
+
+
 @pytest.mark.parametrize("how", ["missing", "truncated"])
 def test_a_damaged_megatron_directory_is_one_sentence(qwen, tmp_path, how):
     megatron = go(run.hf_to_megatron(qwen), tmp_path / "megatron")

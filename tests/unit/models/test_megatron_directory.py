@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from slimx.errors import SlimxError
 from slimx.models.files.megatron_common import read_common, saved_vocabulary
 from slimx.models.files.megatron_directory import TRACKER, find_checkpoint, is_megatron
-from slimx.models.files.safe_pickle import read_metadata
+from slimx.models.files.safe_pickle import read_metadata, safe_classes
 from tests.refusals import refused
 
 
@@ -178,3 +178,13 @@ def test_what_a_checkpoint_says_of_itself_is_read_beside_its_tensors_and_among_t
     assert read_common(tmp_path) == told and saved_vocabulary(tmp_path) == 77
     torch.save({"args": argparse.Namespace(vocab_size=78)}, tmp_path / "common.pt")
     assert saved_vocabulary(tmp_path) == 78
+
+
+@pytest.mark.parametrize("before", [[], [argparse.Namespace]], ids=["none", "megatron-core's"])
+def test_classes_that_torch_read_before_are_those_that_it_reads_afterwards(tmp_path, before):
+    """megatron-core lets Namespace in when it is imported, and its own loader needs it after slimx has read."""
+    torch.save({"args": argparse.Namespace(vocab_size=78)}, tmp_path / "common.pt")
+    with safe_classes(*before):
+        known = set(torch.serialization.get_safe_globals())
+        assert read_common(tmp_path)["args"].vocab_size == 78
+        assert set(torch.serialization.get_safe_globals()) == known

@@ -136,17 +136,18 @@ def extra(name: str) -> Callable[[dict[str, Any], Tensors], None]:
     ("change", "code", "about"),
     [
         (changed(peft_type="LOHA"), "peft.kind", "peft_type"),
-        (changed(r=4), "peft.rank", "trainer.lora.rank"),
+        (changed(r=None), "peft.field", "r"),
         (changed(lora_alpha=8), "peft.alpha", "trainer.lora.alpha"),
+        (changed(use_rslora=True), "peft.alpha", "trainer.lora.alpha"),
         (changed(rank_pattern={"q_proj": 8}), "peft.field", "rank_pattern"),
         (changed(alpha_pattern={"q_proj": 8}), "peft.field", "alpha_pattern"),
-        (changed(use_rslora=True), "peft.field", "use_rslora"),
+        (changed(use_dora=True), "peft.field", "use_dora"),
         (changed(modules_to_save=["lm_head"]), "peft.field", "modules_to_save"),
         (changed(init_lora_weights="pissa"), "peft.field", "init_lora_weights"),
         (extra("base_model.model.lm_head.lora_A.weight"), "peft.unknown", "base_model.model.lm_head.lora_A.weight"),
         (lambda _, tensors: tensors.pop(f"{O_PROJ}.lora_B.weight"), "peft.missing", f"{O_PROJ}.lora_B.weight"),
         (extra(f"{O_PROJ}.lora_A.weight"), "peft.shape", f"{O_PROJ}.lora_A.weight"),
-        (extra(f"{K_PROJ}.lora_A.weight"), "peft.several_a", f"{K_PROJ}.lora_A.weight"),
+        (extra(f"{K_PROJ}.lora_A.weight"), "peft.rank", "trainer.lora.rank"),
     ],
 )
 def test_adapters_that_a_run_cannot_go_on_with_are_refused(change, code, about, qwen, tmp_path):

@@ -1,0 +1,30 @@
+"""Adapters that the package peft makes beside a model of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def make_adapters(base: Path, out: Path, **config: Any) -> peft.PeftModel:
+    """Write adapters of `base` with random A and B to `out`, as `peft.LoraConfig(**config)` has them; returns the model
+    with them, in float32."""
+    torch.manual_seed(3)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(out)
+    return model
+
+
+def logprobs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """[L, vocabulary] after each of `ids` [L]."""
+    with torch.no_grad():
+        return model(ids[None]).logits[0].log_softmax(-1)
