@@ -84,14 +84,10 @@ def train(
 ) -> None:
     """Train as FILE says; a run directory with a checkpoint is continued."""
     config = load_config(file, overrides or [])
-    from slimx.orchestration.early import check_early
-
-    check_early(config)
-    from slimx.orchestration.session import finish, run_training
+    from slimx.commands import start
 
     console = Console()
-    directory = run_training(config, console)
-    report = finish(config, directory)
+    directory, report = start.train(config, console)
     console.print(plain(f"run {directory}" + (f", report {report}" if report else "")))
 
 
@@ -104,10 +100,10 @@ def generate(
 ) -> None:
     """Generate FILE's rollouts without training: engines only; the steps are saved as a run saves them."""
     config = load_config(file, overrides or [])
-    from slimx.commands.generate import run_generation
+    from slimx.commands import start
 
     console = Console()
-    directory = run_generation(config, checkpoint, console)
+    directory = start.generate(config, checkpoint, console)
     console.print(plain(f"rollouts {directory}"))
 
 
@@ -123,9 +119,11 @@ def evaluate(
     config = load_config(file, overrides or [])
     import json
 
-    from slimx.commands.evaluate import run_evaluation, table
+    from slimx.commands import start
 
-    found = run_evaluation(config, checkpoint, lambda text: print(text, file=sys.stderr))
+    found = start.evaluate(config, checkpoint, lambda text: print(text, file=sys.stderr))
+    from slimx.commands.evaluate import table
+
     for line in [json.dumps(found, indent=1)] if as_json else table(found):
         print(visible(line))
 
@@ -234,9 +232,9 @@ def doctor(
 
 def _show_gap(config: Config, layers: bool) -> bool:
     """False if numerics.mode is exact and there is a gap."""
-    from slimx.commands.gap import run_gap
+    from slimx.commands import start
 
-    return run_gap(config, Console(), layers=layers) or not config.exact
+    return start.measure_gap(config, Console(), layers=layers) or not config.exact
 
 
 def _show_effects(file: Path, config: Config) -> bool:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.orchestration.state.saves import CURSOR, Saves
+from slimx.orchestration.state.saves import CURSOR, RunState, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
+
+EVALUATIONS = "eval"
+"""Folder of a run directory: logs of the engines of `slimx eval`, and a line in `results.jsonl` for each."""
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
@@ -38,3 +41,47 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
         there = Saves(Path(fork) / "checkpoints", keep=1).newest()
         hint = f"its newest is {there}" if there is not None else "name a RUN/checkpoints/iter_NNNNNNN"
         raise SlimxError(f"run.fork: {fork} is no complete checkpoint; {hint}", code="run.fork", about=fork)
+
+
+def check_generation(config: Config, directory: Path, saves: Saves) -> None:
+    """Raise SlimxError where `slimx generate` cannot begin in a directory, or go on from its position, the newest of
+    `saves`."""
+    if config.run.fork:
+        raise SlimxError(
+            "run.fork continues training, and slimx generate trains nothing; leave it out",
+            code="run.fork",
+            about="run.fork",
+        )
+    if (directory / "checkpoints").exists():
+        raise SlimxError(
+            f"{directory} holds a training run; slimx generate needs a run.dir of its own",
+            code="run.dir",
+            about=str(directory),
+        )
+    if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
+        raise SlimxError(
+            f"run.resume is never, but {directory} already holds rollouts; choose another run.dir",
+            code="run.resume",
+            about="run.resume",
+        )
+    if config.run.resume == "must" and saves.newest() is None:
+        raise SlimxError(
+            f"run.resume is must, but {saves.directory} holds no position",
+            code="run.resume",
+            about="run.resume",
+        )
+
+
+def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
+    """The checkpoint that a run goes on from; None: it begins. Raises SlimxError as `check_start` does."""
+    check_start(config, directory, saves)
+    newest = saves.newest()
+    if newest is not None and config.run.resume != "never":
+        return newest
+    return None if config.run.fork is None else Path(config.run.fork)
+
+
+def finished(config: Config, directory: Path, state: RunState) -> bool:
+    """Returns True if nothing is left to be done after `state`."""
+    exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
+    return state.step >= config.schedule.steps and exported
