@@ -53,7 +53,7 @@ def evaluate(
     directory; None: the weights that training would start from. Hooks and errors as of `train`."""
     config = with_hooks(config, generate=generate, reward=reward)
     with _alone():
-        return start.evaluate(config, None if checkpoint is None else Path(checkpoint), note)
+        return start.evaluate(config, None if checkpoint is None else Path(checkpoint).expanduser(), note)
 
 
 def with_hooks(

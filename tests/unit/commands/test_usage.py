@@ -37,3 +37,13 @@ def test_a_group_without_a_command_shows_its_help(monkeypatch, capsys, typed, li
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2 and listed in capsys.readouterr().out
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("run: {}")
+    monkeypatch.setattr(sys, "argv", ["slimx", "report", "~/run", "--out=~/report.html"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0 and (tmp_path / "report.html").is_file()
