@@ -201,7 +201,7 @@ def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(comma
 @pytest.mark.parametrize(
     ("critic", "code", "about"),
     [
-        ("{load: absent}", "checkpoint.none", "absent"),
+        ("{load: absent}", "weights.directory", "critic.load"),
         ("{placement: own, layout: {world_size: 16, data: 16}}", "batch.critic_ranks", "critic.layout.data"),
         ("{placement: own, layout: {world_size: 3, tensor: 3}}", "critic.split", "critic.layout.tensor"),
     ],
