@@ -30,7 +30,7 @@ from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving
-from slimx.orchestration.state.directory import check_generation
+from slimx.orchestration.state.directory import check_generation, unused
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
@@ -52,7 +52,8 @@ def run_generation(config: Config, console: Console) -> Path:
     done = saves.newest()
     state = read_state(done) if done is not None else None
     if state is not None and state.step >= config.schedule.steps:
-        console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))
+        said = f"{directory} has all {state.step} steps; raise schedule.steps to go on{unused(config)}"
+        console.print(plain(said))
         return directory
     with held(directory):
         replace_synced(directory / "config.yaml", config.to_text().encode())

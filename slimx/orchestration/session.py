@@ -47,7 +47,7 @@ from slimx.orchestration.recovery.ledger import Base
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.directory import check_start, finished, resume_point
+from slimx.orchestration.state.directory import check_start, finished, resume_point, unused
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import Saves, read_state
@@ -105,7 +105,8 @@ def _attempt(
     if resume_from is not None:
         state = read_state(resume_from)
         if finished(config, directory, state):
-            _say(console, f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
+            sentence = f"{directory} is finished at step {state.step}; raise schedule.steps to go on"
+            _say(console, sentence + unused(config))
             return
         check_resume(config, prepared.sizes, resume_from, state, prepared.critic, prepared.further)
         check_order(config, prepared.by_source, state.rollouts, own=resume_from.parent == saves.directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,13 @@ class Draft:
 
     def add_sampled(self, completion: Completion, *, train: bool = True) -> None:
         """Append what an engine sampled. `train=False` keeps the tokens out of the loss."""
+        if inspect.isawaitable(completion):
+            raise SlimxError(
+                f"trajectory {self.id}: add_sampled got a {type(completion).__name__}; await it, as in "
+                "draft.add_sampled(await ctx.engine.generate(draft.token_ids))",
+                code="draft.awaitable",
+                about=self.id,
+            )
         if completion.policy != self.policy:
             raise SlimxError(
                 f"trajectory {self.id} is one of the policy {self.policy}, and {completion.policy} sampled these "

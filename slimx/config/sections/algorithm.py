@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -159,8 +160,11 @@ class Algorithm(Section):
         for key, known in (("advantages", ADVANTAGES), ("loss", LOSSES), ("credit", CREDITS)):
             value = getattr(self, key)
             if value not in known and "." not in value:
+                near = difflib.get_close_matches(value.lower(), known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
                 raise Refusal(
-                    f"algorithm.{key} is {value}, which is none of {', '.join(known)}, and no dotted path of a hook",
+                    f"algorithm.{key} is {value}, which is none of {', '.join(known)}, and no dotted path of a "
+                    f"hook{hint}",
                     code="algorithm.unknown",
                     about=f"algorithm.{key}",
                 )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
 
 EVALUATIONS = "eval"
 """Folder of a run directory: logs of the engines of `slimx eval`, and a line in `results.jsonl` for each."""
+
+NAMED = 4
+"""Keys that a sentence names, at most."""
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
@@ -85,3 +91,24 @@ def finished(config: Config, directory: Path, state: RunState) -> bool:
     """Returns True if nothing is left to be done after `state`."""
     exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
     return state.step >= config.schedule.steps and exported
+
+
+def unused(config: Config) -> str:
+    """The end of a sentence about a finished run: the keys of `config` that differ from what the run was done with, and
+    change nothing now; "" if none does."""
+    directory = Path(config.run.dir)
+    if not (directory / "config.yaml").is_file():  # it forks from a run that is further
+        return ""
+    before = dict(_leaves(read_config(directory)))
+    now = dict(_leaves(config.model_dump(mode="json")))
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    named = ", ".join(keys[:NAMED]) + (f" and {len(keys) - NAMED} more" if len(keys) > NAMED else "")
+    return f" (not used, as nothing was trained: the new {named})" if keys else ""
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield key, value
+        return
+    for name, part in value.items():
+        yield from _leaves(part, f"{key}.{name}" if key else str(name))

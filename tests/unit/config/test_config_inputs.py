@@ -245,3 +245,23 @@ def test_a_tilde_is_the_home_directory_on_the_command_line_too(file, tmp_path, m
     assert config.rollout.engines[0].model == str(file.parent / "model")
     with refused("config.value", about="model.path"):
         load_config(file, ["model.path=~nosuchuser/model"])
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "meant"),
+    [
+        ("algorithm.name=GRPO", "config.value", "did you mean grpo?"),
+        ("algorithm.loss=Clip", "algorithm.unknown", "did you mean clip?"),
+        ("algorithm.advantages=RLOO", "algorithm.unknown", "did you mean rloo?"),
+        ("algorithm.credit=Shared", "algorithm.unknown", "did you mean shared?"),
+        ("schedule.steps 3", "config.override", "write schedule.steps=3"),
+        ("run.name=${oc.env:SLIMX_NOPE}", "config.interpolation", "run.name: the environment variable SLIMX_NOPE "),
+    ],
+)
+def test_a_refusal_names_what_was_meant(file, override, code, meant):
+    with refused(code) as caught:
+        load_config(file, [override])
+    assert meant in str(caught.value)

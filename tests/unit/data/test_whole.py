@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slimx.rollout.proxy.errors import ApiError
 
 from slimx.data.prompts import read_prompts
 from slimx.data.whole import as_ids
@@ -16,6 +15,7 @@ from slimx.environments.boxes.choice import BoxOptions
 from slimx.environments.sandbox_watch import Limits
 from slimx.rollout.client.request import compact
 from slimx.rollout.draft import Draft
+from slimx.rollout.proxy.errors import ApiError
 from slimx.rollout.proxy.request import read_request
 from tests.refusals import refused
 
