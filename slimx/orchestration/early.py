@@ -167,8 +167,9 @@ def _check_order(config: Config, state: RunState, *, own: bool) -> None:
 def _check_there(key: str, directory: Path) -> None:
     check_downloaded(directory)
     if not directory.is_dir():
+        begins = "" if directory.is_absolute() else f", which begins at {Path.cwd()}"
         raise SlimxError(
-            f"{key}: {directory} is no directory; correct the path, which counts from {Path.cwd()}",
+            f"{key}: {directory} is no directory; correct the path{begins}",
             code="weights.directory",
             about=key,
         )
