@@ -72,13 +72,9 @@ def train(
     console = Console()
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
-    from slimx.orchestration.early import check_early
+    from slimx.commands import start
 
-    check_early(config)
-    from slimx.orchestration.session import finish, run_training
-
-    directory = run_training(config, console)
-    report = finish(config, directory)
+    directory, report = start.train(config, console)
     console.print(plain(f"run {directory}" + (f", report {report}" if report else "")))
 
 
@@ -93,9 +89,9 @@ def generate(
     console = Console()
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
-    from slimx.commands.generate import run_generation
+    from slimx.commands import start
 
-    directory = run_generation(config, checkpoint, console)
+    directory = start.generate(config, checkpoint, console)
     console.print(plain(f"rollouts {directory}"))
 
 
@@ -112,9 +108,11 @@ def evaluate(
     config = load_config(file, overrides or [])
     import json
 
-    from slimx.commands.evaluate import run_evaluation, table
+    from slimx.commands import start
 
-    found = run_evaluation(config, checkpoint, lambda text: print(text, file=sys.stderr))
+    found = start.evaluate(config, checkpoint, lambda text: print(text, file=sys.stderr))
+    from slimx.commands.evaluate import table
+
     for line in [json.dumps(found, indent=1)] if as_json else table(found):
         print(visible(line))
 
@@ -223,9 +221,9 @@ def doctor(
 
 def _show_gap(config: Config, layers: bool) -> bool:
     """False if numerics.mode is exact and there is a gap."""
-    from slimx.commands.gap import run_gap
+    from slimx.commands import start
 
-    return run_gap(config, Console(), layers=layers) or not config.exact
+    return start.measure_gap(config, Console(), layers=layers) or not config.exact
 
 
 def _show_effects(file: Path, config: Config) -> bool:

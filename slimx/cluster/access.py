@@ -26,6 +26,15 @@ def local_options() -> dict[str, Any]:
     """Arguments of `ray.init` for a Ray on this machine. Sets Ray's variables, which its processes inherit.
 
     Raises SlimxError where RAY_AUTH_MODE switches the token off, or a file cannot be written."""
+    check_token()
+    if TOKEN not in os.environ:
+        keep_to_owner(Path(os.environ.get(TOKEN_FILE) or Path.home() / ".ray" / "auth_token"))
+    # Ray opens its directory to all users.
+    return {"_node_ip_address": ADDRESS, "_temp_dir": str(private_directory() / "ray")}
+
+
+def check_token() -> None:
+    """Raise SlimxError where RAY_AUTH_MODE switches the token off."""
     # Ray's default for a new cluster; set after Ray's import, the variable would be heard by its processes alone.
     if os.environ.get(MODE, "token").lower() != "token":
         raise SlimxError(
@@ -33,10 +42,6 @@ def local_options() -> dict[str, Any]:
             code="ray.no_token",
             about=MODE,
         )
-    if TOKEN not in os.environ:
-        keep_to_owner(Path(os.environ.get(TOKEN_FILE) or Path.home() / ".ray" / "auth_token"))
-    # Ray opens its directory to all users.
-    return {"_node_ip_address": ADDRESS, "_temp_dir": str(private_directory() / "ray")}
 
 
 def keep_to_owner(file: Path) -> None:

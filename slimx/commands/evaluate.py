@@ -10,37 +10,28 @@ from typing import Any
 
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
 from slimx.models.families import configured_model
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.serving import serving, without_trainers
+from slimx.orchestration.serving import serving
 from slimx.orchestration.starting import Starting
+from slimx.orchestration.state.directory import EVALUATIONS
 from slimx.orchestration.step.evaluation import answer_all, judge
 
-DIRECTORY = "eval"
-"""Folder of a run directory: logs of the engines, and a line in `results.jsonl` for each evaluation."""
 LOGGED, MEAN = "eval_hook/", "/mean"
 """Around the name of a number that hooks log."""
 
 
-def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> dict[str, Any]:
-    """{checkpoint, prompts: by set, metrics} of one evaluation, also written into RUN/eval/results.jsonl.
+def run_evaluation(config: Config, note: Callable[[str], None]) -> dict[str, Any]:
+    """{checkpoint, prompts: by set, metrics} of one evaluation, also written into RUN/eval/results.jsonl. `config`: of
+    engines without trainers (slimx.orchestration.trainerless).
 
     Raises SlimxError, or Interrupted after a stop."""
-    options = config.eval.model_copy(update={"every": None})  # a run that evaluates nothing is evaluated here
-    config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
-    if not config.eval.files:
-        raise SlimxError(
-            "eval.prompts is null: there is nothing to evaluate; name a file of prompts",
-            code="eval.prompts",
-            about="eval.prompts",
-        )
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
-    directory = Path(config.run.dir) / DIRECTORY
+    directory = Path(config.run.dir) / EVALUATIONS
     found: dict[str, Any] = {}
     starting = Starting.of(config, trainers=False)
     note(starting.line)

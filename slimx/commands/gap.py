@@ -14,7 +14,6 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Trajectory
-from slimx.errors import SlimxError
 from slimx.numerics.rows import first_difference
 from slimx.observability.live.safe_text import visible
 from slimx.orchestration.run import Run
@@ -28,20 +27,7 @@ def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
     """Start trainers and engines as a run would, sample one step's batch and compare its log-probs.
 
     `layers`: also say which part of the model is the first that differs. Prints the figures; returns whether the two
-    sides agree to the last bit. Raises SlimxError for a configuration without engines, or what a run would raise."""
-    if not config.rollout.policy_engines:
-        raise SlimxError(
-            "slimx doctor --gap compares trainers with engines, and rollout.engines is empty",
-            code="engines.none",
-            about="rollout.engines",
-        )
-    if layers and config.trainer.tensor * config.trainer.context > 1:
-        raise SlimxError(
-            "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
-            "trainer.context=1 beside it (and numerics.leaves to what the run has)",
-            code="gap.layers",
-            about="trainer.tensor",
-        )
+    sides agree to the last bit. Raises what a run would raise."""
     own = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
     # A batch of one step: the experts of all of its tokens are compared.
     kept = config.track.rollouts.model_copy(update={"routes": True})

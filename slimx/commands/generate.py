@@ -18,7 +18,7 @@ from rich.console import Console
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
-from slimx.errors import Preempted, SlimxError
+from slimx.errors import Preempted
 from slimx.models.families import configured_model
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
@@ -27,9 +27,9 @@ from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_r
 from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.serving import serving, without_trainers
+from slimx.orchestration.serving import serving
 from slimx.orchestration.starting import Starting
-from slimx.orchestration.state.directory import begun, write_config
+from slimx.orchestration.state.directory import begun, check_generation, unused, write_config
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
@@ -38,43 +38,21 @@ from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.threads import in_thread
 
 
-def run_generation(config: Config, checkpoint: Path | None, console: Console) -> Path:
+def run_generation(config: Config, console: Console) -> Path:
     """Check, start engines, generate, stop; returns the run's directory. A directory with a position is continued.
+    `config`: of engines without trainers (slimx.orchestration.trainerless).
 
     Raises SlimxError, Interrupted after a stop, or Preempted after SIGUSR1."""
-    config = without_trainers(config, checkpoint)
-    if config.run.fork:
-        raise SlimxError(
-            "run.fork continues training, and slimx generate trains nothing; leave it out",
-            code="run.fork",
-            about="run.fork",
-        )
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir)
-    if (directory / "checkpoints").exists():
-        raise SlimxError(
-            f"{directory} holds a training run; slimx generate needs a run.dir of its own",
-            code="run.dir",
-            about=str(directory),
-        )
     saves = Saves(directory / CURSOR, keep=1)
+    check_generation(config, directory, saves)
     done = saves.newest()
-    if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
-        raise SlimxError(
-            f"run.resume is never, but {directory} already holds rollouts; choose another run.dir",
-            code="run.resume",
-            about="run.resume",
-        )
-    if config.run.resume == "must" and done is None:
-        raise SlimxError(
-            f"run.resume is must, but {saves.directory} holds no position",
-            code="run.resume",
-            about="run.resume",
-        )
     state = read_state(done) if done is not None else None
     if state is not None and state.step >= config.schedule.steps:
-        console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))
+        said = f"{directory} has all {state.step} steps; raise schedule.steps to go on{unused(config)}"
+        console.print(plain(said))
         return directory
     with begun(directory):
         write_config(config, directory)

@@ -16,10 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from slimx.commands.evaluate import run_evaluation
+from slimx.commands import start
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.orchestration.session import finish, run_training
 from slimx.rollout.hook_loading import in_process
 from slimx.rollout.hooks import Generate, Keep, Reward
 
@@ -38,8 +37,7 @@ def train(
     stands at the top level of its module. Raises SlimxError, Interrupted after a signal, Preempted after SIGUSR1."""
     config = with_hooks(config, generate=generate, reward=reward, keep=keep)
     with _alone():
-        directory = run_training(config, console or Console())
-    finish(config, directory)
+        directory, _ = start.train(config, console or Console())
     return directory
 
 
@@ -55,7 +53,7 @@ def evaluate(
     directory; None: the weights that training would start from. Hooks and errors as of `train`."""
     config = with_hooks(config, generate=generate, reward=reward)
     with _alone():
-        return run_evaluation(config, None if checkpoint is None else Path(checkpoint), note)
+        return start.evaluate(config, None if checkpoint is None else Path(checkpoint).expanduser(), note)
 
 
 def with_hooks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from typing import Any
 
 import typer
@@ -17,6 +18,7 @@ class Group(TyperGroup):
     """A group of commands that refuses an unknown one by its nearest name, and shows its help where none is given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = [_expanded(argument) for argument in args]
         if not args:
             print(ctx.get_help())
             ctx.exit(REFUSED)
@@ -59,6 +61,12 @@ class RunCommand(TyperCommand):
                 code="cli.exit",
                 about=type(error).__name__,
             ) from error
+
+
+def _expanded(argument: str) -> str:
+    """An argument with the home directory for a `~` that begins it or the value of its option, which shells leave."""
+    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    return option + equals + os.path.expanduser(value)
 
 
 def refusal(error: typer.TyperException) -> SlimxError:

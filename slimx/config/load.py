@@ -26,7 +26,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises SlimxError naming the file or the override, the key, and the nearest known key for a misspelt one.
     """
     try:
-        return _load(Path(path), overrides)
+        return _load(Path(path).expanduser(), overrides)
     except RecursionError:
         raise SlimxError(
             f"{path}: lists or mappings in it or in an override are nested too deeply to be read; write it flatter",

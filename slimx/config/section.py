@@ -6,10 +6,11 @@ and no product of two of them leaves 64 bits.
 
 from __future__ import annotations
 
+import os
 import reprlib
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 LARGEST = 2**31 - 1
 """Largest index into a tensor in int32."""
@@ -42,6 +43,20 @@ ECHOED = 200
 
 Label = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """A number that stands for something and is only compared."""
+
+
+def expanded(path: str) -> str:
+    """`path` with the home directory that a leading `~` or `~USER` stands for, as shells replace it. Raises ValueError
+    for a user that there is not."""
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        user = found.partition("/")[0]
+        raise ValueError(f"this machine has no user {user[1:]}; write ./{user} for a directory of that name")
+    return found
+
+
+PathText = Annotated[str, AfterValidator(expanded)]
+"""Path of a file or directory."""
 
 
 def shortened(value: object) -> str:

@@ -60,6 +60,9 @@ def no_override(override: str, following: Sequence[str], keys: Sequence[str]) ->
     if colon and key:
         value = value.strip() or (following[0] if following and "=" not in following[0] else "VALUE")
         return f"{told}; write {echoed(f'{key}={value}')}"
+    key, _, value = override.partition(" ")
+    if key in keys and value.strip():
+        return f"{told}; write {echoed(f'{key}={value.strip()}')}"
     if override in keys:
         value = following[0] if following and "=" not in following[0] else "VALUE"
         return f"{told}; write {echoed(f'{override}={value}')}"
@@ -94,6 +97,9 @@ def not_applied(error: Exception) -> str:
 def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
     """The sentence for a `${...}` that stands for nothing; `keys`: those of a configuration."""
     told = not_applied(error)
+    if variable := re.search("Environment variable '(.*)' not found", told):
+        name = variable[1]
+        return f"the environment variable {name} is not set; export it, or write ${{oc.env:{name},DEFAULT}}"
     named = re.fullmatch("Interpolation key '(.*)' not found", told)
     if named is None:
         return told

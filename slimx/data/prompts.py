@@ -20,6 +20,7 @@ from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, written
 from slimx.data.prompt_files.rows import kind_of, read_rows, stem_of
 from slimx.data.records import Prompt
 from slimx.data.saved.codec import encode
+from slimx.data.whole import as_whole
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 
@@ -130,6 +131,8 @@ def _prompt(row: dict[str, Any], default_id: str, where: str) -> Prompt:
                 about=key,
             )
     present = {key: value for key, value in row.items() if value is not None}
+    if isinstance(ids := present.get("token_ids"), list):
+        present["token_ids"] = [as_whole(token) for token in ids]
     try:
         prompt = msgspec.convert({"id": default_id, **present}, Prompt)
     except msgspec.ValidationError as error:

@@ -10,12 +10,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import psutil
 
+from slimx.data.whole import as_whole
 from slimx.environments.memory_group import MemoryGroup
+from slimx.errors import SlimxError
 
 Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
@@ -39,6 +41,18 @@ class Limits:
     """All files that it may write together: in memory in a sandbox's /tmp, on disk in a box."""
     output_kib: int = 64
     """KiB kept of stdout and of stderr, each."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if isinstance(each.default, int):
+                value = as_whole(getattr(self, each.name))
+                if not isinstance(value, int):
+                    raise SlimxError(
+                        f"{each.name} of a sandbox or a box is {value!r}; give a whole number",
+                        code="sandbox.limit",
+                        about=each.name,
+                    )
+                object.__setattr__(self, each.name, value)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -1,40 +1,139 @@
 """Checks that need neither torch nor a model: a wrong path is refused before the imports of a run, which take seconds.
 
-`check_run` asks all of this again, with everything else.
+They change nothing, and a run asks all of this again, with everything else.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from slimx.algorithms.credit import load_credit
+from slimx.cluster.access import check_token
 from slimx.cluster.address import check_reachable
+from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.prompt_files.mapping import make_mapping
 from slimx.data.prompts import iter_prompts
 from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import configured_model
-from slimx.orchestration.prompts import first_prompt
-from slimx.orchestration.state.directory import check_start
-from slimx.orchestration.state.saves import Saves
+from slimx.models.files.index import check_downloaded
+from slimx.observability.live.run_lock import check_usable
+from slimx.orchestration.prompts import check_order, first_prompt, source_prompts
+from slimx.orchestration.state.directory import EVALUATIONS, check_generation, finished, resume_point
+from slimx.orchestration.state.resume import check_resume
+from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
+from slimx.orchestration.trainerless import without_trainers
+from slimx.preflight.checks import RULES, weight_facts
 from slimx.rollout.hook_loading import load_hooks
 from slimx.runtime.private import private_directory
+from slimx.trainer.checkpoint.files import Damaged
 
 PACKAGES = ("torch", "ray", "sglang", "transformers", "pydantic", "numpy")
 """Packages whose place a file of the same name would take."""
 
+LOADED = {
+    "weights": "trainer.load",
+    "adapters": "trainer.lora.load",
+    "critic_weights": "critic.load",
+    "teacher_weights": "algorithm.teacher",
+}
+"""Keys of the directories in `weight_facts`."""
 
-def check_early(config: Config) -> None:
-    """Raise SlimxError for the first of a run's paths, hooks, prompts and addresses that cannot be used."""
+
+def check_training(config: Config) -> None:
+    """Raise SlimxError for what keeps a run from starting, or from going on from its checkpoint."""
+    directory = Path(config.run.dir)
+    saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
+    point = resume_point(config, directory, saves)
+    check_usable(directory)
+    check_parts(config)
+
+    def check(state: RunState) -> None:
+        if not finished(config, directory, state):
+            further = {
+                name: _Sized(each, sizes_of(each.trainer)) for name, each in config.by_policy.items() if name != ACTOR
+            }
+            critic = None if config.critic is None else sizes_of(config.as_critic().trainer)
+            check_resume(config, sizes_of(config.trainer), point, state, critic, further)
+            _check_order(config, state, own=point.parent == saves.directory)
+
+    _check_state(point, check)
+
+
+def generating(config: Config, checkpoint: Path | None) -> Config:
+    """The configuration of a generation, whose engines start from `checkpoint`. Raises SlimxError for what keeps it
+    from starting, or from going on from its position."""
+    config = without_trainers(config, checkpoint)
+    directory = Path(config.run.dir)
+    saves = Saves(directory / CURSOR, keep=1)
+    check_generation(config, directory, saves)
+    check_usable(directory)
+    check_parts(config)
+
+    def check(state: RunState) -> None:
+        if state.step < config.schedule.steps:
+            _check_order(config, state, own=True)
+
+    _check_state(saves.newest(), check)
+    return config
+
+
+def evaluating(config: Config, checkpoint: Path | None) -> Config:
+    """The configuration of an evaluation, whose engines start from `checkpoint`. Raises SlimxError for what keeps it
+    from starting."""
+    options = config.eval.model_copy(update={"every": None})  # a run that evaluates nothing is evaluated here
+    config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
+    if not config.eval.files:
+        raise SlimxError(
+            "eval.prompts is null: there is nothing to evaluate; name a file of prompts",
+            code="eval.prompts",
+            about="eval.prompts",
+        )
+    check_usable(Path(config.run.dir) / EVALUATIONS)
+    check_parts(config)
+    return config
+
+
+def check_gap(config: Config, *, layers: bool) -> None:
+    """Raise SlimxError for what keeps trainers and engines from being compared, `layers`: part by part."""
+    if not config.rollout.policy_engines:
+        raise SlimxError(
+            "slimx doctor --gap compares trainers with engines, and rollout.engines is empty",
+            code="engines.none",
+            about="rollout.engines",
+        )
+    if layers and config.trainer.tensor * config.trainer.context > 1:
+        raise SlimxError(
+            "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
+            "trainer.context=1 beside it (and numerics.leaves to what the run has)",
+            code="gap.layers",
+            about="trainer.tensor",
+        )
+    check_parts(config)
+
+
+def check_parts(config: Config) -> None:
+    """Raise SlimxError for the first of a run's packages, paths, hooks, prompts and addresses that cannot be used."""
     for name in PACKAGES:
         _check_package(name)
-    directory = Path(config.run.dir)
-    check_start(config, directory, Saves(directory / "checkpoints", keep=config.checkpoint.keep))
     check_reachable(config.cluster.ray_address)
     if config.cluster.ray_address is None:
+        check_token()
         private_directory()
+    device = "cuda" if config.cluster.device == "cuda" else "cpu"  # auto needs torch, and less is refused on a CPU
+    refuse(broken(RULES, config.sections | {"local_device": device}))
     for policy in config.by_policy.values():
         configured_model(policy)
+        for name, directory in weight_facts(policy).items():
+            if directory is not None:
+                _check_there(LOADED[name], directory)
     if config.rollout.replay:
         return
     first_prompt(config)
@@ -42,6 +141,38 @@ def check_early(config: Config) -> None:
         mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, section="eval")
         next(iter_prompts(path, mapping, dataset=name or None))
     load_hooks(config)
+    load_credit(config.algorithm.credit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A policy, as `check_resume` compares it."""
+
+    config: Config
+    sizes: Sizes
+
+
+def _check_state(point: Path | None, check: Callable[[RunState], Any]) -> None:
+    """Call `check` with the state at `point`, if there is one: what is damaged is the start's to pass over."""
+    if point is not None:
+        with suppress(Damaged):
+            check(read_state(point))
+
+
+def _check_order(config: Config, state: RunState, *, own: bool) -> None:
+    prompts = {} if config.rollout.replay else source_prompts(config.rollout)
+    check_order(config, prompts, state.rollouts, own=own)
+
+
+def _check_there(key: str, directory: Path) -> None:
+    check_downloaded(directory)
+    if not directory.is_dir():
+        begins = "" if directory.is_absolute() else f", which begins at {Path.cwd()}"
+        raise SlimxError(
+            f"{key}: {directory} is no directory; correct the path{begins}",
+            code="weights.directory",
+            about=key,
+        )
 
 
 def _check_package(name: str) -> None:

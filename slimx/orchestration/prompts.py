@@ -73,6 +73,14 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
     return source
 
 
+def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: Mapping[str, Any], *, own: bool) -> None:
+    """Raise SlimxError if `prompts`, or their seed, are not those whose position a checkpoint's `rollouts` have: before
+    any file of the run changes. `own`: whether the checkpoint is this run's, not that of a fork."""
+    if config.rollout.replay or (config.run.fork_prompts == "anew" and not own):
+        return
+    make_source(config, prompts).restore(rollouts["source"])
+
+
 def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
     """Prompts of each entry of `rollout.sources` by its name, or of `rollout.prompts` under "". Raises SlimxError for
     an id that two of them have."""

@@ -36,7 +36,7 @@ from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
 from slimx.orchestration.prepare import Prepared, PreparedPolicy, check_run, make_plans
-from slimx.orchestration.prompts import make_source
+from slimx.orchestration.prompts import check_order
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import watch_ranks
@@ -46,10 +46,10 @@ from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.starting import Starting
-from slimx.orchestration.state.directory import begun, check_start, write_config
+from slimx.orchestration.state.directory import begun, check_start, finished, resume_point, unused, write_config
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of
-from slimx.orchestration.state.saves import RunState, Saves, read_state
+from slimx.orchestration.state.saves import Saves, read_state
 from slimx.orchestration.step.reference import restore_reference
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.rollout.flow.replay import check_replay
@@ -103,11 +103,12 @@ def _attempt(
     resume_from, state = resume_point(config, directory, saves), None
     if resume_from is not None:
         state = read_state(resume_from)
-        if _finished(config, directory, state):
-            _say(console, f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
+        if finished(config, directory, state):
+            sentence = f"{directory} is finished at step {state.step}; raise schedule.steps to go on"
+            _say(console, sentence + unused(config))
             return
         check_resume(config, prepared.sizes, resume_from, state, prepared.critic, prepared.further)
-        _check_order(config, prepared, state, own=resume_from.parent == saves.directory)
+        check_order(config, prepared.by_source, state.rollouts, own=resume_from.parent == saves.directory)
     if config.rollout.replay:
         check_replay(
             Path(config.rollout.replay),
@@ -123,14 +124,6 @@ def _attempt(
     run_with_ray(config, device_of(config), parts)
 
 
-def _check_order(config: Config, prepared: Prepared, state: RunState, *, own: bool) -> None:
-    """Raise SlimxError if the prompts, or their seed, are not those whose position `state` has: before any file of the
-    run changes. `own`: whether the checkpoint is this run's, not that of a fork."""
-    if config.rollout.replay or (config.run.fork_prompts == "anew" and not own):
-        return
-    make_source(config, prepared.by_source).restore(state.rollouts["source"])
-
-
 def _pass_over(error: Damaged, saves: Saves, policy: str) -> str:
     """Set a damaged checkpoint aside for the one before it; returns the message about it. Raises `error` where that
     cannot be: the configuration forbids it, the checkpoint is another run's, or there is no other."""
@@ -139,20 +132,6 @@ def _pass_over(error: Damaged, saves: Saves, policy: str) -> str:
     if aside is None:
         raise error
     return f"{error.about} {error.problem}: the checkpoint is {aside.name} now, and the run goes on from the one before"
-
-
-def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
-    """The checkpoint that a run goes on from; None: it begins. Raises SlimxError as `check_start` does."""
-    check_start(config, directory, saves)
-    newest = saves.newest()
-    if newest is not None and config.run.resume != "never":
-        return newest
-    return None if config.run.fork is None else Path(config.run.fork)
-
-
-def _finished(config: Config, directory: Path, state: RunState) -> bool:
-    exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
-    return state.step >= config.schedule.steps and exported
 
 
 async def _session(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Span, Status, Trajectory, Turn
 from slimx.data.support import Support
+from slimx.data.whole import as_ids
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion
 
@@ -38,7 +40,7 @@ class Draft:
         self.policy, self.turn = policy, 0
         self.timings = {"generate": 0.0}
         # Thousands of rollouts wait for their tools at once: 9 bytes a token here, where lists of numbers take 90.
-        self._ids = array("i", prompt_ids)  # a copy of an array, too, for it grows
+        self._ids = array("i", as_ids(prompt_ids))  # a copy of an array, too, for it grows
         self._logprobs = array("f", [float("nan")]) * len(self._ids)
         self._trained = bytearray(len(self._ids))
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
@@ -55,6 +57,13 @@ class Draft:
 
     def add_sampled(self, completion: Completion, *, train: bool = True) -> None:
         """Append what an engine sampled. `train=False` keeps the tokens out of the loss."""
+        if inspect.isawaitable(completion):
+            raise SlimxError(
+                f"trajectory {self.id}: add_sampled got a {type(completion).__name__}; await it, as in "
+                "draft.add_sampled(await ctx.engine.generate(draft.token_ids))",
+                code="draft.awaitable",
+                about=self.id,
+            )
         if completion.policy != self.policy:
             raise SlimxError(
                 f"trajectory {self.id} is one of the policy {self.policy}, and {completion.policy} sampled these "
@@ -109,7 +118,7 @@ class Draft:
         if len(token_ids) == 0:
             return
         start = len(self._ids)
-        self._ids.extend([int(token) for token in token_ids])
+        self._ids.extend(as_ids(token_ids))
         self._logprobs.extend(array("f", [float("nan")]) * len(token_ids))
         self._trained += bytes([train]) * len(token_ids)
         self._supports.append(len(token_ids))

@@ -29,10 +29,11 @@ HEAD = """\
 This page is made from `slimx/config/` by `python tools/docs/make_configuration.py`.
 
 A run is one YAML file of sections. `slimx train FILE section.key=value ...` overrides single keys, in the order given.
-A list is overridden as a whole: `'rollout.engines=[{name: actor, count: 2}]'`. An unknown key is refused with the
-nearest known one, and a key or flag of slime, Megatron-LM, verl or TRL with the key that says the same here. Keys are
-checked against each other, and against checkpoint, prompts and hooks, before anything starts; `slimx doctor FILE` does
-the same checks and starts nothing.
+A list is overridden as a whole, `'rollout.engines=[{name: actor, count: 2}]'`, or in one entry,
+`rollout.engines.0.count=2`; `null` or `{}` empties a mapping, `null` or `[]` a list. In a path, `~` is the home
+directory. An unknown key is refused with the nearest known one, and a key or flag of slime, Megatron-LM, verl or TRL
+with the key that says the same here. Keys are checked against each other, and against checkpoint, prompts and hooks,
+before anything starts; `slimx doctor FILE` does the same checks and starts nothing.
 
 `configs/moe/` holds complete examples.
 """

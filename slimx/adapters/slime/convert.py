@@ -20,6 +20,7 @@ from slimx.adapters.slime.scene import Call
 from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.saved.codec import encode
+from slimx.data.whole import as_ids
 from slimx.errors import SlimxError
 
 KEY = "slime"
@@ -78,7 +79,7 @@ def to_trajectory(
     status = Status(sample.status)  # published hooks also write the plain word
     if status is Status.ABORTED:
         raise SlimxError(f"{name} was aborted", code="slime.aborted", about=name)
-    tokens, mask = [int(token) for token in sample.tokens], _mask(sample, name)
+    tokens, mask = as_ids(sample.tokens), _mask(sample, name)
     start = len(tokens) - sample.response_length
     draft, position, told = ctx.draft(tokens[:start], suffix=suffix), start, start
     while position < len(tokens):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimx.adapters.slime.arguments import Arguments
+from slimx.data.whole import as_ids, as_whole
 from slimx.errors import SlimxError
 
 TEXT_ONLY = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"})
@@ -87,8 +88,8 @@ class Scene:
         """Ids to be continued. A text that goes on where an earlier answer ended keeps that answer's ids as they were
         sampled; only the rest is tokenised."""
         ids, text = payload.get("input_ids"), payload.get("text")
-        if isinstance(ids, list) and text is None and all(isinstance(token, int) for token in ids):
-            return list(ids)
+        if isinstance(ids, list) and text is None and all(isinstance(as_whole(token), int) for token in ids):
+            return as_ids(ids)
         if not isinstance(text, str) or ids is not None:
             raise SlimxError(
                 "a slime hook posts to the engines neither one `text` nor one list of `input_ids`; post one",

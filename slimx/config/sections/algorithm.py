@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from slimx.config.rule import Refusal
-from slimx.config.section import MOST, Count, Positive, Real, Section, Share, Weight
+from slimx.config.section import MOST, Count, PathText, Positive, Real, Section, Share, Weight
 from slimx.config.sections.correction import Correction, Rejection, renamed
 from slimx.config.sections.presets import PRESETS, Name
 
@@ -93,7 +94,7 @@ class Algorithm(Section):
     """Estimator of the KL in the reward; k1: log policy - log reference."""
     entropy_coef: Real = 0.0
     """Weight of the policy's entropy, which is raised where it is positive."""
-    teacher: str | None = None
+    teacher: PathText | None = None
     """Hugging Face directory of a model of the same architecture, whose log-probs of the rollouts are measured
     (kl/teacher; one more forward pass, one more copy of the weights in host memory); null: none."""
     teacher_engine: str | None = None
@@ -159,8 +160,11 @@ class Algorithm(Section):
         for key, known in (("advantages", ADVANTAGES), ("loss", LOSSES), ("credit", CREDITS)):
             value = getattr(self, key)
             if value not in known and "." not in value:
+                near = difflib.get_close_matches(value.lower(), known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
                 raise Refusal(
-                    f"algorithm.{key} is {value}, which is none of {', '.join(known)}, and no dotted path of a hook",
+                    f"algorithm.{key} is {value}, which is none of {', '.join(known)}, and no dotted path of a "
+                    f"hook{hint}",
                     code="algorithm.unknown",
                     about=f"algorithm.{key}",
                 )

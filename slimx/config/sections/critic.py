@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from slimx.config.rule import Refusal
-from slimx.config.section import Count, Positive, Section, Weight
+from slimx.config.section import Count, PathText, Positive, Section, Weight
 from slimx.config.sections.trainer import Optimizer, RankLayout, Trainer
 
 
@@ -22,7 +22,7 @@ class Critic(Section):
     """The value model of PPO: the policy's architecture with one number per token instead of logits. What is not said
     here (attention, recompute, deadline, ...) is the trainer's."""
 
-    load: str | None = None
+    load: PathText | None = None
     """Hugging Face directory of the trunk's initial weights; null: the policy's own."""
     head: Literal["zero", "normal"] = "zero"
     """Value head at the start: zero, or normal with standard deviation 1/sqrt(hidden size + 1)."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
 from slimx.config.rule import Refusal
-from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, Seconds, Section, Size, shortened
+from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, PathText, Seconds, Section, Size, shortened
 
 _refused = partial(Refusal, about="rollout.engines")
 OWN_DRAFTS = ("EAGLE", "NEXTN")
@@ -37,7 +37,7 @@ class Engines(Section):
     frozen: bool = False
     """true: another model (a judge, a reward model, a teacher) that weights are never published to, behind a router of
     its own; hooks reach it by the group's name."""
-    model: str | None = None
+    model: PathText | None = None
     """Hugging Face directory that the servers start from, such as an fp8 copy of model.path; null: model.path."""
     count: Size = 1
     """Number of servers in the group."""

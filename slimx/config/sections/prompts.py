@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slimx.config.rule import Refusal
-from slimx.config.section import Count, Section, Weight
+from slimx.config.section import Count, PathText, Section, Weight
 
 
 class Fields(Section):
@@ -33,7 +33,7 @@ class Fields(Section):
 class PromptSet(Section):
     """One of several sources."""
 
-    path: str
+    path: PathText
     """File, directory or hf://OWNER/NAME."""
     name: str
     """Name of the source in metrics, and the prompts' metadata.dataset where a row names none."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slimx.config.section import LARGEST, Positive, Seconds, Section
+from slimx.config.section import LARGEST, PathText, Positive, Seconds, Section
 
 Transport = Literal["auto", "memory", "cuda_ipc", "nixl", "disk"]
 
@@ -36,7 +36,7 @@ class Publish(Section):
     on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; nixl: over the network, from every trainer
     rank straight to every engine's machine, between GPUs through the host's memory; disk: through files that both sides
     see, from which an engine that was lost catches up without the trainers."""
-    directory: str | None = None
+    directory: PathText | None = None
     """Directory of the disk transport; null: run.dir/publish."""
     staging: Literal["model", "bucket"] = "model"
     """model: engines serve while everything is staged, in memory for a whole model (host memory; with cuda_ipc the

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slimx.config.rule import Refusal
-from slimx.config.section import LARGEST, Amount, Count, Real, Seconds, Section, Share, Weight
+from slimx.config.section import LARGEST, Amount, Count, PathText, Real, Seconds, Section, Share, Weight
 from slimx.config.sections.engines import Engines, Health, check_groups
 from slimx.config.sections.prompts import Fields, PromptSet, check_sources
 
@@ -80,7 +80,7 @@ class Proxy(Section):
 
 
 class Rollout(Section):
-    prompts: str | None = None
+    prompts: PathText | None = None
     """File of prompts (JSONL, JSON, CSV, TSV, parquet, Arrow), directory of such files, or hf://OWNER/NAME
     (docs/data.md)."""
     sources: tuple[PromptSet, ...] = ()
@@ -112,7 +112,7 @@ class Rollout(Section):
     """Keyword arguments of `generate`."""
     filter: str | None = None
     """Dotted path of the group filter: keep(group) -> bool | reason."""
-    replay: str | None = None
+    replay: PathText | None = None
     """Directory of a run whose saved rollouts (`track.rollouts`) are trained again, step by step; no engine is started
     and nothing is generated."""
     engines: tuple[Engines, ...] = (Engines(),)
@@ -227,7 +227,7 @@ class Rollout(Section):
 
 
 class Eval(Section):
-    prompts: str | dict[str, str] | None = None
+    prompts: PathText | dict[str, PathText] | None = None
     """File of held-out prompts (as `rollout.prompts`), or several by name, which is metadata.dataset of prompts whose
     row names none, so that `reward.parts` can judge each file by its own reward; null: no evaluation."""
     fields: Fields | None = None

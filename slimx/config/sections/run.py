@@ -9,20 +9,20 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from slimx.config.rule import Refusal
-from slimx.config.section import Amount, Count, Positive, Seconds, Section, Size
+from slimx.config.section import Amount, Count, PathText, Positive, Seconds, Section, Size
 from slimx.runtime.ports import LOOPBACK
 
 
 class RunSection(Section):
     name: str = "run"
     """Name of the run in trackers and the report."""
-    dir: str
+    dir: PathText
     """Directory that holds everything the run writes."""
     seed: int = Field(default=1, ge=0, le=2**63 - 1)
     """Seed of prompt order, sampling and initialisation."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir` if there is one."""
-    fork: str | None = None
+    fork: PathText | None = None
     """Checkpoint of another run (RUN/checkpoints/iter_NNNNNNN) that this one continues from, optimizer and waiting
     groups included, while run.dir has none of its own."""
     fork_prompts: Literal["continue", "anew"] = "continue"
@@ -31,7 +31,7 @@ class RunSection(Section):
 
 
 class Model(Section):
-    path: str
+    path: PathText
     """Hugging Face directory: config.json, tokenizer and safetensors."""
     family: str | None = None
     """Dotted path of a module that says how to build the model, for an architecture that slimx does not bring

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from slimx.config.rule import Refusal, refuse
-from slimx.config.section import Amount, Count, Positive, Seconds, Section, Share, Size, Weight
+from slimx.config.section import Amount, Count, PathText, Positive, Seconds, Section, Share, Size, Weight
 from slimx.errors import SlimxError
 
 CYCLE = 5
@@ -140,7 +140,7 @@ class Lora(Section):
     targets: tuple[Literal["attention", "mlp", "shared_experts", "experts", "router"], ...] | None = None
     """Layers with adapters: attention (all of its projections), mlp (of dense layers), shared_experts, experts (routed
     ones), router; null: all of these that the model has, but no router."""
-    load: str | None = None
+    load: PathText | None = None
     """Directory of adapters in PEFT's format to begin with, of the same targets; null: new ones. Where its q, k and v,
     or gate and up, have an A each, rank and alpha are two or three times its own; `slimx plan` names them."""
 
@@ -249,7 +249,7 @@ class RankLayout(Section):
 
 
 class Trainer(RankLayout):
-    load: str | None = None
+    load: PathText | None = None
     """Initial weights: a Hugging Face directory, or a Megatron-LM checkpoint (torch_dist) such as those of slime, Miles
     and slimx itself; null: model.path."""
     distributed_optimizer: bool = True

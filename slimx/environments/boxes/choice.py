@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slimx.data.whole import as_whole
 from slimx.environments.boxes import roots
 from slimx.environments.boxes.bubblewrap import BubblewrapBox
 from slimx.environments.boxes.containers import ContainerBox
@@ -75,7 +76,7 @@ class BoxOptions:
             number = name in (*LIMITS, "cpus", "image_mib", "patience", "again")
             if number and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 raise _refusal(f"{value!r} is no number above 0", f"{key}.{name}")
-        given = dict(options)
+        given = {name: as_whole(value) for name, value in options.items()}
         limits = Limits(**{name: given.pop(name) for name in LIMITS if name in given})
         if backend == "remote" and not str(given.get("url", "")).startswith(("http://", "https://")):
             raise _refusal(f"{given.get('url')!r} is no URL with http or https", f"{key}.url")

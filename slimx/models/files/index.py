@@ -18,8 +18,10 @@ _RESTORE = "restore the file from the checkpoint's source"
 
 def check_downloaded(directory: Path) -> None:
     """Raise SlimxError with the command that downloads it for a directory that is not there and has the form of a name
-    of the Hugging Face Hub."""
-    if not directory.exists() and HUB_ID.fullmatch(str(directory)):
+    of the Hugging Face Hub, unless it lies in a folder that is there and holds no model."""
+    folder = directory.parent
+    local = folder.is_dir() and not any(folder.glob("*/config.json"))
+    if not directory.exists() and HUB_ID.fullmatch(str(directory)) and not local:
         raise SlimxError(
             f"{directory}: no such directory; if it is a model of the Hugging Face Hub, `hf download {directory} "
             f"--local-dir {directory}` brings it here, and the same command goes on",

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TextIO
 
 from slimx.errors import SlimxError
@@ -31,11 +32,7 @@ def held(directory: Path) -> Iterator[None]:
                 _lock_directory(place)
                 fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             except (BlockingIOError, PermissionError):
-                raise SlimxError(
-                    f"{directory}: another process is training there; wait for it or choose another run.dir",
-                    code="run.locked",
-                    about=str(directory),
-                ) from None
+                raise _locked(directory) from None
             yield
     finally:
         os.close(place)
@@ -48,11 +45,35 @@ def _opened(directory: Path) -> tuple[int, TextIO]:
         lock = (directory / LOCK).open("w")
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY), lock
     except OSError as error:
-        raise SlimxError(
-            f"run.dir: nothing can be written in {directory} ({error.strerror}: {error.filename}); choose another",
-            code="run.unwritable",
-            about=str(directory),
-        ) from error
+        raise _unwritable(directory, error, error.filename) from error
+
+
+def check_usable(directory: Path) -> None:
+    """Raise SlimxError as `held` does, and change nothing in the directory."""
+    there = next(each for each in (directory, *directory.parents) if os.path.lexists(each))
+    try:
+        TemporaryFile(dir=there).close()
+        locked = is_held(directory)
+    except OSError as error:
+        raise _unwritable(directory, error, there) from error
+    if locked:
+        raise _locked(directory)
+
+
+def _locked(directory: Path) -> SlimxError:
+    return SlimxError(
+        f"{directory}: another process is training there; wait for it or choose another run.dir",
+        code="run.locked",
+        about=str(directory),
+    )
+
+
+def _unwritable(directory: Path, error: OSError, there: Path) -> SlimxError:
+    return SlimxError(
+        f"run.dir: nothing can be written in {directory} ({error.strerror}: {there}); choose another",
+        code="run.unwritable",
+        about=str(directory),
+    )
 
 
 def is_held(directory: Path) -> bool:

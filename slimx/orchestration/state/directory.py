@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slimx.config.schema import Config
 from slimx.data.saved.step_files import TOKENIZER
@@ -15,8 +16,15 @@ from slimx.durable import replace_synced
 from slimx.errors import REFUSED, SlimxError
 from slimx.observability.live.activity import FILE
 from slimx.observability.live.run_lock import held
-from slimx.orchestration.state.saves import CURSOR, Saves
+from slimx.observability.tracking.run_files import read_config
+from slimx.orchestration.state.saves import CURSOR, RunState, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
+
+EVALUATIONS = "eval"
+"""Folder of a run directory: logs of the engines of `slimx eval`, and a line in `results.jsonl` for each."""
+
+NAMED = 4
+"""Keys that a sentence names, at most."""
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
@@ -47,6 +55,71 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
         there = Saves(Path(fork) / "checkpoints", keep=1).newest()
         hint = f"its newest is {there}" if there is not None else "name a RUN/checkpoints/iter_NNNNNNN"
         raise SlimxError(f"run.fork: {fork} is no complete checkpoint; {hint}", code="run.fork", about=fork)
+
+
+def check_generation(config: Config, directory: Path, saves: Saves) -> None:
+    """Raise SlimxError where `slimx generate` cannot begin in a directory, or go on from its position, the newest of
+    `saves`."""
+    if config.run.fork:
+        raise SlimxError(
+            "run.fork continues training, and slimx generate trains nothing; leave it out",
+            code="run.fork",
+            about="run.fork",
+        )
+    if (directory / "checkpoints").exists():
+        raise SlimxError(
+            f"{directory} holds a training run; slimx generate needs a run.dir of its own",
+            code="run.dir",
+            about=str(directory),
+        )
+    if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
+        raise SlimxError(
+            f"run.resume is never, but {directory} already holds rollouts; choose another run.dir",
+            code="run.resume",
+            about="run.resume",
+        )
+    if config.run.resume == "must" and saves.newest() is None:
+        raise SlimxError(
+            f"run.resume is must, but {saves.directory} holds no position",
+            code="run.resume",
+            about="run.resume",
+        )
+
+
+def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
+    """The checkpoint that a run goes on from; None: it begins. Raises SlimxError as `check_start` does."""
+    check_start(config, directory, saves)
+    newest = saves.newest()
+    if newest is not None and config.run.resume != "never":
+        return newest
+    return None if config.run.fork is None else Path(config.run.fork)
+
+
+def finished(config: Config, directory: Path, state: RunState) -> bool:
+    """Returns True if nothing is left to be done after `state`."""
+    exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
+    return state.step >= config.schedule.steps and exported
+
+
+def unused(config: Config) -> str:
+    """The end of a sentence about a finished run: the keys of `config` that differ from what the run was done with, and
+    change nothing now; "" if none does."""
+    directory = Path(config.run.dir)
+    if not (directory / "config.yaml").is_file():  # it forks from a run that is further
+        return ""
+    before = dict(_leaves(read_config(directory)))
+    now = dict(_leaves(config.model_dump(mode="json")))
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    named = ", ".join(keys[:NAMED]) + (f" and {len(keys) - NAMED} more" if len(keys) > NAMED else "")
+    return f" (not used, as nothing was trained: the new {named})" if keys else ""
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield key, value
+        return
+    for name, part in value.items():
+        yield from _leaves(part, f"{key}.{name}" if key else str(name))
 
 
 def write_config(config: Config, directory: Path) -> None:

@@ -341,8 +341,7 @@ class _Compiler:
                 raise SlimxError(
                     f"plan: a shard of {name}, {move.rows} x {move.cols} at row {sum(row)}, column {sum(col)}, is not "
                     f"made of whole quantisation blocks of {high} x {wide}; head_dim, the experts' inner size / ETP "
-                    f"and every other shard must be multiples of {block}: choose other parallel sizes or publish in "
-                    f"{self.precision.engine}",
+                    f"and every other shard must be multiples of {block}",
                     code="plan.blocks",
                     about=name,
                 )

@@ -20,6 +20,7 @@ from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.nearest import nearest
 from slimx.reshard.plan.precision import Precision, Quantisation
 
 MIB = 2**20
@@ -39,9 +40,30 @@ class PublicationPlan:
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
-    """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines."""
+    """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines. Raises
+    SlimxError, with the nearest sizes that fit where these cut blocks of fp8."""
     if not config.rollout.policy_engines:
         return None
+    try:
+        return _planned(config, spec, sizes, device)
+    except SlimxError as error:
+        if error.code != "plan.blocks":
+            raise
+        for words, near, near_sizes in nearest(config, sizes):
+            try:
+                _planned(near, spec, near_sizes, device)
+            except SlimxError:
+                continue
+            raise SlimxError(f"{error}; set {words}, which fits", code=error.code, about=error.about) from error
+        raise SlimxError(
+            f"{error}; no other size of engines or trainers alone fits: publish in {config.numerics.dtype} (leave "
+            "publish.quantise out)",
+            code=error.code,
+            about=error.about,
+        ) from error
+
+
+def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan:
     quantise = config.publish.quantise
     if quantise and device == "cpu" and not config.exact:
         raise SlimxError(

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from slimx.data.whole import as_ids
 from slimx.engines.outage import Elsewhere, Outage
 from slimx.engines.server.answers import message_of, parse_body
 from slimx.engines.server.keys import bearer
@@ -89,7 +90,7 @@ class FrozenEngine:
         """Log-probs of `token_ids` [L] under this model at temperature 1: of the tokens `start` to L - 1, [L - start].
 
         Of the tokens before `start` the server may have the KV in its cache, and it computes no logits for them."""
-        ids = [int(token) for token in token_ids]
+        ids = as_ids(token_ids)
         answer = await self.post("/generate", _scoring(ids, start))
         return input_logprobs(answer.get("meta_info", {}), ids[start - 1 :], f"frozen engines {self.name}")
 
@@ -98,7 +99,7 @@ class FrozenEngine:
     ) -> tuple[list[float], np.ndarray, np.ndarray]:
         """As `logprobs`, and in the place of each of these tokens the `top` likeliest ones: int32 [L - start, top], and
         their log-probs, float32."""
-        ids = [int(token) for token in token_ids]
+        ids = as_ids(token_ids)
         body = {**_scoring(ids, start), "top_logprobs_num": top}
         meta, who = (await self.post("/generate", body)).get("meta_info", {}), f"frozen engines {self.name}"
         return input_logprobs(meta, ids[start - 1 :], who), *input_top_logprobs(meta, len(ids) - start, top, who)

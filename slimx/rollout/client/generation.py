@@ -17,6 +17,7 @@ import aiohttp
 import numpy as np
 
 from slimx.config.sections.rollout import MAX_SUPPORT
+from slimx.data.whole import as_ids
 from slimx.engines.outage import Outage
 from slimx.engines.server.answers import message_of
 from slimx.engines.server.keys import bearer
@@ -121,7 +122,7 @@ class GenerationClient:
         """`fields`: of the request, which the router would drop."""
         if self.adapters is not None:
             fields = {"lora_id": self.adapters, **fields}
-        ids = [int(token) for token in token_ids]
+        ids = as_ids(token_ids)
         if not ids or min(ids) < 0 or max(ids) >= self.shape.vocab_size:
             wrong = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
             what = "a prompt without tokens" if wrong is None else f"token id {wrong}"

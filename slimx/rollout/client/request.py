@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from slimx.config.sections.policies import ACTOR
+from slimx.data.whole import as_ids
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, joined
 
@@ -106,9 +107,9 @@ def compact(token_ids: Sequence[int]) -> array[int]:
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
     try:
-        return array("i", [int(token) for token in token_ids])
+        return array("i", as_ids(token_ids))
     except OverflowError:
-        wrong = next(token for token in token_ids if not -(2**31) <= int(token) < 2**31)
+        wrong = next(token for token in as_ids(token_ids) if not -(2**31) <= token < 2**31)
         raise SlimxError(
             f"token id {wrong} cannot be generated from; ids are those of the model's vocabulary: check the tokenizer",
             code="request.token_ids",

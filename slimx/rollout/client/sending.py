@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from slimx.data.whole import as_ids
 from slimx.engines.outage import Absence
 from slimx.engines.server.answers import message_of, parse_body
 from slimx.errors import DeadlineError, SlimxError
@@ -67,7 +68,7 @@ def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> 
     Raises SlimxError if other tokens were scored. SGLang 0.5.23 scores the last token of the vocabulary, but calls it 0
     (scheduler_components/logprob_result_processor.py clips ids)."""
     scored = meta.get("input_token_logprobs") or []
-    wanted = [int(token) for token in token_ids]
+    wanted = as_ids(token_ids)
     if len(scored) != len(wanted) or any(
         entry[1] not in (token, 0) for entry, token in zip(scored, wanted, strict=True)
     ):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimx.data.whole import as_whole
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.proxy.answer import AnswerReader
 from slimx.rollout.proxy.errors import ApiError
@@ -304,7 +305,7 @@ def _not_done(given: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _max_tokens(given: dict[str, Any]) -> int:
-    count = given.get("max_tokens")
+    count = as_whole(given.get("max_tokens"))
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         text = f"max_tokens is {count!r}; give a positive number"
         raise ApiError(text, code="invalid_value", param="max_tokens")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimx.data.whole import as_whole
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.proxy.answer import AnswerReader
 from slimx.rollout.proxy.errors import ApiError
@@ -337,7 +338,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _max_tokens(given: dict[str, Any]) -> int | None:
-    count = given.get("max_output_tokens")
+    count = as_whole(given.get("max_output_tokens"))
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
         text = f"max_output_tokens is {count!r}; give a positive number"
         raise ApiError(text, code="invalid_value", param="max_output_tokens")

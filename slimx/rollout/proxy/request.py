@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimx.data.whole import as_whole
 from slimx.rollout.proxy.errors import ApiError
 from slimx.rollout.proxy.tool_choice import Forced, forced_by
 
@@ -197,7 +198,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 def _max_tokens(given: dict[str, Any]) -> int | None:
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    count = given.get(name)
+    count = as_whole(given.get(name))
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
         raise ApiError(f"{name} is {count!r}; give a positive number", code="invalid_value", param=name)
     return count

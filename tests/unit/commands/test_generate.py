@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slimx.commands.evaluate import evaluate_once, run_evaluation, table
-from slimx.commands.generate import generate, run_generation
+from slimx.commands.evaluate import evaluate_once, table
+from slimx.commands.generate import generate
 from slimx.config.schema import Config
 from slimx.data.saved.step_files import read_step, step_files
 from slimx.engines.outage import Outage
 from slimx.errors import Preempted, SlimxError
 from slimx.observability.live.table import LiveTable
+from slimx.orchestration import early
 from slimx.orchestration.prepare import Sources
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.serving import without_trainers
 from slimx.orchestration.session import run_training
 from slimx.orchestration.state.saves import Saves, read_state
+from slimx.orchestration.trainerless import without_trainers
 from slimx.rollout import single_turn
 from slimx.rollout.hook_loading import Hooks
 from tests.refusals import numbers, refused
@@ -175,13 +176,13 @@ def test_engines_start_from_what_training_would_or_from_the_given_checkpoint(mod
 
 def test_what_engines_cannot_start_from_is_refused(model, tmp_path):
     config = config_in(tmp_path, model)
-    with refused("engines.weights", about="--checkpoint"):
+    with refused("engines.weights", about="checkpoint"):
         without_trainers(config, tmp_path / "nothing")
     external = config_in(tmp_path, model, engines=[{"name": "far", "urls": ["http://10.0.0.1:3000"]}])
     with refused("engines.urls", about="far"):
         without_trainers(external, model)
     with refused("eval.prompts", about="eval.prompts"):
-        run_evaluation(config, model, print)
+        early.evaluating(config, model)
     replaying = config_in(tmp_path, model, replay="elsewhere")
     with refused("engines.none", about="rollout.replay"):
         without_trainers(replaying, None)
@@ -189,7 +190,7 @@ def test_what_engines_cannot_start_from_is_refused(model, tmp_path):
     megatron.mkdir()
     (megatron / "metadata.json").write_text("{}")
     (megatron / ".metadata").write_bytes(b"")
-    with refused("engines.weights", about="--checkpoint"):
+    with refused("engines.weights", about="checkpoint"):
         without_trainers(config, megatron)
 
 
@@ -201,4 +202,4 @@ def test_training_and_generation_do_not_share_a_directory(model, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir()
     with refused("run.fork", about="run.fork"):
         forked = config.model_copy(update={"run": config.run.model_copy(update={"fork": "there"})})
-        run_generation(forked, None, Console(quiet=True))
+        early.generating(forked, None)

@@ -91,3 +91,13 @@ def test_a_command_says_at_once_which_file_it_checks(monkeypatch, capsys, comman
         cli.main()
     assert "".join(printed) == "checking a\\u001b.yaml\n"
     assert printed[command != "eval"] == "", "results of eval alone are on stdout"
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("run: {}")
+    monkeypatch.setattr(sys, "argv", ["slimx", "report", "~/run", "--out=~/report.html"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0 and (tmp_path / "report.html").is_file()

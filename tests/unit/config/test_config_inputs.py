@@ -15,9 +15,17 @@ from pathlib import Path
 import pytest
 
 from slimx.config import load_config
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.engines import Engines
+from slimx.config.sections.prompts import PromptSet
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.run import Model, RunSection
+from slimx.config.sections.trainer import Lora, Trainer
 from slimx.errors import SlimxError
 from slimx.observability.live.run_lock import held
-from tests.refusals import numbers
+from tests.refusals import numbers, refused
 from tests.unit.config.command_stand import PROMPT, Started
 
 # Checkpoint ---------------------------------------------------------------------------------------------------------
@@ -25,8 +33,11 @@ from tests.unit.config.command_stand import PROMPT, Started
 
 @pytest.mark.parametrize("key", ["model.path", "trainer.load"])
 def test_a_missing_checkpoint_is_refused_by_its_path(command, file, key):
-    code = {"model.path": "model.directory", "trainer.load": "checkpoint.none"}[key]
-    command.refuses(file, f"{key}=/no/such/model", code=code, about="/no/such/model")
+    code, about = {
+        "model.path": ("model.directory", "/no/such/model"),
+        "trainer.load": ("weights.directory", "trainer.load"),
+    }[key]
+    command.refuses(file, f"{key}=/no/such/model", code=code, about=about)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +201,7 @@ def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(comma
 @pytest.mark.parametrize(
     ("critic", "code", "about"),
     [
-        ("{load: absent}", "checkpoint.none", "absent"),
+        ("{load: absent}", "weights.directory", "critic.load"),
         ("{placement: own, layout: {world_size: 16, data: 16}}", "batch.critic_ranks", "critic.layout.data"),
         ("{placement: own, layout: {world_size: 3, tensor: 3}}", "critic.split", "critic.layout.tensor"),
     ],
@@ -198,3 +209,59 @@ def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(comma
 def test_a_critic_that_cannot_start_is_refused_before_anything_does(command, file, critic, code, about):
     small = ("rollout.prompts_per_step=2", "rollout.group_size=4")
     command.refuses(file, "algorithm.name=ppo", f"critic={critic}", *small, code=code, about=about)
+
+
+# Paths ----------------------------------------------------------------------------------------------------------------
+
+PATHS = [
+    (RunSection, {"dir": "~/d", "fork": "~/d"}),
+    (Model, {"path": "~/d"}),
+    (Trainer, {"load": "~/d"}),
+    (Lora, {"rank": 4, "alpha": 8, "load": "~/d"}),
+    (Critic, {"load": "~/d"}),
+    (Algorithm, {"teacher": "~/d"}),
+    (PromptSet, {"name": "a", "path": "~/d"}),
+    (Rollout, {"prompts": "~/d", "replay": "~/d"}),
+    (Engines, {"model": "~/d"}),
+    (Eval, {"prompts": "~/d"}),
+    (Eval, {"prompts": {"a": "~/d"}}),
+    (Publish, {"directory": "~/d"}),
+]
+
+
+@pytest.mark.parametrize(("section", "values"), PATHS)
+def test_a_tilde_is_the_home_directory_in_every_key_that_is_a_path(section, values, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parsed = section.model_validate(values)
+    found = {key: getattr(parsed, key) for key in values}
+    assert found == json.loads(json.dumps(values).replace("~", str(tmp_path)))
+
+
+def test_a_tilde_is_the_home_directory_on_the_command_line_too(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(file.parent))
+    overrides = ["run.dir=~/elsewhere", "rollout.engines=[{model: ~/model}]"]
+    config = load_config(f"~/{file.name}", overrides)
+    assert config.run.dir == str(file.parent / "elsewhere")
+    assert config.rollout.engines[0].model == str(file.parent / "model")
+    with refused("config.value", about="model.path"):
+        load_config(file, ["model.path=~nosuchuser/model"])
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "meant"),
+    [
+        ("algorithm.name=GRPO", "config.value", "did you mean grpo?"),
+        ("algorithm.loss=Clip", "algorithm.unknown", "did you mean clip?"),
+        ("algorithm.advantages=RLOO", "algorithm.unknown", "did you mean rloo?"),
+        ("algorithm.credit=Shared", "algorithm.unknown", "did you mean shared?"),
+        ("schedule.steps 3", "config.override", "write schedule.steps=3"),
+        ("run.name=${oc.env:SLIMX_NOPE}", "config.interpolation", "run.name: the environment variable SLIMX_NOPE "),
+    ],
+)
+def test_a_refusal_names_what_was_meant(file, override, code, meant):
+    with refused(code) as caught:
+        load_config(file, [override])
+    assert meant in str(caught.value)

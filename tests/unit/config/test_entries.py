@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -54,11 +55,6 @@ def test_an_interval_without_any_prompts_is_still_refused(file):
         load_config(file)
 
 
-def test_null_empties_a_mapping(file):
-    file.write_text(yaml.safe_dump(BASE | {"reward": {"options": {"a": 1}}}))
-    assert load_config(file, ["reward.options=null"]).reward.options == {}
-
-
 @pytest.mark.parametrize("override", ["x" * 5000 + "=1", "trainer.load." + "y" * 5000 + "=1", "z" * 5000])
 def test_a_long_input_is_repeated_in_part(file, override):
     with pytest.raises(SlimxError) as caught:
@@ -71,3 +67,52 @@ def test_a_file_that_is_no_configuration_is_not_repeated(tmp_path):
     with refused("config.no_sections") as caught:
         load_config(tmp_path / "big.txt")
     assert len(str(caught.value)) < 5 * ECHOED
+
+
+FULL = """
+run: {dir: d}
+model: {path: m}
+rollout:
+  prompts: p.jsonl
+  options: {a: 1}
+  template: {a: 1}
+  engines: [{sglang: {a: 1}}, {name: b, urls: ["http://127.0.0.1:1"]}]
+  sampling: {stop_token_ids: [1]}
+reward: {options: {a: 1}}
+trainer: {megatron: {a: 1}, freeze: [a]}
+eval: {prompts: {a: p.jsonl}, pass_at: [1]}
+"""
+MAPPINGS = (
+    "rollout.options",
+    "rollout.template",
+    "rollout.engines.0.sglang",
+    "reward.options",
+    "trainer.megatron",
+    "eval.prompts",
+)
+LISTS = ("rollout.engines.1.urls", "rollout.sampling.stop_token_ids", "trainer.freeze", "eval.pass_at")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(f"{key}={{}}" for key in MAPPINGS),
+        *(f"{key}=null" for key in MAPPINGS),
+        *(f"{key}=[]" for key in LISTS),
+        *(f"{key}=null" for key in LISTS),
+    ],
+)
+def test_a_mapping_and_a_list_are_emptied_from_the_command_line(tmp_path, override):
+    (tmp_path / "run.yaml").write_text(FULL)
+    value: Any = load_config(tmp_path / "run.yaml", [override]).model_dump()
+    for part in override.partition("=")[0].split("."):
+        value = value[int(part) if part.isdigit() else part]
+    assert not value
+
+
+def test_an_emptied_mapping_takes_new_keys_and_an_emptied_section_its_defaults(tmp_path):
+    (tmp_path / "run.yaml").write_text(FULL)
+    config = load_config(tmp_path / "run.yaml", ["rollout.options={}", "rollout.options.b=2", "rollout.sampling={}"])
+    assert config.rollout.options == {"b": 2} and config.rollout.sampling.stop_token_ids == ()
+    with refused("config.value", about="trainer.freeze.0"):
+        load_config(tmp_path / "run.yaml", ["trainer.freeze.0=null"])

@@ -11,7 +11,7 @@ from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.codec import encode_groups
 from slimx.data.saved.step_files import Origin, StepFiles
-from slimx.orchestration.session import resume_point
+from slimx.orchestration.state.directory import resume_point
 from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.rollout.flow.replay import Replay, check_replay

@@ -230,3 +230,14 @@ def test_a_start_that_cannot_be_is_refused_before_a_model_or_prompts_are_read(
 def test_a_resume_is_one_line_with_one_step(checkpoint, removed, figures):
     line = session.resume_line(checkpoint and Path(checkpoint), 80 if checkpoint else 0, removed)
     assert figures is None if line is None else numbers(line) == figures
+
+
+def test_a_finished_run_names_the_new_settings_that_nothing_uses(tmp_path, monkeypatch, capsys):
+    started = Started(monkeypatch, tmp_path)
+    saved(tmp_path, 1)
+    config = config_of(tmp_path)
+    ended = config.model_copy(update={"schedule": config.schedule.model_copy(update={"steps": 1})})
+    (tmp_path / "config.yaml").write_text(ended.to_text())
+    assert "not used" not in run(ended, capsys)
+    again = ended.model_copy(update={"run": ended.run.model_copy(update={"seed": 2})})
+    assert "run.seed" in run(again, capsys) and not started.at

@@ -76,6 +76,17 @@ def test_the_temperature_is_what_the_hook_asked_for_and_one_for_all_turns():
         draft.add_sampled(completion([4], [(0, 1, 7)], temperature=0.5))
 
 
+def test_a_forgotten_await_is_refused_by_that_word():
+    async def generate():
+        return completion([4], [(0, 1, 7)])
+
+    draft, coroutine = draft_of([1, 20]), generate()
+    with refused("draft.awaitable", about="g/0") as caught:
+        draft.add_sampled(coroutine)
+    assert "await it" in str(caught.value)
+    coroutine.close()
+
+
 def test_two_turns_with_an_inserted_answer_between_them():
     draft = draft_of([1, 20])
     draft.add_sampled(completion([4, 6], [(0, 2, 7)], before=2))
