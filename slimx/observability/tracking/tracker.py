@@ -94,7 +94,7 @@ def make_tracker(
             undo.callback(others[-1].close)
         undo.pop_all()
     if jsonl.removed:
-        warn(f"resumed at step {resume_step}: {jsonl.removed} later or torn lines taken out of metrics.jsonl")
+        warn(f"resumed at step {resume_step}: {jsonl.removed} later or damaged lines taken out of metrics.jsonl")
     return Tracker(jsonl, others, warn)
 
 
