@@ -101,9 +101,9 @@ def application(content: Content, token: str) -> Starlette:
                 "/api/status": lambda request: content.status(),
                 "/api/charts": lambda request: content.charts(request.query_params.get("since", "")),
                 "/api/steps": lambda request: content.steps(),
-                "/api/steps/{step:int}": lambda request: content.rollouts(request.path_params["step"]),
-                "/api/steps/{step:int}/tokens": lambda request: content.tokens(
-                    request.path_params["step"], request.query_params.get("group", "")
+                "/api/steps/{step}": lambda request: content.rollouts(_step(request)),
+                "/api/steps/{step}/tokens": lambda request: content.tokens(
+                    _step(request), request.query_params.get("group", "")
                 ),
             }.items()
         ),
@@ -145,6 +145,14 @@ def _guarded(
         return response
 
     return guarded
+
+
+def _step(request: Request) -> int:
+    """Returns the step of a path. Raises SlimxError for what is no number, or has more digits than Python reads."""
+    step = request.path_params["step"]
+    if not re.fullmatch(r"\d{1,18}", step, re.ASCII):
+        raise SlimxError(f"{step[:20]!r} is no step; give a number", code="rollouts.step", about="step")
+    return int(step)
 
 
 def _same(given: str, token: str) -> bool:

@@ -198,7 +198,14 @@ def test_a_growing_file_is_parsed_once_a_torn_line_waits_and_a_cut_file_is_read_
 
 
 def test_nothing_but_the_pages_own_addresses_is_answered_and_nothing_from_elsewhere_runs(page):
-    for path in ("/%2e%2e/config.yaml", "/config.yaml", "/api/steps/..%2f..", "/page.py", "/api/steps/-1"):
+    for path in (
+        "/%2e%2e/config.yaml",
+        "/config.yaml",
+        "/api/steps/..%2f..",
+        "/page.py",
+        "/api/steps/-1",
+        f"/api/steps/{'9' * 5000}",
+    ):
         assert page.get(path).status_code == 404, path
     assert page.session.post(page.address + "/api/status", timeout=60).status_code == 405
     for path in ("/", "/page.js", "/plotly.js", "/api/status"):
