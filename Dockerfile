@@ -40,13 +40,16 @@ RUN git init --quiet /tmp/apex \
 
 # The newest that Transformer Engine takes, which wants less than 2.8.4. It compiles as C++17, which torch 2.14's headers refuse, and it writes
 # over flash_attn/cute of flash-attn-4, which is therefore installed once more.
-RUN python -m pip download --no-deps --no-build-isolation --no-binary :all: --dest /tmp flash-attn==2.8.3.post2 \
+ARG FLASH_ATTN=sha256:d0f9f0b08a986cdeadbffcf5ec8b3a8f514366c68ad1853d3ab061bc83cc340b
+RUN echo "flash-attn==2.8.3.post2 --hash=$FLASH_ATTN" > /tmp/flash-attn-2.txt \
+  && python -m pip download --no-deps --no-build-isolation --no-binary :all: --dest /tmp --require-hashes -r /tmp/flash-attn-2.txt \
   && tar -xzf /tmp/flash_attn-2.8.3.post2.tar.gz -C /tmp \
   && sed -i 's/-std=c++17/-std=c++20/g' /tmp/flash_attn-2.8.3.post2/setup.py \
   && FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS="90;100" \
     python -m pip install --no-deps --no-build-isolation /tmp/flash_attn-2.8.3.post2 \
-  && python -m pip install --no-deps --force-reinstall "$(grep -o '^flash-attn-4==[^ ]*' requirements/cu130.txt)" \
-  && rm -rf /tmp/flash_attn-2.8.3.post2 /tmp/flash_attn-2.8.3.post2.tar.gz
+  && grep '^flash-attn-4==' requirements/cu130.txt > /tmp/flash-attn-4.txt \
+  && python -m pip install --no-deps --force-reinstall --require-hashes -r /tmp/flash-attn-4.txt \
+  && rm -rf /tmp/flash_attn-2.8.3.post2 /tmp/flash_attn-2.8.3.post2.tar.gz /tmp/flash-attn-*.txt
 
 # Attention kernels of flashinfer for Blackwell, which it would download at the first start: its package flashinfer-cubin
 # is on PyPI up to 0.6.13 only. Its own command ends with 0 when a download failed.

@@ -44,8 +44,9 @@ venv: $(STAMP) ## create .venv with every package of the lock
 # The locks are complete, and pip must not resolve them again: sglang's metadata asks for CUDA packages on every machine.
 # transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest; it needs CUDA_HOME. A
 # toolkit has no cuDNN and no NCCL, and may lack the libraries whose headers torch includes: the wheels have them all.
-# The last install gives a CUDA build of torch the CUDA libraries that only the GPU lock has, and else does nothing.
-$(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
+# pip takes no file of another hash than the lock's; torch from another index (TORCH_INDEX, TORCH_CPU_INDEX) is another file,
+# installed before and not again. PyPI's CUDA build wants CUDA libraries, and one from TORCH_INDEX those that it names.
+$(STAMP): $(REQUIREMENTS) requirements/cpu-cuda.txt setup.py pyproject.toml
 	@$(if $(PYTHON),,echo "slimx needs Python 3.12, and neither PATH, pyenv nor uv has one that runs: install it (pyenv install 3.12, or uv python install 3.12), or name one: make PYTHON=/path/to/python3.12"; exit 1)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v[:2] == (3, 12) or sys.exit("slimx needs Python 3.12, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.12" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "$(PYTHON) cannot make environments: apt-get install python3.12-venv"; exit 1; }
@@ -57,10 +58,12 @@ $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
 	  $(PIP) --no-deps --retries 0 --timeout 15 --index-url "$(TORCH_CPU_INDEX)" "$(TORCH)" 2> /dev/null \
 	    || echo "venv: no CPU build of $(TORCH) at $(TORCH_CPU_INDEX): pip's own index may give its CUDA build"; fi
 	@grep -v '^transformer-engine-torch' $(REQUIREMENTS) > $(VENV)/wheels.txt
-	@$(PIP) --no-deps -r $(VENV)/wheels.txt
+	@$(PIP) --no-deps --require-hashes -r $(VENV)/wheels.txt
 	@if grep -q '^transformer-engine-torch' $(REQUIREMENTS); then \
-	  CPATH="$(CUDA_HEADERS)" NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation -r $(REQUIREMENTS); fi
-	@$(PIP) --no-warn-conflicts -c requirements/cu130.txt "$(TORCH)"
+	  CPATH="$(CUDA_HEADERS)" NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation --require-hashes -r $(REQUIREMENTS); fi
+	@if grep -q '^Requires-Dist: cuda-toolkit' $(VENV)/lib/python3.12/site-packages/torch-*.dist-info/METADATA; then \
+	  $(PIP) --no-deps --require-hashes -r requirements/cpu-cuda.txt; fi
+	@$(if $(TORCH_INDEX),$(PIP) --no-warn-conflicts "$(TORCH)")
 	@touch $@
 
 .PHONY: build
@@ -105,7 +108,8 @@ ENGINE := $(VENV)/transformer-engine
 DEEP_EP := $(VENV)/deep-ep
 $(ENGINE) $(DEEP_EP): PACKAGE = $(if $(filter $(ENGINE),$@),transformer-engine,sgl-deep-ep)
 $(ENGINE) $(DEEP_EP): $(STAMP) requirements/cu130.txt
-	@$(PIP) --no-deps --upgrade --target $@ "$$(grep -om1 '^$(PACKAGE)==[^ ]*' requirements/cu130.txt)"
+	@grep '^$(PACKAGE)==' requirements/cu130.txt > $(VENV)/package-$(@F).txt
+	@$(PIP) --no-deps --require-hashes --upgrade --target $@ -r $(VENV)/package-$(@F).txt
 	@touch $@
 
 .PHONY: integration
@@ -139,11 +143,21 @@ ci-deps: ## Debian packages that tests use (as root)
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap chromium \
 	  munge shellcheck slurm-client slurmctld slurmd
 
+UV := uv==0.13.9
+
+# After a change of versions; the index of packages is that of UV_DEFAULT_INDEX.
+.PHONY: locks
+locks: ## write the hashes of the pins in requirements/
+	@$(PYTHON) -m venv build/locks
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 build/locks/bin/python -m pip install --quiet $(UV) packaging
+	@sed 's/ --hash.*//' requirements/cu130.txt | build/locks/bin/uv pip compile --quiet --no-deps --universal \
+	  --python-version 3.12 --format pylock.toml --output-file build/pylock.toml - > build/locks/log
+	@build/locks/bin/python -m tools.locks build/pylock.toml
+
 # Their packages do not fit the lock, so the servers of tests marked slow run in environments of their own. Later releases
 # of nemo-gym want a newer Python than the lock's; verifiers starts its agents' programs by uv. uv also resolves them, in
 # seconds where pip looked for versions of verifiers' packages for more than an hour. It has the index of packages from
 # UV_DEFAULT_INDEX, not from pip's settings. Byte code is made here: these servers are many short-lived programs.
-UV := uv==0.13.9
 HUBS := openenv-core==0.3.0 nemo-gym==0.4.0 verifiers==0.4.0,$(UV)
 .PHONY: hubs
 hubs: ## environments of OpenEnv, NeMo Gym and verifiers, build/hubs, for `make test-all`

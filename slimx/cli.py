@@ -317,7 +317,7 @@ def stacks(
 def watch(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8890,
-    host: Annotated[str, typer.Option(help="Another than loopback asks for the token that is printed.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     debug: Debug = False,
 ) -> None:
     """Serve a live page about a run: what it does now, curves, time, rollouts token by token. Ctrl-C ends it."""

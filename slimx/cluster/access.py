@@ -7,12 +7,11 @@ asks nobody, and is kept on the loopback interface or switched off here.
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
 from slimx.errors import SlimxError
-from slimx.runtime.private import private_directory
+from slimx.runtime.private import private_directory, private_token
 
 ADDRESS = "127.0.0.2"
 """Address of the node. Ray's agents listen at it; Ray would replace 127.0.0.1 by an address that others reach."""
@@ -28,7 +27,17 @@ def local_options() -> dict[str, Any]:
     Raises SlimxError where RAY_AUTH_MODE switches the token off, or a file cannot be written."""
     check_token()
     if TOKEN not in os.environ:
-        keep_to_owner(Path(os.environ.get(TOKEN_FILE) or Path.home() / ".ray" / "auth_token"))
+        # Ray would write one that everybody can read.
+        file = Path(os.environ.get(TOKEN_FILE) or Path.home() / ".ray" / "auth_token")
+        try:
+            private_token(file)
+        except OSError as error:
+            raise SlimxError(
+                f"Ray's token cannot be kept in {file} ({error.strerror}); set {TOKEN_FILE} to a file that you can "
+                "write",
+                code="ray.token_file",
+                about=str(file),
+            ) from error
     # Ray opens its directory to all users.
     return {"_node_ip_address": ADDRESS, "_temp_dir": str(private_directory() / "ray")}
 
@@ -42,23 +51,3 @@ def check_token() -> None:
             code="ray.no_token",
             about=MODE,
         )
-
-
-def keep_to_owner(file: Path) -> None:
-    """Have a token in `file` that its owner alone can read: Ray would write one that everybody can. Raises SlimxError
-    if it cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        if file.stat().st_mode & 0o077:
-            file.chmod(0o600)
-    except OSError as error:
-        raise SlimxError(
-            f"Ray's token cannot be kept in {file} ({error.strerror}); set {TOKEN_FILE} to a file that you can write",
-            code="ray.token_file",
-            about=str(file),
-        ) from error
-    else:
-        with os.fdopen(descriptor, "w") as token:
-            token.write(secrets.token_hex(32))

@@ -1,8 +1,9 @@
-"""Directories for temporary files that no other user of the machine can enter."""
+"""A directory and tokens that no other user of the machine can read."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -48,3 +49,19 @@ def private_directory() -> Path:
             about=str(directory),
         )
     return directory
+
+
+def private_token(file: Path) -> str:
+    """Returns the token in `file`, which its owner alone can read; writes a random one where there is none. Raises
+    OSError if it cannot be read or written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        if file.stat().st_mode & 0o077:
+            file.chmod(0o600)
+    token = file.read_text().strip()
+    if not token:  # new, or left by a process that was killed here
+        token = secrets.token_hex(32)
+        file.write_text(token)
+    return token

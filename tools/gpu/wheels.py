@@ -106,14 +106,15 @@ LEFT_OUT = (
 
 
 def pinned(names: Iterable[str], locks: Iterable[Path]) -> list[str]:
-    """Returns `name==version` of every name, from the first lock that has it; exits with the names that none has."""
+    """Returns the pin of every name with its hashes, from the first lock that has it; exits with the names that none
+    has."""
 
     def normal(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()
 
     versions: dict[str, str] = {}
     for lock in locks:
-        found = re.findall(r"^([A-Za-z0-9._-]+)(?:\[[^]]*])?==(\S+)", lock.read_text(), re.MULTILINE)
+        found = re.findall(r"^([A-Za-z0-9._-]+)(?:\[[^]]*])?==(.+)", lock.read_text(), re.MULTILINE)
         versions = {normal(name): version for name, version in found} | versions
     absent = [name for name in names if normal(name) not in versions]
     if absent:
@@ -133,8 +134,12 @@ def install(requirements: list[str], python: str, target: Path) -> None:
         "cp",
     ]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    if code := subprocess.run([*command, "--target", str(target), *requirements]).returncode:
-        sys.exit(code)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(requirements))
+        file.flush()
+        command += ["--require-hashes", "--requirement", file.name]
+        if code := subprocess.run([*command, "--target", str(target)]).returncode:
+            sys.exit(code)
 
 
 def kept(site: Path) -> list[Path]:
@@ -184,7 +189,7 @@ def collect(requirements: list[str], python: str, folder: Path) -> list[dict[str
         parts = split(archive, folder)
         with archive.open("rb") as file:
             whole = {"bytes": archive.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    packages = dict(line.split("==") for line in requirements)
+    packages = dict(line.split()[0].split("==") for line in requirements)
     manifest = {"python": python, "packages": packages, "archive": whole, "parts": parts}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return parts

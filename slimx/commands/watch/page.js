@@ -21,6 +21,7 @@ function element(kind, className, text) {
 
 async function ask(path) {
   const answer = await fetch(path);
+  if (answer.status === 403) throw new Error(await answer.text());
   const found = await answer.json();
   if (!answer.ok) throw new Error(found.error || answer.statusText);
   return found;

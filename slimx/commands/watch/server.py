@@ -1,14 +1,15 @@
-"""The HTTP server of the live page: a few fixed addresses, read only, for whoever may ask."""
+"""The HTTP server of the live page: a few fixed addresses, read only, for requests with its token."""
 
 from __future__ import annotations
 
 import gzip
 import hmac
-import ipaddress
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlencode
 
 import msgspec
 import uvicorn
@@ -21,8 +22,10 @@ from starlette.routing import Route
 from slimx.commands.watch.content import Content
 from slimx.errors import SlimxError
 from slimx.observability.report.report import PLOTLY
+from slimx.runtime.private import private_directory, private_token
 
-COOKIE = "slimx_watch"
+HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?", re.ASCII)
+"""A Host header that names a server."""
 FILES = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -43,10 +46,8 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
 
     Raises SlimxError for a directory without a run, and for an address that cannot be listened at."""
     content = Content(directory)
-    token = None if _is_loopback(host) else secrets.token_urlsafe(32)
-    config = uvicorn.Config(
-        application(content, host, token), host=host, port=port, log_level="critical", lifespan="off"
-    )
+    token = private_token(private_directory() / "watch-token")
+    config = uvicorn.Config(application(content, token), host=host, port=port, log_level="critical", lifespan="off")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,14 +62,14 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
         ) from None
     listener.listen()  # whoever opens the address at once waits
     shown = f"[{host}]" if ":" in host else host
-    key = "" if token is None else f"?token={token}"
-    say(f"http://{shown}:{listener.getsockname()[1]}/{key}")
+    say(f"http://{shown}:{listener.getsockname()[1]}/?token={token}")
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def application(content: Content, host: str, token: str | None) -> Starlette:
-    """The page as an ASGI application. `token`: whoever asks must have it, as `?token=` once and as a cookie from then
-    on; None: whoever reaches `host`, a loopback address, may look."""
+def application(content: Content, token: str) -> Starlette:
+    """Returns the page as an ASGI application. A request needs `token` as `?token=`, and gets a cookie for the next
+    ones."""
+    access = _Access(token)
 
     def page(path: str) -> Callable[[Request], Awaitable[Response]]:
         name, kind = FILES[path]
@@ -97,17 +98,17 @@ def application(content: Content, host: str, token: str | None) -> Starlette:
         return answer
 
     routes = [
-        *(Route(path, _guarded(page(path), host, token)) for path in FILES),
-        Route("/plotly.js", _guarded(plotly, host, token)),
+        *(Route(path, _guarded(page(path), access)) for path in FILES),
+        Route("/plotly.js", _guarded(plotly, access)),
         *(
-            Route(path, _guarded(data(read), host, token))
+            Route(path, _guarded(data(read), access))
             for path, read in {
                 "/api/status": lambda request: content.status(),
                 "/api/charts": lambda request: content.charts(request.query_params.get("since", "")),
                 "/api/steps": lambda request: content.steps(),
-                "/api/steps/{step:int}": lambda request: content.rollouts(request.path_params["step"]),
-                "/api/steps/{step:int}/tokens": lambda request: content.tokens(
-                    request.path_params["step"], request.query_params.get("group", "")
+                "/api/steps/{step}": lambda request: content.rollouts(_step(request)),
+                "/api/steps/{step}/tokens": lambda request: content.tokens(
+                    _step(request), request.query_params.get("group", "")
                 ),
             }.items()
         ),
@@ -115,42 +116,52 @@ def application(content: Content, host: str, token: str | None) -> Starlette:
     return Starlette(routes=routes)
 
 
+class _Access:
+    """Decides which requests are answered. The cookie is this process's alone: sent to another server, which has taken
+    the port since, it opens nothing."""
+
+    def __init__(self, token: str) -> None:
+        self._token, self._secret = token, secrets.token_urlsafe(32)
+        # Browsers send the cookies of all ports of a host.
+        self._cookie = f"slimx_watch_{secrets.token_hex(4)}"
+
+    def refusal(self, request: Request) -> Response | None:
+        """Returns the response that replaces the page's; None for a request with the cookie."""
+        if not HOST.fullmatch(request.headers.get("host", "")):
+            return PlainTextResponse("the Host header names no server", 400)
+        query = dict(request.query_params)
+        if _same(query.pop("token", ""), self._token):
+            response = RedirectResponse(f"{request.scope['path']}?{urlencode(query)}".removesuffix("?"), 303)
+            response.set_cookie(self._cookie, self._secret, httponly=True, samesite="strict")
+            return response
+        if _same(request.cookies.get(self._cookie, ""), self._secret):
+            return None
+        return PlainTextResponse("open the address that slimx watch has printed, with its token", 403)
+
+
 def _guarded(
-    answer: Callable[[Request], Awaitable[Response]], host: str, token: str | None
+    answer: Callable[[Request], Awaitable[Response]], access: _Access
 ) -> Callable[[Request], Awaitable[Response]]:
-    """`answer`, for whoever may ask, with the headers of every answer."""
+    """`answer`, for requests that may see it, with the headers of every answer."""
 
     async def guarded(request: Request) -> Response:
-        response = _refusal(request, host, token) or await answer(request)
+        response = access.refusal(request) or await answer(request)
         response.headers.update(HEADERS)
         return response
 
     return guarded
 
 
-def _refusal(request: Request, host: str, token: str | None) -> Response | None:
-    if token is None:
-        # A page of another site could have the browser ask here under its own name (DNS rebinding).
-        name = request.url.hostname or ""
-        return None if name == "localhost" or _is_loopback(name) else PlainTextResponse("not this host", 403)
-    if (given := request.query_params.get("token")) is not None and _same(given, token):
-        response = RedirectResponse(request.url.path, 303)
-        response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
-        return response
-    if _same(request.cookies.get(COOKIE, ""), token):
-        return None
-    return PlainTextResponse("open the address that slimx watch has printed, with its token", 403)
+def _step(request: Request) -> int:
+    """Returns the step of a path. Raises SlimxError for what is no number, or has more digits than Python reads."""
+    step = request.path_params["step"]
+    if not re.fullmatch(r"\d{1,18}", step, re.ASCII):
+        raise SlimxError(f"{step[:20]!r} is no step; give a number", code="rollouts.step", about="step")
+    return int(step)
 
 
 def _same(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(), token.encode())
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _json(value: object, status: int = 200) -> Response:

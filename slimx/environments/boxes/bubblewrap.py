@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slimx.environments.boxes import roots
-from slimx.environments.boxes.protocol import BoxRefusal, Either, names_of, not_plain, too_large
+from slimx.environments.boxes.protocol import BoxRefusal, Either, check_run, names_of, not_plain, too_large
 from slimx.environments.enclosure import MIB, NOBODY, Enclosure, NotStarted, Ran
 from slimx.environments.sandbox_watch import Limits
 
@@ -47,6 +47,7 @@ class BubblewrapBox:
     ) -> Ran:
         """Run a program, as `Box.run` says. Ended is "disk" where the box holds more than its limit;
         the status is 127 where it lacks the program or `cwd`."""
+        check_run(command, stdin, cwd)
         with self._turn:
             root = self._living()
             most = self._began_with + self.limits.disk_mib * MIB

@@ -25,7 +25,7 @@ from pathlib import Path
 from slimx.environments import memory_group, seccomp
 from slimx.environments.boxes import roots
 from slimx.environments.boxes.engines import MAX_SAID, OWNER, ContainerEngine, owner
-from slimx.environments.boxes.protocol import BoxLost, BoxRefusal, Either, names_of, not_plain, too_large
+from slimx.environments.boxes.protocol import BoxLost, BoxRefusal, Either, check_run, names_of, not_plain, too_large
 from slimx.environments.enclosure import MIB, NOBODY, Ran
 from slimx.environments.sandbox_watch import Ended, Limits, SandboxWatch
 from slimx.runtime.logs import how_ended
@@ -102,6 +102,7 @@ class ContainerBox:
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
     ) -> Ran:
         """Run a program, as `Box.run` says. The status is 126 or 127 where the box lacks the program or `cwd`."""
+        check_run(command, stdin, cwd)
         with self._turn:
             return self._run(command, stdin.encode(), cwd, stop, self.limits)[0]
 

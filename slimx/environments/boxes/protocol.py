@@ -10,6 +10,9 @@ from typing import Protocol
 from slimx.environments.enclosure import Ran
 from slimx.errors import SlimxError
 
+MAX_WORD, MAX_WORDS = 2**17 - 1, 2**20
+"""Bytes of a word of a command, for which Linux allows no more, and of the whole command."""
+
 
 class BoxRefusal(SlimxError):
     """Raised where a path in a box, or its image, is not what it must be. `about`: the path."""
@@ -67,6 +70,25 @@ def names_of(path: str) -> list[str]:
     if not path.startswith("/") or not names or {".", ".."} & {*names} or "\0" in path:
         raise BoxRefusal(f"{path!r} is no absolute path of a file in a box", code="path", about=path)
     return names
+
+
+def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
+    """Raises BoxRefusal for what no program can be started with: a NUL or half a surrogate pair, or too many bytes."""
+    try:
+        words = [word.encode() for word in (*command, cwd)]
+        stdin.encode()
+    except UnicodeEncodeError as error:
+        raise BoxRefusal(
+            f"a command has half a surrogate pair ({error}); send text", code="command", about=""
+        ) from None
+    if any(b"\0" in word for word in words):
+        raise BoxRefusal("a command or its directory has a NUL; leave it out", code="command", about=command[0])
+    if max(map(len, words)) > MAX_WORD or sum(map(len, words)) > MAX_WORDS:
+        raise BoxRefusal(
+            f"a command has words of {MAX_WORD} bytes and {MAX_WORDS} in all at most; put more into a file",
+            code="command",
+            about=command[0][:100],
+        )
 
 
 def not_plain(path: str, reason: str) -> BoxRefusal:

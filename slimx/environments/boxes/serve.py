@@ -24,6 +24,7 @@ import dataclasses
 import hashlib
 import hmac
 import ipaddress
+import json
 import os
 import re
 import resource
@@ -40,7 +41,7 @@ from slimx.environments.boxes import roots
 from slimx.environments.boxes.choice import LIMITS, BoxOptions
 from slimx.environments.boxes.engines import ContainerEngine
 from slimx.environments.boxes.held import UPLOADED, Boxes, Held, Images, limits_within
-from slimx.environments.boxes.protocol import Box, BoxRefusal
+from slimx.environments.boxes.protocol import Box, BoxRefusal, check_run
 from slimx.environments.boxes.remote import MAX_FILE, PROTOCOL
 from slimx.environments.enclosure import MIB, Ran
 from slimx.environments.sandbox_watch import Limits
@@ -114,7 +115,7 @@ class Service:
             return _refused(413, "box.large", f"a request has {MAX_BODY} bytes at most", request.path)
         except TimeoutError:
             return _refused(408, "box.request", "a request was not whole in time", request.path)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             return _refused(400, "box.request", raised(error), request.path)
         except web.HTTPException:
             raise
@@ -160,7 +161,7 @@ class Service:
         if _size(request) > MAX_BODY:
             raise web.HTTPRequestEntityTooLarge(MAX_BODY, _size(request))
         async with asyncio.timeout(BODY_S):
-            return await request.json()
+            return json.loads(await request.read())  # in Unicode: Content-Type could name a codec that takes minutes
 
     async def _begin(self, request: web.Request) -> web.Response:
         name = _name(request, "box")
@@ -191,6 +192,7 @@ class Service:
             or not all(isinstance(each, str) for each in (*command, stdin, cwd))
         ):
             raise ValueError("a run has a command, a list of texts, and the texts stdin and cwd")
+        check_run(command, stdin, cwd)
 
         def run(box: Box, stop: threading.Event) -> Ran:
             return box.run(command, stdin=stdin, cwd=cwd, stop=stop)

@@ -16,13 +16,13 @@ import asyncio
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from slimx.data.records import Prompt
 from slimx.environments.hubs.addresses import check_url
+from slimx.environments.hubs.mcp_bounds import ENCODING, Stderr, bounded_client
 from slimx.environments.toolbox import ToolResult, ToolsLost
 from slimx.errors import SlimxError, raised
 from slimx.runtime.process import guarded_argv
@@ -31,8 +31,6 @@ PACKAGE = "mcp==2.3.0"
 KEY = "rollout.options.toolbox_options"
 FIELDS = {"url": {"url", "headers", "headers_env"}, "command": {"command", "environment", "directory"}}
 """Keys of a server, by the one that says how it is reached."""
-MAX_STDERR = 2_000
-"""Characters that an error repeats of the end of what a server wrote to its standard error."""
 CLOSE_S = 10.0
 """Seconds for one connection to end: the SDK gives a server that it started 2 s to leave, 2 s after SIGTERM, and 2 s
 after SIGKILL."""
@@ -119,7 +117,7 @@ class _Connection:
         self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._stderr: Any = None
+        self._stderr: Stderr | None = None
 
     async def open(self) -> list[Any]:
         """Connect; the server's tools. Raises ToolsLost."""
@@ -173,6 +171,7 @@ class _Connection:
             self._ready.exception()  # read, so that asyncio does not tell of it
         if self._stderr is not None:
             self._stderr.close()
+            self._stderr = None
 
     async def _lives(self) -> bool:
         """True if the server still lists its tools."""
@@ -202,24 +201,19 @@ class _Connection:
 
         server = self._server
         if "url" in server:
-            import httpx2  # the SDK's own HTTP client
-
             headers = dict(server.get("headers") or {})
             headers |= {name: os.environ[variable] for name, variable in (server.get("headers_env") or {}).items()}
             # A call has the deadline of its rollout; a server that sends nothing for ten minutes has gone.
-            http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(600.0)))
+            http = await stack.enter_async_context(bounded_client(headers, 600.0))
             return streamable_http_client(server["url"], http_client=http)
-        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed by `close`)
+        self._stderr = Stderr()
         named = {name: os.environ[name] for name in server.get("environment") or ()}
         command, *arguments = guarded_argv([str(word) for word in server["command"]])
         parameters = StdioServerParameters(command=command, args=arguments, env=named, cwd=server.get("directory"))
-        return stdio_client(parameters, errlog=self._stderr)
+        return stdio_client(parameters.model_copy(update={"encoding": ENCODING}), errlog=self._stderr.file)
 
     def _lost(self, what: str, error: Exception) -> ToolsLost:
-        said = ""
-        if self._stderr is not None and not self._stderr.closed:
-            self._stderr.seek(0)
-            said = self._stderr.read()[-MAX_STDERR:].strip()
+        said = "" if self._stderr is None else self._stderr.text()
         wrote = f"; it wrote: {said}" if said else ""
         return ToolsLost(f"the MCP server {self.name} {what} ({raised(_leaf(error))}){wrote}", about=self.name)
 

@@ -30,7 +30,8 @@ ROW = "nemo_gym"
 """Key of a prompt's metadata under which its row is kept."""
 OWN = frozenset({"seed_session", "verify", "aggregate_metrics"})
 """Paths of a resources server that are no tools."""
-NAME = re.compile(r"[A-Za-z0-9_.-]+")
+NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]+")
+"""Names of tools: one segment of a path, which does not lead upwards."""
 MAX_ANSWER = 16 * 2**20
 """Bytes of one answer of the server."""
 MAX_SHOWN = 300
@@ -115,7 +116,7 @@ class NemoGym:
         """Status and text of an answer; its time is bounded by the rollout. Raises ToolsLost."""
         assert self._http is not None
         try:
-            async with self._http.post(f"{self._url}/{path}", json=body) as answer:
+            async with self._http.post(f"{self._url}/{path}", json=body, allow_redirects=False) as answer:
                 read = bytearray()
                 async for piece in answer.content.iter_chunked(2**16):
                     read += piece

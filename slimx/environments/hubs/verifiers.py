@@ -95,7 +95,7 @@ async def _post(url: str, body: Mapping[str, Any], token_env: str | None) -> tup
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.post(url, json=body, headers=headers) as answer,
+            session.post(url, json=body, headers=headers, allow_redirects=False) as answer,
         ):
             read = bytearray()
             async for piece in answer.content.iter_chunked(2**16):

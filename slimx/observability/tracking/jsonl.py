@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class JsonlFile:
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = path
         self.removed = 0
-        """Lines taken out on resume: those of steps >= S, and a torn last line."""
+        """Lines taken out on resume: those of steps >= S, and those that hold no record."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             if resume_step is None:
@@ -84,21 +85,18 @@ def load_records[T](path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[l
 
 
 def _truncate(path: Path, resume_step: int) -> int:
-    """Removes the lines of steps >= `resume_step` and a torn last line; returns how many."""
-    kept, removed, torn = [], 0, None
-    for number, line, record in read_lines(path):
-        if torn is not None:
-            # Only a write cut short tears a line, and that is always the last one: this is damage of another kind.
-            raise SlimxError(
-                f"{path} line {torn} is not a JSON object; repair the line or move the file away, then resume",
-                code="records.damaged",
-                about=str(path),
-            )
+    """Removes the lines of steps >= `resume_step` and those that hold no record; returns how many. A write that was cut
+    short leaves one, at the end; with any other the file is damaged, and stays as NAME.damaged."""
+    kept, removed, torn, damaged = [], 0, 0, False
+    for _, line, record in read_lines(path):
+        damaged |= torn > 0
         if record is None:
-            torn = number
+            torn += 1
         elif isinstance(record.get("step"), int) and record["step"] >= resume_step:
             removed += 1
         else:
             kept.append(line.rstrip(b"\r\n") + b"\n")
+    if damaged:
+        shutil.copyfile(path, path.with_name(path.name + ".damaged"))
     write_atomic(path, *kept)
-    return removed + (torn is not None)
+    return removed + torn

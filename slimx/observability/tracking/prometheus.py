@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from slimx.observability.tracking.samples import RecordedSample
 FETCH_S = 2.0
 """Seconds in which an engine must answer a scrape; one that does not is left out of it, and `slimx_engine_up` is 0."""
 AT_ONCE = 16
+REQUEST_S = 10.0
+"""Seconds that a connection may send nothing; the server has a thread for each."""
 
 
 class PrometheusSink:
@@ -37,6 +40,7 @@ class PrometheusSink:
         registry.register(Engines(run, directory / "engines.json"))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass, REQUEST_S)
         except OSError as error:
             raise SlimxError(
                 f"track.prometheus: {host}:{port} cannot be listened at ({error.strerror}); give another port",
@@ -114,6 +118,19 @@ class Engines(Collector):
             return json.loads(self._roster.read_text())["engines"]
         except FileNotFoundError:
             return []
+
+
+def _bounded(handler: Any, seconds: float) -> Any:
+    """Returns the class of a server's connections with an end for those that send nothing, or break off."""
+
+    class Bounded(handler):
+        timeout = seconds
+
+        def handle(self) -> None:
+            with suppress(OSError):
+                super().handle()
+
+    return Bounded
 
 
 def prometheus_name(key: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import json
 import os
 import re
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ import uvicorn
 
 from slimx.commands.rollouts import Choice, show_rollouts
 from slimx.commands.watch.content import CHARACTERS, Content, Growing, cut
-from slimx.commands.watch.server import COOKIE, application, serve
+from slimx.commands.watch.server import application, serve
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
@@ -105,15 +107,23 @@ class Page:
     def __init__(self, address: str) -> None:
         self.address, self.session = address, requests.Session()
 
-    def get(self, path: str, host: str | None = None) -> requests.Response:
-        headers = {} if host is None else {"Host": host}
-        return self.session.get(self.address + path, headers=headers, timeout=60, allow_redirects=False)
+    def get(self, path: str) -> requests.Response:
+        return self.session.get(self.address + path, timeout=60, allow_redirects=False)
+
+    def status_for(self, host: str) -> int:
+        """The status of a request with the cookies and another Host."""
+        cookies = "; ".join(f"{name}={value}" for name, value in self.session.cookies.items())
+        connection = http.client.HTTPConnection(self.address.removeprefix("http://"), timeout=60)
+        connection.request("GET", "/api/status", headers={"Host": host, "Cookie": cookies})
+        status = connection.getresponse().status
+        connection.close()
+        return status
 
 
 @contextmanager
-def served(content: Content, token: str | None = None) -> Iterator[Page]:
+def served(content: Content) -> Iterator[Page]:
     config = uvicorn.Config(
-        application(content, "127.0.0.1", token), host="127.0.0.1", port=0, log_level="critical", lifespan="off"
+        application(content, "secret"), host="127.0.0.1", port=0, log_level="critical", lifespan="off"
     )
     listening, server = config.bind_socket(), uvicorn.Server(config)
     listening.listen()
@@ -132,6 +142,7 @@ def served(content: Content, token: str | None = None) -> Iterator[Page]:
 @pytest.fixture
 def page(run: Path) -> Iterator[Page]:
     with served(Content(run)) as page:
+        page.get("/?token=secret")
         yield page
 
 
@@ -192,7 +203,14 @@ def test_a_growing_file_is_parsed_once_a_torn_line_waits_and_a_cut_file_is_read_
 
 
 def test_nothing_but_the_pages_own_addresses_is_answered_and_nothing_from_elsewhere_runs(page):
-    for path in ("/%2e%2e/config.yaml", "/config.yaml", "/api/steps/..%2f..", "/page.py", "/api/steps/-1"):
+    for path in (
+        "/%2e%2e/config.yaml",
+        "/config.yaml",
+        "/api/steps/..%2f..",
+        "/page.py",
+        "/api/steps/-1",
+        f"/api/steps/{'9' * 5000}",
+    ):
         assert page.get(path).status_code == 404, path
     assert page.session.post(page.address + "/api/status", timeout=60).status_code == 405
     for path in ("/", "/page.js", "/plotly.js", "/api/status"):
@@ -200,20 +218,40 @@ def test_nothing_but_the_pages_own_addresses_is_answered_and_nothing_from_elsewh
         assert answer.status_code == 200
         assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
     assert page.get("/plotly.js").text[:200].count("plotly.js (basic - minified)") == 1
-    assert page.get("/api/status", host="evil.example").status_code == 403, "another site's name for this machine"
-    assert page.get("/api/status", host="localhost:80").status_code == 200
+    for host in ("localhost:80", "[::1]:8890", "127.0.0.1", "trainer-7.cluster"):
+        assert page.status_for(host) == 200, host
+    for host in ("[", "127.0.0.1@evil.example", "localhost:port", "localhost:1:2", "[::1", "a b", "a/b"):
+        assert page.status_for(host) == 400, host
 
 
-def test_beyond_loopback_only_who_has_the_token_sees_anything(run):
-    with served(Content(run), token="secret") as page:
-        for path in ("/", "/page.js", "/api/status", "/?token=wrong", "/?token="):
-            assert page.get(path, host="trainer-7").status_code == 403, path
-        welcome = page.get("/?token=secret", host="trainer-7")
-        assert welcome.status_code == 303 and welcome.headers["location"] == "/"
+def test_only_who_has_the_token_sees_anything_and_no_cookie_outlives_the_process(run):
+    with served(Content(run)) as page:
+        for path in ("/", "/page.js", "/api/status", "/?token=wrong", "/?token=", "/?token=%ff"):
+            assert page.get(path).status_code == 403, path
+        welcome = page.get("/?token=secret&lowest=0.5&words=a%26b")
+        assert welcome.status_code == 303 and welcome.headers["location"] == "/?lowest=0.5&words=a%26b"
         cookie = welcome.headers["set-cookie"].lower()
-        assert "httponly" in cookie and "samesite=strict" in cookie
-        assert page.session.cookies[COOKIE] == "secret"
-        assert page.get("/api/status", host="trainer-7").status_code == 200
+        assert "httponly" in cookie and "samesite=strict" in cookie and "secret" not in cookie
+        assert page.get("/api/status").status_code == 200
+        kept = page.session.cookies.copy()
+    with served(Content(run)) as page:
+        page.session.cookies.update(kept)
+        assert page.get("/api/status").status_code == 403
+        page.get("/?token=secret")
+        assert page.get("/api/status").status_code == 200
+        assert len(page.session.cookies) == 2, "pages of several runs, on ports of one host, keep their cookies"
+
+
+def test_a_restarted_page_has_the_same_token_which_its_user_alone_can_read(run, tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: [each.close() for each in sockets])
+        printed: list[str] = []
+        for _ in range(2):
+            serve(run, "127.0.0.1", 0, printed.append)
+        (file,) = Path(temporary).glob("slimx-*/watch-token")
+        assert {address.partition("?token=")[2] for address in printed} == {file.read_text()}
+        assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_no_run_and_a_port_that_is_taken_are_refused(run, tmp_path):
@@ -271,7 +309,7 @@ class Live(Content):
 def test_a_browser_follows_a_run(run, tmp_path):
     content = Live(run)
     with served(content) as page, held(run):
-        found = drawn(f"{page.address}/#curves", tmp_path)
+        found = drawn(f"{page.address}/?token=secret#curves", tmp_path)
     assert content.asked >= 2 and "step 77 of" in found and 'class="state running"' in found
     charts = re.split(r'class="chart js-plotly-plot"', found)[1:]
     assert charts and all('class="main-svg"' in chart for chart in charts)
@@ -280,18 +318,18 @@ def test_a_browser_follows_a_run(run, tmp_path):
 @pytest.mark.costly
 @pytest.mark.needs("chromium")
 def test_a_browser_filters_compares_and_colours_tokens_and_text_of_a_run_is_no_markup(page, tmp_path):
-    chosen = drawn(f"{page.address}/?dataset=math#rollouts", tmp_path)
+    chosen = drawn(f"{page.address}/?token=secret&dataset=math#rollouts", tmp_path)
     colours = {
         by: re.findall(r'<span class="sampled"[^>]* style="background: (rgba?\([^)]*\))', drawn(address, tmp_path))
         for by in ("gap", "advantage", "experts")
-        for address in [f"{page.address}/?dataset=math&colour={by}#rollouts"]
+        for address in [f"{page.address}/?token=secret&dataset=math&colour={by}#rollouts"]
     }
     assert {by: [each == found[0] for each in found] for by, found in colours.items()} == {
         "gap": [True, False, True],
         "advantage": [True, True, True],
         "experts": [True, False, True],
     }
-    both = drawn(f"{page.address}/?compare=1&highest=0#rollouts", tmp_path)
+    both = drawn(f"{page.address}/?token=secret&compare=1&highest=0#rollouts", tmp_path)
     assert "g2/0" in chosen and "g1/0" not in chosen
     # The only one that is left is open: a colour per version, what a tool said marked.
     assert "version 1" in chosen and "version 2" in chosen and chosen.count('class="inserted"') == 1

@@ -71,6 +71,12 @@ def write(characters: int) -> str:
 
 
 @server.tool()
+def complain(characters: int) -> int:
+    """Write much to standard error, and as many bytes as it was let write."""
+    return sys.stderr.write("x" * characters)
+
+
+@server.tool()
 def secret(context: Context) -> str:
     """The variables and headers that this server was started or asked with."""
     request = context.request_context.request

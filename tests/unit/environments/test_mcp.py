@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.hubs.mcp import McpTools
+from slimx.environments.hubs.mcp_bounds import ENCODING, MAX_ANSWER, MAX_STDERR
 from slimx.environments.toolbox import ToolsLost
 from slimx.errors import SlimxError
 from slimx.rollout import tools
@@ -197,6 +199,36 @@ async def test_a_server_that_dies_is_named_with_its_last_words():
     with pytest.raises(GivenUp) as caught:
         await play(STDIO, calling("die"), "2")
     assert caught.value.reason == "tools lost" and "out of paper" in str(caught.value) and not servers_left()
+
+
+async def test_an_answer_over_http_that_is_too_long_is_not_read(url):
+    trajectory, _, script = await play({"url": url}, calling("write", characters=2**20), "2", max_result=10)
+    assert trajectory.metadata["tool_errors"] == {} and "tool: xxx" in script.asked[1][0]
+    with pytest.raises(GivenUp) as caught:
+        await play({"url": url}, calling("write", characters=MAX_ANSWER + 1), calling("add", a=1, b=1), "2")
+    assert caught.value.reason == "tools lost"
+
+
+def test_a_line_of_a_started_server_that_is_too_long_is_not_gathered():
+    """The SDK decodes what it reads from a server with this, and stops at a ConnectionError."""
+    decoder = codecs.getincrementaldecoder(ENCODING)()
+    half = b"x" * (MAX_ANSWER // 2)
+    assert [len(decoder.decode(piece)) for piece in (half, half, b"\n" + half, half)] == [
+        2**23,
+        2**23,
+        2**23 + 1,
+        2**23,
+    ]
+    with pytest.raises(ConnectionError):
+        decoder.decode(b"x")
+    assert "\u00e9".encode(ENCODING) == "\u00e9".encode() and decoder.decode(b"\n\xc3\xa9") == "\n\u00e9"
+
+
+async def test_of_a_servers_standard_error_only_the_end_is_kept():
+    with pytest.raises(GivenUp) as caught:
+        await play(STDIO, calling("complain", characters=5 * 2**20), calling("die"), "2")
+    told = str(caught.value)
+    assert "out of paper" in told and MAX_STDERR // 2 < len(told) < 2 * MAX_STDERR and not servers_left()
 
 
 async def test_a_server_over_http_that_dies_is_lost(tmp_path):

@@ -83,6 +83,8 @@ def answering(**answers: Any) -> Any:
             await asyncio.sleep(600)
         if status < 0 and request.transport is not None:
             request.transport.close()
+        if status == 307:  # what is there would answer well
+            return web.Response(status=status, headers={"Location": text})
         return web.Response(status=abs(status) or 200, text=text)
 
     answer.heard = heard  # type: ignore[attr-defined]
@@ -121,10 +123,13 @@ async def test_the_verifier_reads_the_whole_rollout_as_a_response():
         ({"verify": (200, '{"reward": NaN}')}, "tools lost"),
         ({"verify": (200, '{"reward": null}')}, "tools lost"),
         ({"verify": (0, "")}, "tools deadline"),
+        ({"seed_session": (307, "/elsewhere")}, "tools lost"),
+        ({"verify": (307, "/elsewhere")}, "tools lost"),
     ],
 )
 async def test_a_server_that_answers_wrongly_or_not_at_all_is_counted(answers, reason):
-    async with stand_in(answering(**{"verify": (200, '{"reward": 1}')} | answers)) as url:
+    good = {path: (200, '{"reward": 1}') for path in ("verify", "elsewhere")}
+    async with stand_in(answering(**good | answers)) as url:
         with pytest.raises(GivenUp) as caught:
             await play(url, calling("get_counter_value"), "6", open_deadline=1.0, call_deadline=5.0)
     assert caught.value.reason == reason
@@ -160,7 +165,9 @@ def test_rows_are_read_from_a_file_though_their_ids_repeat(tmp_path):
     assert prompts[2].messages == [{"role": "user", "content": "Hello."}]
 
 
-@pytest.mark.parametrize("named", [tool("verify"), tool("../admin"), tool("a", type="web_search")])
+@pytest.mark.parametrize(
+    "named", [tool("verify"), tool("../admin"), tool(".."), tool("."), tool("..\n"), tool("a", type="web_search")]
+)
 async def test_tools_that_no_server_carries_out_are_refused(named):
     row = {"responses_create_params": {"input": "Hello.", "tools": [named]}}
     async with stand_in(answering()) as url:

@@ -107,7 +107,7 @@ def answering(status: int, body: Any, *, asks: int = 0) -> Any:
         if status == 0:
             await asyncio.Event().wait()
         text = body if isinstance(body, str) else json.dumps(body)
-        return web.Response(status=status, text=text)
+        return web.Response(status=status, text=text, headers={"Location": "/elsewhere"})
 
     answer.heard = []
     return answer
@@ -136,6 +136,7 @@ async def test_the_verdict_is_the_reward_of_what_was_sampled():
         (200, "no JSON", "answered 200"),
         (400, {"error": "ValidationError: answer"}, "answered 400"),
         (500, GOOD, "answered 500"),
+        (307, GOOD, "answered 307"),
         (200, "x" * (verifiers.MAX_ANSWER + 1), "more than"),
     ],
 )

@@ -163,13 +163,19 @@ def test_a_fresh_run_does_not_mix_with_the_records_of_another(tmp_path):
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_damage_in_the_middle_is_not_taken_for_a_torn_end(tmp_path):
+@pytest.mark.parametrize(
+    "damage", [b'{"step": \n{"step": 2}\n', b"\xff\0\n[]\n1\n", b'{"step": 1, "metr' + b"\0" * 4096 + b"\n\n{}"]
+)
+def test_damage_does_not_stop_a_resume_and_is_kept_beside(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
-    with refused("records.damaged", about=str(path)):
-        JsonlFile(path, resume_step=2)
+    path.write_bytes(b'{"step": 0}\n' + damage)
     records, problems = load_records(path, dict)
-    assert [record["step"] for record in records] == [0, 2] and "line 2" in problems[0]
+    assert records[0]["step"] == 0 and "line 2" in problems[0]
+    file = JsonlFile(path, resume_step=2)
+    file.write({"step": 2})
+    file.close()
+    assert [record.get("step") for record in lines(path) if record] == [0, 2] and file.removed >= 1
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b'{"step": 0}\n' + damage
 
 
 def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path):

@@ -7,7 +7,9 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from slimx.observability.tracking import prometheus
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.names import METRICS
 from slimx.observability.tracking.prometheus import PrometheusSink, prometheus_name
@@ -94,6 +97,30 @@ def test_engines_are_scraped_through_and_one_that_does_not_answer_is_down(sink, 
             ("slimx_engine_up", "actor-1"): 0,
             ("sglang:num_running_reqs", "actor-0"): 3,
         }
+
+
+def test_a_connection_that_sends_nothing_ends_and_strange_requests_leave_no_thread(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prometheus, "REQUEST_S", 0.2)
+    sink = PrometheusSink("r", tmp_path, "127.0.0.1", 0)
+    before = threading.active_count()
+    sent = [
+        *(b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\n", b"\r\n\r\n", b"GET /metrics HTTP/9.9\r\n\r\n"),
+        *(b"GET " + b"/" * 70_000, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n"),
+        b"GET /metrics?name[]=" + b"x" * 60_000 + b" HTTP/1.0\r\n\r\n",
+        b"POST /metrics HTTP/1.1\r\nContent-Length: 99\r\n\r\nx",
+        b"GET /metrics HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ]
+    for data in sent:
+        with socket.create_connection(("127.0.0.1", sink.port), timeout=60) as connection:
+            connection.sendall(data)
+            with suppress(ConnectionResetError):
+                while connection.recv(2**16):
+                    pass
+    until = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert threading.active_count() <= before and scraped(sink) == {} and capsys.readouterr().err == ""
+    sink.close()
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts(sink, tmp_path):

@@ -60,7 +60,7 @@ def test_the_image_has_the_cuda_of_the_lock_and_apex_from_its_source():
     assert base == toolkit
     assert re.search(r"github.com/NVIDIA/apex \"\$APEX\"", image) and re.search(r"^ARG APEX=[0-9a-f]{40}$", image, re.M)
     assert not re.search(r"pip install[^\n]* apex\b", image) and not re.search(r"^apex\b", lock, re.MULTILINE)
-    for version in re.findall(r"flash-attn==([\d.]+)", image):
+    for version in re.findall(r"flash-attn==([\w.]+)", image):
         assert f"flash-attn=={version}" in lock, "the lock says why this version"
 
 
@@ -86,6 +86,9 @@ def test_the_kubernetes_job_fits_its_configuration_and_starts_ray_as_node_sh_doe
     (settings,) = shlex.split(head["rayStartParams"]["system-config"])
     (of_node,) = re.findall(r"--system-config='(\{.*\})'", (ROOT / "scripts/launch/node.sh").read_text())
     assert json.loads(settings) == json.loads(of_node)
+
+    assert [pod["spec"]["automountServiceAccountToken"] for pod in pods] == [False] * len(pods)
+    assert [c["securityContext"]["allowPrivilegeEscalation"] for c in containers] == [False] * len(containers)
 
     label = policy["spec"]["podSelector"]["matchLabels"]
     assert all(pod["metadata"]["labels"] == label for pod in pods)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -97,7 +98,8 @@ def test_torch_is_the_cpu_build_where_an_index_has_it_and_else_pips_own(
 ):
     """Both builds count as the lock's version: what is installed first stays."""
     lock, venv = tmp_path / "lock.txt", tmp_path / "venv"
-    lock.write_text(f"torch=={TORCH}\n")
+    (own,) = (tmp_path / "indices/own/torch").iterdir()
+    lock.write_text(f"torch=={TORCH} --hash=sha256:{hashlib.sha256(own.read_bytes()).hexdigest()}\n")
     index = f"{indices}/cpu" if reachable else "http://127.0.0.1:1/whl/cpu"
     given = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"TORCH_CPU_INDEX={index}", f"PYTHON={sys.executable}"]
     path = os.environ["PATH"]
@@ -106,3 +108,18 @@ def test_torch_is_the_cpu_build_where_an_index_has_it_and_else_pips_own(
     asked = subprocess.run([venv / "bin/python", "-c", "import torch; print(torch.__version__)"], capture_output=True)
     assert asked.stdout.decode().strip() == version
     assert (index in done.stdout) is not reachable, "said where it was not"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hashes", ["", f" --hash=sha256:{'0' * 64}"], ids=["no hash", "another file"])
+def test_nothing_is_installed_that_is_not_the_file_of_the_lock(tmp_path: Path, indices: str, hashes: str):
+    lock, venv = tmp_path / "lock.txt", tmp_path / "venv"
+    lock.write_text(f"torch=={TORCH}{hashes}\n")
+    given = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"PYTHON={sys.executable}"]
+    done = make(
+        *("venv", *given, "CPU_WHEEL="),
+        path=os.environ["PATH"],
+        PIP_INDEX_URL=f"{indices}/own",
+        PIP_CONFIG_FILE="/dev/null",
+    )
+    assert done.returncode and not list(venv.glob("lib/*/site-packages/torch*"))

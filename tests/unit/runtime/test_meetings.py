@@ -10,14 +10,14 @@ import psutil
 import pytest
 
 from slimx.adapters.sglang import meeting as sglang_meeting
-from slimx.cluster.access import ADDRESS, keep_to_owner, local_options
+from slimx.cluster.access import ADDRESS, local_options
 from slimx.config.sections.run import Cluster
 from slimx.engines.fleet.nodes import shares_of
 from slimx.engines.server.spec import EngineSpec, server_env
 from slimx.errors import SlimxError
 from slimx.runtime.meeting import meet
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
-from slimx.runtime.private import private_directory
+from slimx.runtime.private import private_directory, private_token
 from tests.refusals import invalid
 from tests.unit.sglang_process import SGLang
 
@@ -145,12 +145,12 @@ def test_a_strangers_pickle_does_not_reach_sglangs_sockets(tmp_path: Path, sglan
 def test_rays_token_is_its_owners_and_stays_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ray" / "token"
     for _ in range(2):
-        keep_to_owner(file)
-        token = file.read_text()
-        assert file.stat().st_mode & 0o777 == 0o600 and len(token) == 64
+        token = private_token(file)
+        assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == token and len(token) == 64
         file.chmod(0o644)  # as Ray leaves it
-    keep_to_owner(file)
-    assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == token
+    assert private_token(file) == token and file.stat().st_mode & 0o777 == 0o600
+    file.write_text("")  # as a process that was killed leaves it
+    assert len(private_token(file)) == 64
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)

@@ -1,0 +1,100 @@
+"""Bounds what an MCP server makes the official SDK read: its answers, and what it writes to its standard error."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import os
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+MAX_ANSWER = 16 * 2**20
+"""Bytes of one answer of a server."""
+MAX_STDERR = 2_000
+"""Bytes that are kept of the end of what a server wrote to its standard error."""
+ENCODING = "slimx_mcp"
+"""UTF-8 with lines of at most `MAX_ANSWER` characters: the SDK gathers a line of a server without a bound."""
+
+
+class _Lines(codecs.getincrementaldecoder("utf-8")):
+    """Decodes UTF-8. Raises ConnectionError for a line that is too long, after which the SDK reads nothing more: the
+    call meets its deadline."""
+
+    line = 0
+
+    def decode(self, data: bytes, final: bool = False) -> str:  # type: ignore[override]
+        text = super().decode(data, final)
+        newline = text.rfind("\n")
+        self.line = len(text) - newline - 1 + (self.line if newline < 0 else 0)
+        if self.line > MAX_ANSWER:
+            raise ConnectionError(f"an answer has more than {MAX_ANSWER} characters")
+        return text
+
+
+def _search(name: str) -> codecs.CodecInfo | None:
+    if name != ENCODING:
+        return None
+    utf8 = codecs.lookup("utf-8")
+    return codecs.CodecInfo(utf8.encode, utf8.decode, incrementaldecoder=_Lines, name=ENCODING)
+
+
+codecs.register(_search)
+
+
+def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
+    """Returns a client of the SDK's HTTP library that follows no redirect, and reads no more of a response than
+    `MAX_ANSWER` bytes."""
+    import httpx2  # the SDK's own HTTP client
+
+    class Bounded(httpx2.AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            left = MAX_ANSWER
+            async for piece in self._stream:
+                left -= len(piece)
+                if left < 0:
+                    raise httpx2.ReadError(f"the answer has more than {MAX_ANSWER} bytes")
+                yield piece
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def bound(response: Any) -> None:
+        if response.headers.get("content-encoding", "identity") != "identity":  # a few bytes could become gigabytes
+            raise httpx2.DecodingError("the answer is compressed")
+        response.stream = Bounded(response.stream)
+
+    return httpx2.AsyncClient(
+        headers={"Accept-Encoding": "identity"} | headers,
+        timeout=httpx2.Timeout(timeout_s),
+        event_hooks={"response": [bound]},
+    )
+
+
+class Stderr:
+    """The end of what a server writes to `file`, its standard error."""
+
+    def __init__(self) -> None:
+        self._read_end, write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self.file = os.fdopen(write_end, "w")
+        self._end = b""
+        asyncio.get_running_loop().add_reader(self._read_end, self._read)
+
+    def text(self) -> str:
+        """Returns the last `MAX_STDERR` bytes."""
+        for _ in range(16):  # a pipe holds no more
+            self._read()
+        return self._end.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._read_end)
+        os.close(self._read_end)
+        self.file.close()
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            self._end = (self._end + os.read(self._read_end, 2**16))[-MAX_STDERR:]
