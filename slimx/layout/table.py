@@ -20,7 +20,7 @@ from slimx.layout.stored import stored
 Stage = Literal["first", "layer", "last", "mtp"]
 Group = Literal["tensor", "attention", "undivided"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
-_MOST_ENTRIES = 10_000_000
+MOST_ENTRIES = 60_000
 """Most entries of a table: layers times experts; Kimi-K2 has 23,000."""
 
 
@@ -115,7 +115,7 @@ class Table:
         for what, number, least in numbers:
             if not isinstance(number, int) or number < least:
                 raise ValueError(f"{what} would be {number!r}")
-        if (entries := (self.layers + self.mtp_layers) * max(1, self.experts)) > _MOST_ENTRIES:
+        if (entries := (self.layers + self.mtp_layers) * max(1, self.experts)) > MOST_ENTRIES:
             raise ValueError(f"{self.layers} layers of {self.experts} experts would be {entries} tensors")
 
     def entries(self) -> Sequence[Entry]:
