@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from slimx.errors import SlimxError
-from slimx.layout.table import MOST_ENTRIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +198,6 @@ def _contradictions(hf: Mapping[str, Any]) -> Iterator[Problem]:
     for name, bound in most.items():
         if hf.get(name) is not None and hf.get(bound) is not None and hf[name] > hf[bound]:
             yield name, hf[name], f"at most {hf[bound]}, its {bound}"
-    if layers and hf.get(experts) and layers * hf[experts] > MOST_ENTRIES:
-        yield experts, hf[experts], f"at most {MOST_ENTRIES // layers} in {layers} layers"
     divisors = {
         "num_attention_heads": "num_key_value_heads",
         "linear_num_value_heads": "linear_num_key_heads",

@@ -18,7 +18,7 @@ from slimx.models.families import read_model
 from slimx.models.fields import WITHOUT_MEANING
 from slimx.models.schema import FIELDS
 from slimx.preflight.plan.report import plan_report
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 from tests.unit.config.config_mutations import NOT_NUMBERS, NUMBERS, ROOT, STRINGS, STRUCTURES
 from tests.unit.preflight.test_plan_mutations import CPU_SECONDS
 
@@ -137,7 +137,6 @@ def test_a_field_of_another_type_is_refused_by_name(tmp_path: Path, name: str):
         *(("head_dim", value) for value in (127, 256 * 10**9)),
         *(("max_position_embeddings", value) for value in ("40960", [40960], 1e300)),
         ("num_hidden_layers", 151643),
-        ("num_experts", 4000),
         ("num_attention_heads", 31),
         ("attention_bias", 0),
         ("partial_rotary_factor", 1.5),
@@ -148,3 +147,9 @@ def test_a_value_that_no_model_has_is_refused_by_name(tmp_path: Path, field: str
     with refused("model.field", about=field) as error:
         planned(tmp_path, PUBLISHED["Qwen3-30B-A3B"] | {field: value})
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_more_experts_than_a_plan_can_take_are_refused(tmp_path: Path):
+    with refused("model.field") as error:
+        planned(tmp_path, PUBLISHED["Qwen3-30B-A3B"] | {"num_experts": 2000})
+    assert {48, 2000, 2 * 48 * 2000} <= {*numbers(error.value)}
