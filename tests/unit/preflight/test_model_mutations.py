@@ -149,6 +149,12 @@ def test_a_value_that_no_model_has_is_refused_by_name(tmp_path: Path, field: str
     assert str(tmp_path / "config.json") in str(error.value)
 
 
+def test_an_engine_without_a_layer_of_attention_is_refused(tmp_path: Path):
+    hf = PUBLISHED["Qwen3-Next-80B-A3B-Instruct"] | {"num_hidden_layers": 3}
+    with refused("model.served_field", about="full_attention_interval"):
+        planned(tmp_path, hf)
+
+
 def test_more_experts_than_a_plan_can_take_are_refused(tmp_path: Path):
     with refused("model.field") as error:
         planned(tmp_path, PUBLISHED["Qwen3-30B-A3B"] | {"num_experts": 2000})
