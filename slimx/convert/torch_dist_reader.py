@@ -24,6 +24,7 @@ from slimx.convert.sources import Scratch
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
+from slimx.models.files.finite import check_finite
 from slimx.models.files.megatron_directory import TensorPlace, check_fit, places
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.plan.intersect import Move, moves
@@ -114,6 +115,7 @@ class TorchDistReader:
         out = self._out.tensor((rect.rows, rect.cols), self._dtypes[holders[0][0].key])
         for move in moves([held for _, held in holders], rect._replace(local_row=0, local_col=0), name):
             self._fill(out, holders[move.source][0], move)
+        check_finite(out, name, self.path)
         return out.float() + 1 if name in self.centred else out
 
     def _fill(self, out: torch.Tensor, place: TensorPlace, move: Move) -> None:

@@ -307,8 +307,10 @@ def check_served(hf: dict[str, Any], architecture: str, *, fused_shared_experts:
             "full_attention_interval",
             "is missing, and SGLang 0.5.23 would serve another model; write it into config.json",
         )
-    every = hf["full_attention_interval"]
-    if layers_of(hf, "full_attention") != tuple(range(every - 1, hf["num_hidden_layers"], every)):
+    every, layers = hf["full_attention_interval"], hf["num_hidden_layers"]
+    if every > layers:
+        raise unserved(architecture, "full_attention_interval", f"is {every}: none of {layers} layers has attention")
+    if layers_of(hf, "full_attention") != tuple(range(every - 1, layers, every)):
         raise unserved(
             architecture,
             "layer_types",

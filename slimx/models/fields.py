@@ -28,6 +28,8 @@ WITHOUT_MEANING = frozenset(
 """Fields that change nothing that a model computes, whatever their value."""
 _READ_ELSEWHERE = ("quantization_config", "vision_config")
 """Objects whose fields the readers of the files know, and those of a tower that is carried over."""
+_MAY_BE_NULL = ("q_lora_rank",)
+"""Fields in which null says something else than a missing field does."""
 _NEUTRAL: dict[str, Any] = {
     "add_cross_attention": False,
     "attention_bias": False,
@@ -60,12 +62,19 @@ def without_quantisation(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Fields(dict[str, Any]):
-    """A JSON object that records the names under which it is read; the objects within it do too.
+    """A JSON object that records the names under which it is read; the objects within it do too. A field that is null
+    counts as missing.
 
     A copy (`{**fields}`) records nothing: what is read of it alone counts as unread."""
 
     def __init__(self, content: Mapping[str, Any]):
-        super().__init__({key: Fields(value) if isinstance(value, dict) else value for key, value in content.items()})
+        super().__init__(
+            {
+                key: Fields(value) if isinstance(value, dict) else value
+                for key, value in content.items()
+                if value is not None or key in _MAY_BE_NULL
+            }
+        )
         self._read: set[str] = set()
 
     @override

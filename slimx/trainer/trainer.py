@@ -260,6 +260,7 @@ def _load(weights: Weights, path: Path, chunks: list[Any]) -> None:
     """Fill the model from a Hugging Face directory, or from a checkpoint of Megatron-LM."""
     if is_megatron(path):
         load_weights(check_fit(path, weights.spec.table, prediction=weights.spec.prediction_layers), chunks)
+        weights.check_finite(path)
         weights.changed()
     else:
         weights.load(str(path))

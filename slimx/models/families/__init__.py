@@ -36,6 +36,7 @@ from slimx.models.families import (
 from slimx.models.fields import Fields
 from slimx.models.files.index import check_downloaded, read_object
 from slimx.models.headless import without_output_layer
+from slimx.models.schema import check_fields
 
 
 class Family(Protocol):
@@ -215,7 +216,8 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     """Read `path`/config.json, for a model with `mtp_layers` layers of multi-token prediction.
 
     `family`: None for the one that config.json's architecture belongs to. Raises SlimxError for a missing directory, an
-    unknown family, a field that is unsupported or that nobody reads, or layers that are not there."""
+    unknown family, a field with a value that no model has, that is unsupported or that nobody reads, or layers that are
+    not there."""
     file = Path(path) / "config.json"
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:
@@ -225,6 +227,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
             about="trainer.megatron.mtp_num_layers",
         )
     family = _family_of(architecture, file, family)
+    check_fields(hf, file)
     try:
         fields = Fields(hf)
         problem = family.unsupported(fields)
@@ -252,7 +255,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
         return spec
     except KeyError as error:
         raise SlimxError(
-            f"{file}: field {error} is missing; a {architecture} checkpoint must have it",
+            f"{file}: field {error} is missing or null; a {architecture} checkpoint must have it",
             code="model.field_missing",
             about=str(error.args[0]),
         ) from error

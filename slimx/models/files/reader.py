@@ -18,6 +18,7 @@ from slimx.layout.stored import Stored, stored
 from slimx.layout.table import Table
 from slimx.models.files import int4, mxfp4
 from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, Dequantise, block_of, dequantise, scales_shape
+from slimx.models.files.finite import check_finite
 from slimx.models.files.index import INDEX, SINGLE, indexed_files
 
 _FP8 = "F8_E4M3"
@@ -78,7 +79,7 @@ class CheckpointReader:
         return 4 * math.prod(self.shape(name))
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """A whole tensor as it is stored, whatever its values."""
         return self._view(name)[:]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -226,7 +227,7 @@ class CheckpointReader:
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
         """The elements of source `name` of a table that `rect` takes, [rect.rows, rect.cols] as the local tensor holds
-        them."""
+        them. Raises SlimxError, naming the tensor, for NaN and infinities among them."""
         place, (rows, cols) = stored(name), rect.extent
         window = slice(rect.row, rect.row + rows), slice(rect.col, rect.col + cols)
         if self._packed(place.name):
@@ -235,7 +236,10 @@ class CheckpointReader:
             part = self._int4_window(place.name, *window)
         else:
             part = self._window(place, *window)
-        return part[:: rect.step]
+        part = part[:: rect.step]
+        if not name.endswith(BUFFER):
+            check_finite(part, place.name, self.path)
+        return part
 
     def _window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
         view = self._view(place.name)

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.patterns import select
 from slimx.layout.rounded import rounded_parts
 from slimx.models.families import ModelSpec
+from slimx.models.files.finite import check_finite
 from slimx.models.files.peft import PeftAdapters
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.kernels import int4
@@ -202,6 +204,12 @@ class Weights:
                 _copy(self._present, self.parameters)
                 self.changed()
 
+    def check_finite(self, path: Path) -> None:
+        """Raises SlimxError, naming the tensor, for NaN and infinities that were loaded from `path`; padding is not
+        looked at."""
+        for _, name, values in self._windows(self.parameters):
+            check_finite(values, name, path)
+
     def _host_copy(self) -> HostCopy:
         return {
             name: torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
@@ -211,11 +219,16 @@ class Weights:
     def _read(self, path: str, into: Mapping[str, torch.Tensor]) -> None:
         reader = CheckpointReader(path)
         reader.check(self.spec.table)
+        for rect, name, values in self._windows(into):
+            values.copy_(reader.read(name, rect))
+
+    def _windows(self, of: Mapping[str, torch.Tensor]) -> Iterator[tuple[Rect, str, torch.Tensor]]:
+        """What this rank holds of the checkpoint's tensors: each part, its tensor's name, and its place in `of`."""
         for held in self.held:
-            local = into[held.name].view(matrix(held.shape))
+            local = of[held.name].detach().view(matrix(held.shape))
             for rect in held.rects:
-                target = local[rect.local_row : rect.local_row + rect.rows, rect.local_col : rect.local_col + rect.cols]
-                target.copy_(reader.read(held.sources[rect.source], rect))
+                rows = local[rect.local_row : rect.local_row + rect.rows]
+                yield rect, held.sources[rect.source], rows[:, rect.local_col : rect.local_col + rect.cols]
 
 
 @torch.no_grad()

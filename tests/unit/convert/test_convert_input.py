@@ -138,6 +138,35 @@ def test_too_small_a_disk_is_found_before_anything_is_written(qwen, tmp_path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fits"]
 
 
+# Weights that are no finite numbers -----------------------------------------------------------------------------------
+
+BROKEN = "model.layers.2.mlp.experts.3.down_proj.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(qwen, tmp_path, value):
+    source, weights = shutil.copytree(qwen, tmp_path / "source"), tensors_of(qwen)
+    weights[BROKEN][1, 2] = value
+    for file in source.glob("*.safetensors"):
+        save_file({name: weights[name] for name in load_file(file)}, file, metadata={"format": "pt"})
+    with refused("checkpoint.finite", about=BROKEN):
+        go(run.hf_to_megatron(source), tmp_path / "out")
+    megatron = write_megatron(
+        tmp_path / "m", megatron_tensors(weights, QWEN3_MOE, per_layer=True), tmp_path / "witness"
+    )
+    with refused("checkpoint.finite", about=BROKEN):
+        go(run.megatron_to_hf(megatron, qwen), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_padding_of_a_megatron_checkpoint_may_hold_anything(qwen, tmp_path):
+    made = megatron_tensors(tensors_of(qwen), QWEN3_MOE, per_layer=True)
+    made["output_layer.weight"][QWEN3_MOE["vocab_size"] :] = float("nan")
+    megatron = write_megatron(tmp_path / "m", made, tmp_path / "witness")
+    made = tensors_of(go(run.megatron_to_hf(megatron, qwen), tmp_path / "out"))
+    assert torch.equal(made["lm_head.weight"], tensors_of(qwen)["lm_head.weight"].float())
+
+
 # An index that says something else ------------------------------------------------------------------------------------
 
 FIRST = "model-00000.safetensors"
@@ -199,7 +228,8 @@ def test_a_size_in_config_json_that_is_none_is_refused(qwen, tmp_path, changed):
     source = fields(shutil.copytree(qwen, tmp_path / "source"), **changed)
     with pytest.raises(SlimxError) as error:
         run.hf_to_megatron(source)
-    assert (error.value.code, error.value.about) == ("model.field", str(source / "config.json"))
+    assert (error.value.code, error.value.about) == ("model.field", next(iter(changed)))
+    assert str(source / "config.json") in str(error.value)
 
 
 # A Megatron directory that holds more than the configuration knows ----------------------------------------------------

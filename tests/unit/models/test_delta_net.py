@@ -287,9 +287,9 @@ def test_a_field_that_would_be_built_otherwise_is_refused(tmp_path: Path, field:
 
 
 def test_heads_and_layers_that_do_not_fit_each_other_are_refused(tmp_path: Path):
-    with refused("model.field", about=str(tmp_path / "config.json")):
+    with refused("model.field", about="linear_num_value_heads"):
         read(tmp_path, TINY | {"linear_num_value_heads": 3})
-    with refused("model.field", about=str(tmp_path / "config.json")):
+    with refused("model.field", about="num_hidden_layers"):
         read(tmp_path, TINY | {"layer_types": ["linear_attention"]})
 
 

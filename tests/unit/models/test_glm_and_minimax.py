@@ -267,7 +267,7 @@ def test_upstream_still_needs_cuda_kernels_where_families_are_refused_or_adapted
 @pytest.mark.parametrize(("family", "hf"), PUBLISHED[1:], ids=["Air", "Flash", "M2"])
 def test_what_an_engine_holds_in_fp32_is_published_in_fp32(tmp_path: Path, family: Any, hf: dict[str, Any], encoding):
     """SGLang's routers of these families have fp32 weights in a bf16 model."""
-    spec = read(tmp_path, hf | {"num_hidden_layers": 2, "quantization_config": None})
+    spec = read(tmp_path, hf | {"num_hidden_layers": 2, "attn_type_list": None, "quantization_config": None})
     config = Config.model_validate(
         {
             "run": {"dir": str(tmp_path)},
@@ -288,7 +288,7 @@ def test_what_an_engine_holds_in_fp32_is_published_in_fp32(tmp_path: Path, famil
 @pytest.mark.parametrize("hf", [AIR, FLASH], ids=["GLM-4.5-Air", "GLM-4.7-Flash"])
 @pytest.mark.parametrize(("device", "expert", "fuses"), [("cuda", 1, True), ("cuda", 2, False), ("cpu", 1, False)])
 def test_a_fusion_that_sglang_would_not_make_is_refused(tmp_path: Path, hf, device, expert, fuses):
-    spec = read(tmp_path, hf | {"num_hidden_layers": 2, "quantization_config": None})
+    spec = read(tmp_path, hf | {"num_hidden_layers": 2, "attn_type_list": None, "quantization_config": None})
     sglang = {"enforce_shared_experts_fusion": True}
     config = Config.model_validate(
         {
@@ -309,7 +309,8 @@ def test_a_fusion_that_sglang_would_not_make_is_refused(tmp_path: Path, hf, devi
 
 def test_the_fp8_blocks_of_minimax_are_read(tmp_path: Path):
     """As published: all that the table calls quantised in fp8 with a scale per block, the rest as it is."""
-    small = {"num_hidden_layers": 1, "num_local_experts": 2, "hidden_size": 256, "intermediate_size": 192}
+    small = {"num_hidden_layers": 1, "attn_type_list": [1], "hidden_size": 256, "intermediate_size": 192}
+    small |= {"num_local_experts": 2, "num_experts_per_tok": 2}
     hf = MINIMAX | small | {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
     table = read(tmp_path, hf).table
     codes = {name for entry in table.entries() if entry.row.quantised for name in entry.sources}

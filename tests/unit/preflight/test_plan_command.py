@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -131,7 +130,7 @@ def test_engines_of_different_sizes_are_counted_rank_by_rank(plan):
 
 
 def test_a_tiny_model_has_a_size_too(plan):
-    tiny = SHALLOW | {"num_experts": 2, "hidden_size": 64, "vocab_size": 1000}
+    tiny = SHALLOW | {"num_experts": 2, "num_experts_per_tok": 1, "hidden_size": 64, "vocab_size": 1000}
     assert "1.9 M parameters" in plan(tiny)[1]
 
 
@@ -246,14 +245,14 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(plan, overrides, code, about,
     [
         ([], "checkpoint.json", ""),
         ({"architectures": "Qwen3MoeForCausalLM"}, "model.architectures", "'Qwen3MoeForCausalLM'"),
-        (SHALLOW | {"num_attention_heads": "many"}, "model.field", "Qwen3MoeForCausalLM"),
-        (SHALLOW | {"num_key_value_heads": 0}, "model.field", "Qwen3MoeForCausalLM"),
+        (SHALLOW | {"num_attention_heads": "many"}, "model.field", "num_attention_heads"),
+        (SHALLOW | {"num_key_value_heads": 0}, "model.field", "num_key_value_heads"),
     ],
     ids=["list", "text", "wrong_kind", "zero"],
 )
 def test_a_config_that_is_no_models_is_refused_with_its_file(plan, content, code, named):
     refusal = plan.refuses(content)
-    assert refusal.code == code and Path(refusal.about).name == "config.json" and named in str(refusal)
+    assert refusal.code == code and "config.json" in str(refusal) and named in str(refusal)
 
 
 @pytest.mark.parametrize(("predicted", "shown"), [(1.2, True), (0.8, True), (1.3, False), (0.7, False)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
@@ -80,6 +80,22 @@ def test_a_copy_is_read_from_a_checkpoint_without_touching_the_present_weights(m
     weights.load(str(other))
     assert equal(values(weights), copy) and not equal(copy, before)
     assert any(name.endswith("expert_bias") for name in copy)
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(models):
+    """Read from a Hugging Face directory by the tensor, and of any other checkpoint in its place."""
+    weights, other = models
+    file, name = other / "model.safetensors", "model.layers.1.self_attn.o_proj.weight"
+    tensors = load_file(file)
+    tensors[name][0] = float("inf")
+    weights.check_finite(other)
+    save_file(tensors, file, {"format": "pt"})
+    with refused("checkpoint.finite", about=name):
+        weights.load(str(other))
+    place = next(held.name for held in weights.held if name in held.sources)
+    weights.parameters[place].data[0, 0] = float("nan")
+    with refused("checkpoint.finite", about=name):
+        weights.check_finite(other)
 
 
 def test_within_a_switch_the_same_memory_holds_a_copy_and_afterwards_what_it_held(models):

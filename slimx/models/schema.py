@@ -1,0 +1,228 @@
+"""Types and bounds of the fields of a config.json, for all families: a value that no model has is refused by its field
+where the file is read. Bounds are far above what published models have, and low enough for every plan to be cheap."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimx.errors import SlimxError
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Values that a field may have."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    null: bool = True
+    """True if null counts as missing."""
+
+
+def _whole(least: int, most: int, *, of: int = 1) -> Kind:
+    words = "whole" if of == 1 else "even"
+    return Kind(
+        f"a{'n' if of == 2 else ''} {words} number from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most and value % of == 0,
+    )
+
+
+def _number(least: float, most: float) -> Kind:
+    # A comparison with NaN is false.
+    return Kind(
+        f"a number from {least:g} to {most:g}", lambda value: type(value) in (int, float) and least <= value <= most
+    )
+
+
+def _list(kind: Kind, most: int) -> Kind:
+    return Kind(
+        f"a list of at most {most} entries, each {kind.words}",
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.holds, value)),
+    )
+
+
+def _pair(kind: Kind) -> Kind:
+    listed = _list(kind, 2)
+    return Kind(f"a list of two entries, each {kind.words}", lambda value: listed.holds(value) and len(value) == 2)
+
+
+_LAYERS = 1000
+_FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+_DECIDED = Kind(_FLAG.words, _FLAG.holds, null=False)
+"""A switch that is on where it is missing, and that transformers takes for off where it is null."""
+_NAME = Kind("a string", lambda value: isinstance(value, str))
+_OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+_OBJECTS = Kind(
+    "an object of objects", lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())
+)
+_LIMIT = Kind(  # JSON has no infinity: transformers writes {"__float__": "Infinity"}
+    "a number or Infinity",
+    lambda value: (type(value) in (int, float) and value == value) or value == {"__float__": "Infinity"},
+)
+_SIZE, _HEADS, _HEAD = _whole(1, 2**18), _whole(1, 4096), _whole(1, 8192)
+_EXPERTS, _TOKENS = _whole(0, 4096), _whole(1, 2**27)
+_BASE, _SHARE = _number(1, 1e12), _number(0.01, 1)
+
+Schema = Mapping[str, "Kind | Schema"]
+_ROTARY: Schema = {
+    **dict.fromkeys(("type", "rope_type"), _NAME),
+    "rope_theta": _BASE,
+    "partial_rotary_factor": _SHARE,
+    "factor": _number(1, 1e4),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"), _number(0, 1e4)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _number(0, 1e4)),
+    "original_max_position_embeddings": _TOKENS,
+    "truncate": _DECIDED,
+    "mrope_interleaved": _FLAG,
+    "mrope_section": _list(_HEAD, 4),
+}
+_QUANTISATION: Schema = {
+    **dict.fromkeys(("quant_method", "format", "fmt", "scale_fmt", "activation_scheme"), _NAME),
+    "weight_block_size": _pair(_SIZE),
+    "config_groups": _OBJECTS,
+}
+_VISION: Schema = {
+    **dict.fromkeys(("vt_hidden_size", "vt_intermediate_size", "mm_hidden_size"), _SIZE),
+    **dict.fromkeys(("patch_size", "init_pos_emb_height", "init_pos_emb_width"), _HEAD),
+    "merge_kernel_size": _pair(_HEAD),
+    "vt_num_hidden_layers": _whole(0, _LAYERS),
+}
+_TEXT: Schema = {
+    "vocab_size": _whole(1, 2**24),
+    "max_position_embeddings": _TOKENS,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), _SIZE),
+    **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), _SIZE),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "sliding_window"), _SIZE),
+    "shared_intermediate_size": _whole(0, 2**18),
+    "num_hidden_layers": _whole(1, _LAYERS),
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _HEADS,
+    **dict.fromkeys(("head_dim", "rotary_dim", "qk_rope_head_dim"), _whole(2, 8192, of=2)),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_head_dim", "v_head_dim"), _HEAD),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "norm_eps"), _number(1e-20, 0.1)),
+    "rope_theta": _BASE,
+    "partial_rotary_factor": _SHARE,
+    "rope_parameters": _ROTARY,
+    "rope_scaling": _ROTARY,
+    # experts and their router
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), _whole(1, 1024)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), _whole(0, 64)),
+    **dict.fromkeys(("n_group", "topk_group"), _whole(1, 4096)),
+    "routed_scaling_factor": _number(1e-3, 1e3),
+    **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), _whole(0, _LAYERS)),
+    **dict.fromkeys(("moe_layer_freq", "decoder_sparse_step", "full_attention_interval"), _whole(1, _LAYERS)),
+    "mlp_only_layers": _list(_whole(0, _LAYERS), _LAYERS),
+    "swiglu_limit": _number(1e-3, 1e4),
+    "swiglu_alpha": _number(1e-3, 1e3),
+    # delta nets, Mamba-2, sparse attention, multi-token prediction
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "n_groups"), _HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "ssm_state_size"), _HEAD),
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_kernel"), _whole(1, 64)),
+    "time_step_limit": _pair(_LIMIT),
+    "index_n_heads": _HEADS,
+    "index_head_dim": _whole(2, 8192, of=2),
+    "index_topk": _TOKENS,
+    "index_topk_freq": _whole(1, _LAYERS),
+    **dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), _whole(0, 64)),
+    # kinds of layers
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type"), _list(_NAME, _LAYERS)),
+    "attn_type_list": _list(_whole(0, 64), _LAYERS),
+    "hybrid_override_pattern": Kind(
+        f"a string of 1 to {_LAYERS} characters", lambda value: isinstance(value, str) and 1 <= len(value) <= _LAYERS
+    ),
+    "index_topk_pattern": Kind(
+        "a string or a list of strings", lambda value: isinstance(value, str) or _list(_NAME, _LAYERS).holds(value)
+    ),
+    # switches
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_qkv_bias", "mamba_proj_bias"), _FLAG),
+    **dict.fromkeys(("tie_word_embeddings", "use_qk_norm", "use_rmsnorm", "use_mrope"), _FLAG),
+    **dict.fromkeys(("use_sliding_window", "attn_output_gate", "moe_router_enable_expert_bias"), _FLAG),
+    **dict.fromkeys(("mtp_use_dedicated_embeddings", "use_conv_bias", "residual_in_fp32"), _FLAG),
+    **dict.fromkeys(("indexer_rope_interleave", "use_routing_bias"), _FLAG),
+    **dict.fromkeys(("norm_topk_prob", "rope_interleave"), _DECIDED),
+    "quantization_config": _QUANTISATION,
+}
+FIELDS: Schema = {**_TEXT, "text_config": _TEXT, "vision_config": _VISION}
+"""Field -> its kind, or the fields of an object."""
+
+
+def check_fields(hf: Mapping[str, Any], file: Path) -> None:
+    """Raises SlimxError for the first field of the config.json `hf`, read from `file`, whose value no model has."""
+    text = hf.get("text_config")
+    problem = next(_odd(hf, FIELDS), None)
+    problem = problem or next(_contradictions(hf), None)
+    if problem is None and text is not None and (within := next(_contradictions(text), None)):
+        problem = (f"text_config.{within[0]}", *within[1:])
+    if problem:
+        name, value, wanted = problem
+        raise SlimxError(
+            f"{file}: {name} is {reprlib.repr(value)}, but must be {wanted}; restore it from the checkpoint's source",
+            code="model.field",
+            about=name,
+        )
+
+
+Problem = tuple[str, Any, str]
+"""Name of a field, its value, and the values that it may have."""
+
+
+def _odd(fields: Mapping[str, Any], schema: Schema) -> Iterator[Problem]:
+    for name, value in fields.items():
+        kind = schema.get(name)
+        if isinstance(kind, Kind):
+            if not kind.holds(value) and (value is not None or not kind.null):
+                yield name, value, kind.words
+        elif kind is None or value is None:
+            continue
+        elif not isinstance(value, dict):
+            yield name, value, _OBJECT.words
+        else:
+            yield from ((f"{name}.{inner}", *rest) for inner, *rest in _odd(value, kind))
+
+
+def _contradictions(hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Fields with values that others of the same model exclude; all have their kinds."""
+    layers = hf.get("num_hidden_layers")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((name for name in names if hf.get(name) is not None), "")
+    most = {
+        "num_experts_per_tok": experts,
+        "topk_group": "n_group",
+        "first_k_dense_replace": "num_hidden_layers",
+        "rotary_dim": "head_dim",
+    }
+    for name, bound in most.items():
+        if hf.get(name) is not None and hf.get(bound) is not None and hf[name] > hf[bound]:
+            yield name, hf[name], f"at most {hf[bound]}, its {bound}"
+    divisors = {
+        "num_attention_heads": "num_key_value_heads",
+        "linear_num_value_heads": "linear_num_key_heads",
+        "mamba_num_heads": "n_groups",
+        experts: "n_group",
+    }
+    for name, divisor in divisors.items():
+        if hf.get(name) and hf.get(divisor) and hf[name] % hf[divisor]:
+            yield name, hf[name], f"a multiple of {hf[divisor]}, its {divisor}"
+    for name in ("layer_types", "mlp_layer_types", "indexer_types", "attn_type_list"):
+        if hf.get(name) and layers is not None and len(hf[name]) != layers:
+            yield "num_hidden_layers", layers, f"{len(hf[name])}, the entries of {name}"
+    yield from _rotation(hf)
+
+
+def _rotation(hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Heads that cannot rotate: pairs of dimensions do."""
+    hidden, heads, head = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim")
+    if hf.get("qk_rope_head_dim") is not None or hidden is None or heads is None:
+        return
+    if head is None and hidden % (2 * heads):
+        yield "hidden_size", hidden, f"a multiple of twice num_attention_heads, {heads}, without head_dim"
+        return
+    head = hidden // heads if head is None else head
+    for where, fields in (("", hf), ("rope_parameters.", hf.get("rope_parameters") or {})):
+        share = fields.get("partial_rotary_factor")
+        if share is not None and (int(head * share) % 2 or not 2 <= int(head * share) <= head):
+            yield f"{where}partial_rotary_factor", share, f"an even number of the {head} dimensions of a head"
