@@ -4,7 +4,7 @@ rollout:
   generate: slimx.rollout.agent.generate
   options: {agent: mypackage.agent.solve}        # async def solve(base_url, prompt, **agent_options)
   # options: {command: [python, agent.py]}       # or a program, see slimx.rollout.agent_process
-  # options: {command: [...], environment: [HF_HOME]}   # with variables of the run
+  # options: {command: [...], environment: [HF_HOME], metadata: [repository]}   # what of the run and prompt it sees
 
 All that the agent samples through `base_url` becomes the rollout: a trajectory for each of its conversations.
 """
@@ -35,6 +35,7 @@ def check(
     tool_parser: str = "hermes",
     sampling: str = "run",
     environment: Sequence[str] = (),
+    metadata: Sequence[str] = (),
     **_: Any,
 ) -> None:
     """Refuse an agent that cannot be called, before the run starts."""
@@ -52,12 +53,13 @@ def check(
             code="agent.program",
             about="rollout.options.command",
         )
-    if isinstance(environment, str):
-        raise SlimxError(
-            f"rollout.options.environment is {environment!r}; give a list of names of variables",
-            code="agent.environment",
-            about="rollout.options.environment",
-        )
+    for option, names in (("environment", environment), ("metadata", metadata)):
+        if isinstance(names, str):
+            raise SlimxError(
+                f"rollout.options.{option} is {names!r}; give a list of names",
+                code=f"agent.{option}",
+                about=f"rollout.options.{option}",
+            )
     if missing := [name for name in environment if name not in os.environ]:
         raise SlimxError(
             f"rollout.options.environment names {missing[0]}, which is not set; export it where the run is started",
@@ -88,6 +90,7 @@ async def generate(
     tool_parser: str = "hermes",
     separate_reasoning: bool = False,
     environment: Sequence[str] = (),
+    metadata: Sequence[str] = (),
 ) -> list[Trajectory]:
     """The conversations of one agent with the policy.
 
@@ -95,7 +98,8 @@ async def generate(
     answers together) bound the session: further requests are refused, those under way are not. `sampling`: "run" gives
     an agent that asks for another temperature or top_p the run's, "strict" refuses it. `tool_parser`: a name for
     `slimx.rollout.proxy.tool_calls.find_parser`. `separate_reasoning`: what stands before </think> is no answer's
-    content. `environment`: names of variables that a program gets besides `slimx.rollout.agent_process.ALLOWED`.
+    content. `environment`: names of variables that a program gets besides `slimx.rollout.agent_process.ALLOWED`;
+    `metadata`: keys of the prompt's metadata that it gets.
 
     Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided, and what nobody does here),
     `forced` (answers made by a grammar, which are not trained; absent without any), `errors` (requests answered with an
@@ -123,7 +127,7 @@ async def generate(
     try:
         async with ctx.proxy.session(session) as base_url:
             if command is not None:
-                result = await run_command(command, base_url, prompt, environment)
+                result = await run_command(command, base_url, prompt, environment, metadata)
             else:
                 result = await _load(agent or "", agent_options)(base_url, prompt)
     except Exception as error:

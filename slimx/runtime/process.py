@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +34,8 @@ ORPHAN_GRACE_S = 5.0
 """Seconds that the command gets to end by itself after its owner died."""
 LOOK_S = 2.0
 """Seconds between two looks at the tree's shared memory."""
+NOT_STARTED = 127
+"""Exit status of a guard whose command cannot be started, as of a shell."""
 KILL_WAIT_S = 10.0
 """Seconds in which a killed tree must be gone."""
 
@@ -87,8 +90,7 @@ class SupervisedProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._clear()
         self._temporary = tempfile.mkdtemp(prefix="slimx-")
-        options = ["--owner", str(os.getpid()), "--temporary", self._temporary]
-        guard = python_argv("slimx.runtime.process", *options, "--", *self.argv)
+        guard = guarded_argv(self.argv, "--temporary", self._temporary)
         with self.log_path.open("ab") as log:
             self._log_begins = log.tell()
             self._guard = subprocess.Popen(
@@ -145,11 +147,21 @@ class SupervisedProcess:
             self._temporary = None
 
 
+def guarded_argv(argv: Sequence[str], *options: str) -> list[str]:
+    """Returns the command that runs `argv` under a guard, which this process must start."""
+    return python_argv("slimx.runtime.process", "--owner", str(os.getpid()), *options, "--", *argv)
+
+
 def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Have the kernel send `signum` to this process when the thread that started it ends; exit if `parent` is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(128 + signum)
+
+
+def adopt_orphans() -> None:
+    """Have what descends from this process stay below it when its parent ends, as a daemon's does on purpose."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants(pid: int) -> None:
@@ -177,14 +189,18 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
     `temporary`: a directory for the command's temporary files, which goes with it. SGLang leaves seven files and
     sockets where they are made.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     # The guard has one thread that lives as long as it does, so the death signal is safe here: it covers a killed
     # guard.
     myself = os.getpid()
     environment = os.environ if temporary is None else {**os.environ, "TMPDIR": temporary}
-    command = subprocess.Popen(argv, env=environment, preexec_fn=lambda: end_with_parent(myself))
+    try:
+        command = subprocess.Popen(argv, env=environment, preexec_fn=lambda: end_with_parent(myself))
+    except OSError as error:
+        print(f"{argv[0]} cannot be started: {error}", file=sys.stderr)
+        return NOT_STARTED
     told, kill_at, look_at, shared = False, float("inf"), 0.0, set()
     while (status := _reap(command.pid)) is None:
         if time.monotonic() > look_at:

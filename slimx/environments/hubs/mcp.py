@@ -25,6 +25,7 @@ from slimx.data.records import Prompt
 from slimx.environments.hubs.addresses import check_url
 from slimx.environments.toolbox import ToolResult, ToolsLost
 from slimx.errors import SlimxError, raised
+from slimx.runtime.process import guarded_argv
 
 PACKAGE = "mcp==2.3.0"
 KEY = "rollout.options.toolbox_options"
@@ -210,7 +211,7 @@ class _Connection:
             return streamable_http_client(server["url"], http_client=http)
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed by `close`)
         named = {name: os.environ[name] for name in server.get("environment") or ()}
-        command, *arguments = map(str, server["command"])
+        command, *arguments = guarded_argv([str(word) for word in server["command"]])
         parameters = StdioServerParameters(command=command, args=arguments, env=named, cwd=server.get("directory"))
         return stdio_client(parameters, errlog=self._stderr)
 
