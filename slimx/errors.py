@@ -89,7 +89,7 @@ def raised(error: BaseException) -> str:
     The place is the innermost one outside of Python, of installed packages and of slimx; left out where all are inside.
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [place for place in places if _users(place[0])]
+    own = [place for place in places if of_users(place[0])]
     return f"{type(error).__name__}: {_words(error)}" + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
 
 
@@ -111,11 +111,11 @@ def safe_repr(value: object) -> str:
 def written_at(function: object) -> str:
     """The place of a user's function, as " (/home/me/rewards.py, line 12)"; "" for one of a library or of slimx."""
     code = getattr(function, "__code__", None)
-    if code is None or not _users(code.co_filename):
+    if code is None or not of_users(code.co_filename):
         return ""
     return f" ({code.co_filename}, line {code.co_firstlineno})"
 
 
-def _users(file: str) -> bool:
+def of_users(file: str) -> bool:
     """True for a file of Python outside of Python itself, of installed packages and of slimx."""
     return file.endswith(".py") and not file.startswith((*_LIBRARIES, "<"))

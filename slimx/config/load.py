@@ -87,20 +87,25 @@ def _named(tree: DictConfig, where: str) -> DictConfig:
 
 def _merged(tree: DictConfig, override: dict[str, Any], where: str) -> DictConfig:
     """`tree` with the values of an override, which may name single entries of lists by their places, from 0; null in
-    place of a section or a mapping takes away what the file has of it."""
+    place of a section or a mapping takes away what the file has of it, null in place of a list and {} empty it."""
     *above, last = path = _dotted(override).split(".")
     base = OmegaConf.to_container(tree, resolve=False)
-    if functools.reduce(_inner, path, override) is None and suggestions.resets(Config, path):
-        section = functools.reduce(_inner, above, base)
+    value, section = functools.reduce(_inner, path, override), functools.reduce(_inner, above, base)
+    if value is None and suggestions.resets(Config, path):
         if isinstance(section, dict):
             section.pop(last, None)
         return OmegaConf.create(base)
+    if value == {} and isinstance(section, dict) and isinstance(section.get(last), dict):
+        section[last] = {}
+        return OmegaConf.create(base)
+    if value is None and suggestions.is_list(Config, path):
+        functools.reduce(_inner, above, override)[last] = []
     try:
         return OmegaConf.merge(tree, OmegaConf.create(_listed(override, base, (), where)))
     except (OmegaConfBaseException, TypeError) as error:
         if "incompatible container types" not in str(error):
             raise
-        told = f"{where}: {suggestions.for_entry(Config, path, functools.reduce(_inner, path, override))}"
+        told = f"{where}: {suggestions.for_entry(Config, path, value)}"
         raise SlimxError(told, code="config.override", about=".".join(path)) from error
 
 

@@ -113,6 +113,14 @@ def resets(model: type[BaseModel], path: Sequence[str]) -> bool:
     return typing.get_origin(field.annotation) is dict or any(not listed for _, listed in _models(field.annotation))
 
 
+def is_list(model: type[BaseModel], path: Sequence[str]) -> bool:
+    """Returns True if `path` is that of a list, not of an entry, which cannot be null."""
+    field = field_at(model, path)
+    if field is None or path[-1].isdigit() or type(None) in typing.get_args(field.annotation):
+        return False
+    return _is_list(field.annotation)
+
+
 @functools.cache
 def known_keys(model: type[BaseModel]) -> tuple[str, ...]:
     """All keys that a configuration can have, dotted, `*` for an entry of a list."""

@@ -116,6 +116,8 @@ def value(where: str, item: Mapping[str, Any]) -> str:
     if kind in ("model_type", "dict_type"):
         what = "a list" if isinstance(given, list | tuple) else shortened(given)
         return f"{where} is {what}, and must be a section; set one of its keys, as {where}.KEY=VALUE"
+    if kind in ("tuple_type", "list_type") and given is None:
+        return f"{where} is empty; write [] for no entry, or leave it out"
     if kind in ("tuple_type", "list_type"):
         one = "[{KEY: VALUE}]" if isinstance(given, dict) else f"[{shortened(given)}]"
         return f"{where} must be a list; write {where}={one}"

@@ -30,7 +30,7 @@ from slimx.environments.base import Begin, Environment, Step
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.exchange import exchange, reply
 from slimx.runtime.logs import how_ended
-from slimx.runtime.process import kill_descendants
+from slimx.runtime.process import adopt_orphans, kill_descendants
 from slimx.runtime.threads import in_thread
 
 KEY = "rollout.options.environment"
@@ -188,6 +188,7 @@ class InProcess:
 def _serve(connection: Connection, lifeline: Connection, path: str, options: dict[str, Any]) -> None:
     """The main function of the process of one environment."""
     _end_with(lifeline)
+    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt ends
     world: Environment | None = None
 
@@ -196,15 +197,18 @@ def _serve(connection: Connection, lifeline: Connection, path: str, options: dic
         world = world or imported(KEY, path)(**options)
         return runner.run(_awaited(getattr(world, name)(*arguments)))
 
-    with asyncio.Runner() as runner:
-        while True:
-            try:
-                name, arguments = connection.recv()
-            except EOFError:
-                return
-            reply(connection, partial(call, name, arguments))
-            if name == "close":
-                return
+    try:
+        with asyncio.Runner() as runner:
+            while True:
+                try:
+                    name, arguments = connection.recv()
+                except EOFError:
+                    return
+                reply(connection, partial(call, name, arguments))
+                if name == "close":
+                    return
+    finally:
+        kill_descendants(os.getpid())
 
 
 def _end_with(lifeline: Connection) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.algorithms.credit import credited
+from slimx.config.sections.algorithm import ADVANTAGES, CREDITS
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainBatch, TrainingRow
 from slimx.data.records import Group
@@ -199,9 +200,15 @@ class Run:
     # Work -------------------------------------------------------------------------------------------------------------
 
     def updates(self, groups: Sequence[Group]) -> dict[str, list[list[TrainingRow]]]:
-        """The rows that one step's groups give each policy, with the credit that `algorithm.credit` gives."""
-        groups = credited(groups, self.config.algorithm.credit)
-        return {name: policy.updates(groups) for name, policy in self.policies.items()}
+        """The rows that one step's groups give each policy, with the credit that `algorithm.credit` gives. Raises
+        SlimxError where a hook of these spoils a group."""
+        algorithm = self.config.algorithm
+        credits = credited(groups, algorithm.credit)
+        rows = {name: policy.updates(credits) for name, policy in self.policies.items()}
+        for hook, known in ((algorithm.credit, CREDITS), (algorithm.advantages, ADVANTAGES)):
+            for group in groups if hook not in known else ():
+                self.maker.check(group, hook)
+        return rows
 
     def packed(self, rows: Mapping[str, Sequence[Sequence[TrainingRow]]]) -> dict[str, list[TrainBatch]]:
         """The batches of each policy's updates."""

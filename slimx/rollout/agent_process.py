@@ -7,18 +7,20 @@ import contextlib
 import json
 import os
 import signal
-import tempfile
 from collections.abc import Sequence
-from typing import IO
 from urllib.parse import urlsplit
 
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.runtime.children import bypass_proxies
 from slimx.runtime.logs import how_ended
+from slimx.runtime.process import guarded_argv, kill_descendants
+from slimx.runtime.threads import in_thread
 
 MAX_OUTPUT = 20_000
-"""Characters that are kept of the end of what a program writes."""
+"""Bytes that are kept of the end of what a program writes."""
+MAX_WRITTEN = 64 << 20
+"""Bytes that a program may write to standard output, and to standard error."""
 GRACE_S = 2.0
 """Seconds that a program gets to end when its rollout is over."""
 ALLOWED = (
@@ -28,62 +30,88 @@ ALLOWED = (
 """Variables of the run that a program gets: what starts programs and finds files, and nothing that is secret."""
 
 
-async def run_command(command: Sequence[str], base_url: str, prompt: Prompt, variables: Sequence[str] = ()) -> str:
-    """Run a program that samples through `base_url`; returns what it wrote to its standard output.
+async def run_command(
+    command: Sequence[str],
+    base_url: str,
+    prompt: Prompt,
+    variables: Sequence[str] = (),
+    metadata: Sequence[str] = (),
+) -> str:
+    """Run a program that samples through `base_url`; returns the end of its standard output.
 
     Its environment has ALLOWED of the run's, `variables`, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY, which the official clients read by themselves: neither the run's tokens nor its keys. It finds
-    the prompt as a line of JSON, {"id", "messages", "metadata"}, on its standard input: never the answer. Cancelled,
-    its whole process group is ended.
-    Raises SlimxError, with the end of what it wrote to standard error, if it fails.
+    the prompt as a line of JSON, {"id", "messages", "metadata"}, on its standard input: never the answer, and of the
+    metadata, where data sets keep solutions and tests, the keys that `metadata` names. A guard ends the program, and
+    all that it started, with this call.
+    Raises SlimxError, with the end of what it wrote to standard error, if it fails or writes too much.
     """
     environment = {name: os.environ[name] for name in (*ALLOWED, *variables) if name in os.environ}
     environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
     # Anthropic's clients write the /v1 themselves.
     environment |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
     bypass_proxies(environment, [urlsplit(base_url).hostname or ""])  # `variables` may name a proxy
-    told = {"id": prompt.id, "messages": prompt.messages, "metadata": prompt.metadata}
-    # Files, so that a program that writes a lot neither waits for a reader nor fills the driver's memory.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        # Shielded: cancelled in its middle, the start would leave a process that nobody knows of.
-        start = asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=out,
-            stderr=err,
-            env=environment,
-            start_new_session=True,
+    visible = {key: prompt.metadata[key] for key in metadata if key in prompt.metadata}
+    line = json.dumps({"id": prompt.id, "messages": prompt.messages, "metadata": visible}).encode() + b"\n"
+    # Shielded: cancelled in its middle, the start would leave a process that nobody knows of.
+    start = asyncio.create_subprocess_exec(
+        *guarded_argv(command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    starting = asyncio.ensure_future(start)
+    try:
+        process = await asyncio.shield(starting)
+        reading = [_end_of(stream, command[0]) for stream in (process.stdout, process.stderr)]
+        out, err, *_ = await asyncio.gather(*reading, _write(process.stdin, line), process.wait())
+    finally:
+        await asyncio.shield(_end(starting))
+    if process.returncode:
+        raise SlimxError(
+            f"{command[0]} {how_ended(process.returncode)}: {err or 'nothing was printed'}",
+            code="agent.status",
+            about=command[0],
         )
-        starting = asyncio.ensure_future(start)
-        try:
-            process = await asyncio.shield(starting)
-            await process.communicate(json.dumps(told).encode() + b"\n")
-        finally:
-            await asyncio.shield(_end(starting))
-        if process.returncode:
+    return out
+
+
+async def _end_of(stream: asyncio.StreamReader, program: str) -> str:
+    """The last MAX_OUTPUT bytes of what a program writes. Raises SlimxError after MAX_WRITTEN bytes."""
+    kept, total = b"", 0
+    while piece := await stream.read(65536):
+        kept, total = (kept + piece)[-MAX_OUTPUT:], total + len(piece)
+        if total > MAX_WRITTEN:
             raise SlimxError(
-                f"{command[0]} {how_ended(process.returncode)}: {_tail(err) or 'nothing was printed'}",
-                code="agent.status",
-                about=command[0],
+                f"{program} wrote more than {MAX_WRITTEN >> 20} MiB of output; have it write to a file",
+                code="agent.output",
+                about=program,
             )
-        return _tail(out)
+    return kept.decode(errors="replace").strip()
+
+
+async def _write(stream: asyncio.StreamWriter, line: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a program need not read
+        stream.write(line)
+        await stream.drain()
+    stream.close()
 
 
 async def _end(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
-    """End the process, if it could be started, and those that it started."""
+    """End the guard, if it could be started, and all below it."""
     await asyncio.wait({starting})
     if starting.exception() is not None:
         return
     process = starting.result()
-    with contextlib.suppress(TimeoutError, ProcessLookupError):
-        if process.returncode is None:
+    if process.returncode is None:
+        with contextlib.suppress(TimeoutError, ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
             await asyncio.wait_for(process.wait(), GRACE_S)
+    if process.returncode is None:
+        with contextlib.suppress(SlimxError):
+            await in_thread(kill_descendants, process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-
-
-def _tail(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
-    return file.read().decode(errors="replace").strip()

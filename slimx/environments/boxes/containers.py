@@ -74,9 +74,11 @@ class ContainerBox:
         image_mib: int = 4096,
     ):
         """`source`: name of an image that the engine has, or a path. `host_usr`: the box reads this machine's /usr.
-        `user`: of its programs, as UID:GID; None: the image's own, nobody where it began as a path. Raises BoxRefusal
-        for an image that is not there or has volumes, BoxLost if the engine fails."""
+        `image_mib`: size of a path at most, and with `Limits.disk_mib` that of a snapshot. `user`: of its programs, as
+        UID:GID; None: the image's own, nobody where it began as a path. Raises BoxRefusal for an image that is not
+        there or has volumes, BoxLost if the engine fails."""
         self.limits, self._engine = limits or Limits(), engine
+        self._largest = (image_mib + self.limits.disk_mib) * MIB
         self._turn, self._given_up = threading.Lock(), threading.Event()
         self._imported: str | None = None
         self._name: str | None = None
@@ -126,7 +128,9 @@ class ContainerBox:
     def snapshot(self, to: Path) -> None:
         with self._turn, roots.scratch(to.parent) as place:
             archive = place.holder / "root.tar"
-            self._engine.call("export", "--output", str(archive), self._living(), seconds=roots.COPY_S)
+            # Engines write holes of sparse files out.
+            if not self._engine.save("export", self._living(), to=archive, most=self._largest, seconds=roots.COPY_S):
+                raise roots.too_large(archive, self._largest)
             place.path.mkdir()
             roots.unpack(archive, place.path, archive.stat().st_size * roots.UNPACKED)
             place.path.rename(to)

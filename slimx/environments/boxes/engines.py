@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
+import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,8 @@ from slimx.errors import SlimxError
 KNOWN = ("podman", "docker")
 OWNER = "slimx.owner"
 """Label of containers and images that a box has made: which process it belongs to."""
+PIECE = 2**20
+"""Bytes that are read at once."""
 CALL_S = 120.0
 """Seconds for one call of the engine."""
 MAX_SAID = 500
@@ -75,6 +80,32 @@ class ContainerEngine:
         if done.returncode != 0:
             raise self._lost(words, done.stderr.strip()[-MAX_SAID:])
         return done.stdout.strip()
+
+    def save(self, *words: str, to: Path, most: int, seconds: float) -> bool:
+        """Write what one command writes to standard output, of up to `most` bytes, into the file `to`; False if it is
+        more. Raises BoxLost if the command fails, or takes longer than `seconds`."""
+        with to.open("wb") as written, tempfile.TemporaryFile() as said:
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
+            process = subprocess.Popen([*self.words, *words], start_new_session=True, **pipes)
+            # The whole group: what the client started would keep the pipe open.
+            late = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+            late.start()
+            try:
+                while piece := process.stdout.read(PIECE):
+                    if written.tell() + len(piece) > most:
+                        return False
+                    written.write(piece)
+                status = process.wait()
+            finally:
+                late.cancel()
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                process.stdout.close()
+            if status != 0:
+                said.seek(0)
+                raise self._lost(words, said.read().decode(errors="replace").strip()[-MAX_SAID:] or f"status {status}")
+        return True
 
     def has_image(self, name: str) -> bool:
         """True if the engine has the image; nothing is pulled."""

@@ -4,6 +4,7 @@ main thread        start_ray --> event loop: work ........ clean-up --> stop_ray
 signals' thread                       | SIGTERM: cancels `work`, arms the watchdog
 an alarm                              | a part that cannot be replaced was lost: likewise
 watchdog's thread                     |------- cluster.stop_deadline ------> ends the process if it is still there
+pulse's thread                    looks at the event loop; ends the process if that stands still
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +25,9 @@ import psutil
 from slimx.cluster.connection import start_ray, stop_ray
 from slimx.cluster.watch import has_ended, own_processes, probes, watch_ray
 from slimx.config.schema import Config
-from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
+from slimx.errors import DeadlineError, Interrupted, Preempted, SlimxError, ending_of
+from slimx.orchestration.lifetime.hangs import keep_stacks
+from slimx.orchestration.lifetime.pulse import Pulse, pulse_deadline
 from slimx.orchestration.lifetime.remains import watch_over_this_process
 from slimx.orchestration.lifetime.signals import Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
@@ -132,7 +137,7 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
                 raise Interrupted(signals.received[0])
             processes = own_processes()
             try:
-                run_loop(interruptible(_watching(processes, config, work), signals, ending, grace))
+                run_loop(interruptible(_watching(processes, config, work, watchdog), signals, ending, grace))
             except (Interrupted, Preempted):
                 raise
             except Exception as error:
@@ -149,12 +154,17 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
             stop_ray()
 
 
-def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Work) -> Work:
-    """`work`, which ends when Ray is lost."""
+def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Work, watchdog: Watchdog) -> Work:
+    """`work`, which ends when Ray is lost, and with the process when the event loop stands still."""
+
+    def strike(error: DeadlineError) -> None:
+        asyncio.run(keep_stacks(Path(config.run.dir), partial(print, file=sys.stderr), error))
+        watchdog.arm(0.0, *ending_of(error))
 
     async def watched(alarm: Alarm) -> None:
         alarm.ring_after(watch_ray(processes, probes(), config.cluster.ray_deadline))
-        await work(alarm)
+        with Pulse(pulse_deadline(config), strike, asyncio.get_running_loop().time):
+            await work(alarm)
 
     return watched
 

@@ -11,9 +11,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from itertools import dropwhile
 from pathlib import Path
 from types import TracebackType
 
+from slimx.errors import of_users
 from slimx.observability.live.safe_text import one_line
 
 OWN = str(Path(__file__).parents[2])
@@ -58,7 +60,8 @@ class Watchdog:
                 return
         if why is not None:
             sentence = why.partition("\n")[0]
-            said = one_line(f"{sentence}; after {seconds:g} s {held_by()} has not returned, so the process ends")
+            waited = f"; after {seconds:g} s {main_place()} has not returned, so the process ends" if seconds else ""
+            said = one_line(sentence + waited)
             # Whoever reads it may be what hangs.
             saying = threading.Thread(target=print, args=(f"slimx: {said}",), kwargs={"file": sys.stderr}, daemon=True)
             saying.start()
@@ -66,9 +69,12 @@ class Watchdog:
         self._leave(status)
 
 
-def held_by() -> str:
-    """Place of the main thread: the innermost line of slimx on its stack, or of anything where there is none."""
+def main_place() -> str:
+    """Returns where the main thread is: the innermost line of a user's code that slimx has called; else of slimx, or of
+    anything where there is none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
-    own = [entry for entry in stack if entry.filename.startswith(OWN)] or list(stack)
-    return f"{own[-1].name} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else "an exit function"
+    inside = list(dropwhile(lambda entry: not entry.filename.startswith(OWN), stack))
+    ours = [entry for entry in inside if entry.filename.startswith(OWN)]
+    places = [entry for entry in inside if of_users(entry.filename)] or ours or list(stack)
+    return f"{places[-1].name} ({places[-1].filename}, line {places[-1].lineno})" if places else "an exit function"

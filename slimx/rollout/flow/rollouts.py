@@ -7,7 +7,7 @@ import asyncio
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from slimx.data.template import with_template
 from slimx.data.tokens import PromptIds
 from slimx.engines.outage import Outage, Outages
 from slimx.environments.processes import Environments
-from slimx.errors import DeadlineError, SlimxError, raised
+from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import REQUEST
 from slimx.rollout.client.teacher import make_teachers
@@ -31,7 +31,7 @@ from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.returned import Returned, check_metadata, check_verdict
 from slimx.rollout.flow.reward_processes import reward_runner
 from slimx.rollout.flow.slots import Slots, SlottedClient
-from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hook_loading import Hooks, name_of
 from slimx.rollout.hooks import (
     ENGINE_DEADLINE,
     Generator,
@@ -120,6 +120,7 @@ class GroupMaker:
         self._rewards = (
             reward_runner(config.reward, hooks.reward, config.model.path, RunFacts.of(config)) if hooks.reward else None
         )
+        self._judge_name = f"reward hook {name_of(hooks.reward)}" if hooks.reward else config.rollout.generate
         self._environments = Environments()
 
     @property
@@ -169,9 +170,23 @@ class GroupMaker:
             check_metadata(f"prompt {prompt.id} has", prompt.metadata)
         except SlimxError as error:
             return GroupOutcome(group, "generate failed", str(error))
+        try:
+            if self.config.reward.scope == "group":
+                self.check(group, self._judge_name)
+        except SlimxError as error:
+            return GroupOutcome(group, "reward failed", str(error))
         if greedy:
             group.baseline = sum(trajectory.reward for trajectory in greedy) / len(greedy)
         return self._filtered(group) if self.hooks.keep and not evaluation else GroupOutcome(group)
+
+    def check(self, group: Group, hook: str) -> None:
+        """Raise SlimxError for what `hook`, which saw `group`, left of it that cannot be trained or written."""
+        check_metadata(f"{hook} left prompt {group.prompt.id} with", group.prompt.metadata)
+        rollouts: dict[str, list[Trajectory]] = {}
+        for trajectory in group.trajectories:
+            rollouts.setdefault(safe_repr(trajectory.index), []).append(trajectory)
+        for trajectories in rollouts.values():
+            self._returned(group.id, trajectories[0].index, hook).check(trajectories)
 
     def close(self) -> None:
         """Let the threads and processes of rewards and environments end."""
@@ -180,10 +195,11 @@ class GroupMaker:
         self._environments.close()
 
     def _filtered(self, group: Group) -> GroupOutcome:
-        before = list(group.trajectories)
+        before, name, hook = list(group.trajectories), group.id, str(self.config.rollout.filter)
         try:
             verdict = self.hooks.keep(group)
-            check_verdict(verdict, group, before, self.config.rollout.filter)
+            check_verdict(verdict, group, before, hook)
+            self.check(replace(group, id=name), hook)
         except SlimxError as error:
             group.trajectories = before
             return GroupOutcome(group, "keep failed", str(error))
@@ -253,7 +269,7 @@ class GroupMaker:
                 with self.outage.stops(clock):
                     result = await self.hooks.generate(ctx, prompt)
             trajectories = result if isinstance(result, list) else [result]
-            self._returned(ctx).check(trajectories)
+            self._returned(group_id, index, hook).check(trajectories)
             _keep_logged(trajectories[0], ctx.metrics)
         except SlimxError as error:
             reason = error.reason if isinstance(error, GivenUp) else _reason(error, "generate failed")
@@ -275,8 +291,10 @@ class GroupMaker:
             else:
                 await asyncio.gather(*work)
             if not any(trajectory.status == "failed" for trajectory in trajectories):
-                with _marking(trajectories[0], "reward"):  # which saw the trajectories themselves
-                    self._returned(ctx).check(trajectories)
+                try:
+                    self._returned(group_id, index, self._judge_name).check(trajectories)
+                except SlimxError as error:  # nothing is kept of what a checkpoint could not hold
+                    trajectories = [_failed(ctx, "reward failed", str(error))]
         progress.finish(index, trajectories)
         return trajectories
 
@@ -297,12 +315,12 @@ class GroupMaker:
             sampling["stop_token_ids"] = list(options.stop_token_ids)
         return sampling
 
-    def _returned(self, ctx: RolloutContext) -> Returned:
-        """The rules for what the generate hook returns to `ctx`."""
+    def _returned(self, group_id: str, index: int, hook: str) -> Returned:
+        """The rules for the trajectories of a rollout that `hook` made or saw."""
         return Returned(
-            self.config.rollout.generate,
-            ctx.group_id,
-            ctx.index,
+            hook,
+            group_id,
+            index,
             vocabularies={name: speaker.vocabulary for name, speaker in self.speakers.items()},
             versions={name: max(version, self.begun.get(name, 0)) for name, version in self.versions.items()},
             sampled=self.client is not None,

@@ -58,6 +58,8 @@ class Misbehaving:
             Path(self.prompt).write_text(str(child.pid))
             while True:
                 pass
+        if text == "start a daemon":
+            subprocess.run(["setsid", "-f", "sh", "-c", f"echo $$ > {self.prompt}; exec sleep 300"], check=True)
         until = time.monotonic() + self.busy_s
         while time.monotonic() < until:
             pass

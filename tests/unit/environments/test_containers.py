@@ -12,7 +12,7 @@ import pytest
 from slimx.environments import seccomp
 from slimx.environments.boxes.containers import ContainerBox
 from slimx.environments.boxes.engines import OWNER, ContainerEngine, has_died, owner
-from slimx.environments.boxes.protocol import BoxLost
+from slimx.environments.boxes.protocol import BoxLost, BoxRefusal
 from slimx.environments.sandbox import Limits
 from tests.refusals import refused
 from tests.unit.environments.box_stand import SMALL, image, needed_engine
@@ -143,3 +143,23 @@ def test_what_a_killed_run_left_is_removed_and_a_living_box_is_not(tmp_path):
         assert len(engine.call("ps", "--all", "--quiet", "--filter", f"label={OWNER}").split()) == 1
     finally:
         box.end()
+
+
+def test_a_snapshot_is_read_up_to_its_bound_and_a_failed_one_is_lost(tmp_path):
+    """The holes of a sparse file come as zeros, without end."""
+    engine = ContainerEngine(("sh", "-c"))
+    archive = tmp_path / "root.tar"
+    assert engine.save("head -c 1000 /dev/zero", to=archive, most=1000, seconds=60) and archive.stat().st_size == 1000
+    assert not engine.save("cat /dev/zero", to=archive, most=3 * 2**20, seconds=60)
+    assert archive.stat().st_size <= 3 * 2**20
+    for words in ("exit 3", "sleep 600"):
+        with pytest.raises(BoxLost):
+            engine.save(words, to=archive, most=10, seconds=0.2 if "sleep" in words else 60)
+
+
+def test_a_box_refuses_a_snapshot_beyond_what_it_may_take(stand_in, tmp_path):
+    box = ContainerBox("python:3.12", Limits(disk_mib=1), engine=stand_in(export=(0, "0" * 2**21)), image_mib=1)
+    with pytest.raises(BoxRefusal) as caught:
+        box.snapshot(tmp_path / "to")
+    assert caught.value.code.endswith("large") and not (tmp_path / "to").exists()
+    box.end()

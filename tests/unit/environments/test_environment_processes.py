@@ -105,6 +105,15 @@ async def test_what_a_killed_environment_started_is_killed_with_it(environments,
     assert not lives(child)
 
 
+async def test_a_daemon_ends_with_the_environment_that_left_it(environments: Environments, tmp_path: Path) -> None:
+    world, _ = await begin(environments, name=str(tmp_path / "pid"))
+    await world.step("start a daemon")
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().endswith("\n"):
+        await asyncio.sleep(0.01)
+    await world.close()
+    assert not lives(int((tmp_path / "pid").read_text()))
+
+
 async def test_a_hundred_environments_share_two_places_and_the_driver_stays_responsive(environments):
     gaps, last = [], time.monotonic()
 

@@ -30,7 +30,9 @@ from slimx.orchestration.lifetime import lifetime
 from slimx.errors import PartLost
 
 config = SimpleNamespace(
-    cluster=SimpleNamespace(stop_deadline=2.0, ray_deadline=60.0), checkpoint=SimpleNamespace(grace=None)
+    cluster=SimpleNamespace(stop_deadline=2.0, ray_deadline=60.0), checkpoint=SimpleNamespace(grace=None),
+    rollout=SimpleNamespace(rollout_deadline=3600.0), schedule=SimpleNamespace(step_deadline=3600.0),
+    trainer=SimpleNamespace(watch_deadline=60.0), run=SimpleNamespace(dir="."),
 )
 lifetime.start_ray = lambda *_, **__: None
 lifetime.stop_ray = lambda: None

@@ -17,6 +17,7 @@ from slimx.observability.live.table import LiveTable
 from slimx.orchestration.loop import train
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves, read_state
+from tests.refusals import refused
 from tests.unit.orchestration.run_stand import LIMIT_S, WAKE, lines, run_of, silent, stopped
 
 
@@ -170,3 +171,26 @@ def test_a_mean_reward_is_called_accuracy_only_if_it_is_one(tmp_path, rewards, s
     )
     Records.evaluation(records, 3, 1, {"eval/accuracy": sum(rewards) / len(rewards)}, groups)
     assert f"held-out {word} " in out.getvalue()
+
+
+def spoiling_credit(group):
+    group.trajectories[0].metadata["tutor"] = object()
+    return [trajectory.reward for trajectory in group.trajectories]
+
+
+def spoiling_advantages(groups):
+    groups[0].trajectories[0].loss_mask[:] = 255
+    return [1.0 for group in groups for trajectory in group.trajectories]
+
+
+@pytest.mark.parametrize(
+    ("key", "hook", "code"),
+    [("credit", spoiling_credit, "rollout.metadata"), ("advantages", spoiling_advantages, "rollout.loss_mask")],
+)
+async def test_a_group_that_credit_or_advantages_spoil_ends_the_run_by_their_name(tmp_path, parts, key, hook, code):
+    path = f"{__name__}.{hook.__name__}"
+    run = run_of(tmp_path, parts, schedule__steps=1, **{f"algorithm__{key}": path})
+    with refused(code) as caught:
+        await asyncio.wait_for(train(run), LIMIT_S)
+    await stopped(run)
+    assert path in str(caught.value)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from slimx.errors import SlimxError
-from slimx.rollout import agent
+from slimx.rollout import agent, agent_process
 from slimx.rollout.agent_process import ALLOWED, run_command
 from slimx.rollout.hooks import GivenUp
 from slimx.rollout.proxy.answer import AnswerReader, Pieces
@@ -87,8 +88,25 @@ async def test_a_program_gets_the_prompt_but_not_its_answer_and_what_it_writes_c
     code = "import os, sys; print(sys.stdin.read(), os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])"
     out = await run_command([sys.executable, "-c", code], "http://base/v1", PROMPT)
     told, url, _ = out.rsplit(" ", 2)
-    assert json.loads(told) == {"id": "p", "messages": PROMPT.messages, "metadata": {"level": 3}}
+    assert json.loads(told) == {"id": "p", "messages": PROMPT.messages, "metadata": {}}
     assert url == "http://base/v1"
+
+
+async def test_a_program_sees_the_metadata_that_is_named_and_no_solution():
+    prompt = replace(PROMPT, metadata={"level": 3, "tests": ["f(2) == 4"], "solution": "x"})
+    out = await run_command(["cat"], "http://base/v1", prompt, metadata=["level", "absent"])
+    assert json.loads(out)["metadata"] == {"level": 3}
+
+
+async def test_a_program_that_writes_without_end_is_ended_and_leaves_nothing_in_the_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(agent_process, "MAX_WRITTEN", 1 << 20)
+    for script in ("yes", "yes >&2"):
+        with refused("agent.output"):
+            await asyncio.wait_for(run_command(["bash", "-c", script], "http://base/v1", PROMPT), 60)
+    assert not list(tmp_path.iterdir())
 
 
 async def test_a_program_has_no_variables_of_the_run_but_those_that_it_was_given(monkeypatch: pytest.MonkeyPatch):
@@ -110,6 +128,8 @@ def test_variables_for_programs_are_named_and_set(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(SlimxError) as error:
             agent.check(command=[sys.executable], environment=environment)
         assert (error.value.code, error.value.about) == ("agent.environment", about)
+    with refused("agent.metadata"):
+        agent.check(command=[sys.executable], metadata="level")
 
 
 async def test_a_program_that_fails_says_why():
@@ -128,10 +148,11 @@ def alive(pid: int) -> bool:
 @pytest.mark.costly
 @pytest.mark.parametrize("ends", ["by itself", "at the deadline"])
 async def test_a_program_ends_with_its_rollout_and_so_does_what_it_started(tmp_path, ends):
-    """The shell leaves a child behind, which ignores SIGTERM."""
+    """The shell leaves a child behind, which ignores SIGTERM, and a daemon in a session of its own."""
     pids = tmp_path / "pids"
     wait = "true" if ends == "by itself" else "wait"
-    script = f"trap '' TERM; (trap '' TERM; sleep 30) & echo $! $$ > {pids}; {wait}"
+    daemon = f"setsid -f bash -c 'echo $$ > {pids}.daemon; exec sleep 30'; while [ ! -s {pids}.daemon ]; do :; done"
+    script = f"trap '' TERM; (trap '' TERM; sleep 30) & {daemon}; echo $! $$ $(<{pids}.daemon) > {pids}; {wait}"
     began = time.monotonic()
     running = asyncio.create_task(run_command(["bash", "-c", script], "http://base/v1", PROMPT))
     while not (pids.exists() and pids.read_text().endswith("\n")):

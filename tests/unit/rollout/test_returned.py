@@ -107,3 +107,55 @@ async def test_a_reward_whose_sum_is_no_finite_float_fails(value: Any) -> None:
     async with Stand(config_of(max_failed_share=1.0), reward=reward) as stand:
         batch = await stand.next_batch()
     assert ids_of([batch]) == ["g0", "g2", "g3", "g4"] and batch.dropped == Counter({"reward failed": 1})
+
+
+SEEN = (
+    "id",
+    "mask",
+    "logprob",
+    "version",
+    "no spans",
+    "status",
+    "turns",
+    "no name",
+    "another group",
+    "object",
+    "surrogate",
+)
+
+
+@pytest.mark.parametrize("kind", SEEN)
+@pytest.mark.parametrize("hook", ["trajectory reward", "group reward", "filter"])
+async def test_what_a_reward_or_a_filter_spoils_drops_its_group_only(hook: str, kind: str) -> None:
+    async def reward(ctx: Any, judged: Any) -> Any:
+        if isinstance(judged, Group):
+            if judged.id == "g1":
+                spoil(judged.trajectories[1], kind)
+            return [1.0] * len(judged.trajectories)
+        if (judged.group_id, judged.index) == ("g1", 1):
+            spoil(judged, kind)
+        return 1.0
+
+    def keep(group: Group) -> bool:
+        if group.id == "g1":
+            spoil(group.trajectories[1], kind)
+        return True
+
+    config = config_of(max_failed_share=1.0)
+    hooks: dict[str, Any] = {"reward": one, "keep": keep} if hook == "filter" else {"reward": reward}
+    if hook == "group reward":
+        config = config.model_copy(update={"reward": config.reward.model_copy(update={"scope": "group"})})
+    async with Stand(config, **hooks) as stand:
+        batch = await stand.next_batch()
+    reason = "keep failed" if hook == "filter" else "reward failed"
+    assert ids_of([batch]) == ["g0", "g2", "g3", "g4"] and batch.dropped == Counter({reason: 1})
+
+
+async def test_a_filter_that_spoils_the_metadata_of_the_prompt_drops_its_group_only() -> None:
+    def keep(group: Group) -> bool:
+        group.prompt.metadata |= {"key": object()} if group.id == "g1" else {}
+        return True
+
+    async with Stand(config_of(max_failed_share=1.0), reward=one, keep=keep) as stand:
+        batch = await stand.next_batch()
+    assert batch.dropped == Counter({"keep failed": 1})
