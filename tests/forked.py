@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from typer.core import TyperCommand
+
 from slimx.runtime.process import end_with_parent
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,7 @@ class Run:
         if self.parse_only:
             for name in ("parse_args", "parse_intermixed_args"):
                 setattr(argparse.ArgumentParser, name, _ending(getattr(argparse.ArgumentParser, name)))
+        TyperCommand.invoke = _ending(lambda *_: None)
         if self.words[0] == "-m":
             sys.argv = list(self.words[1:])
             runpy.run_module(self.words[1], run_name="__main__", alter_sys=True)
@@ -94,6 +97,7 @@ def _ending(parse: Callable[..., object]) -> Callable[..., NoReturn]:
 def main() -> None:
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork of a process with threads may hang: import less"
     parent = os.getpid()
     for run in [Run(**each) for each in json.load(sys.stdin)]:
         sys.stdout.flush()

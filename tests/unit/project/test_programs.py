@@ -23,7 +23,7 @@ def programs() -> list[list[str]]:
     return found
 
 
-SHARED = ("tools.docs.mistakes", "transformers.models.qwen3_moe")
+SHARED = ("torch", "slimx.cli", "tools.quickstart.make_model")
 """Modules that many programs import."""
 LACKING = [
     ["benchmarks/start.py", "."],  # a directory of TRL
