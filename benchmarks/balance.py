@@ -34,6 +34,7 @@ from balance_model import QWEN3_30B_A3B, WAYS, flops_of, lognormal_lengths
 from balance_rank import LAYOUTS, TrainerRank
 from machine import cpu_seconds, surroundings
 from peer import Peer
+from quantities import positive
 
 from slimx.data.batch import TrainingRow
 from slimx.data.packing import lay_out, slowdown
@@ -141,7 +142,9 @@ def describe(layout: str, sigma: float, figures: dict[str, dict[str, list[float]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="tokens per second against length skew, with and without balancing")
-    parser.add_argument("--rounds", type=int, default=10, help="measured rounds; in each all ways train the same rows")
+    parser.add_argument(
+        "--rounds", type=positive, default=10, help="measured rounds; in each all ways train the same rows"
+    )
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.rounds < 2:

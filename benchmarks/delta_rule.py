@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 from machine import surroundings
+from quantities import positive
 
 from slimx.numerics.delta_rule import gated_delta_rule, l2norm
 
@@ -61,12 +62,12 @@ def timed(compute: Callable[[], torch.Tensor], rounds: int) -> tuple[torch.Tenso
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="a gated delta rule's last bits, by cut and by batch")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of the sequence")
-    parser.add_argument("--heads", type=int, default=8, help="value heads")
-    parser.add_argument("--size", type=int, default=128, help="rows and columns of a head's state")
-    parser.add_argument("--cut", type=int, default=100, help="tokens of the first of two parts")
-    parser.add_argument("--requests", type=int, default=4, help="sequences of a batch")
-    parser.add_argument("--rounds", type=int, default=1, help="of which the fastest counts")
+    parser.add_argument("--tokens", type=positive, default=512, help="tokens of the sequence")
+    parser.add_argument("--heads", type=positive, default=8, help="value heads")
+    parser.add_argument("--size", type=positive, default=128, help="rows and columns of a head's state")
+    parser.add_argument("--cut", type=positive, default=100, help="tokens of the first of two parts")
+    parser.add_argument("--requests", type=positive, default=4, help="sequences of a batch")
+    parser.add_argument("--rounds", type=positive, default=1, help="of which the fastest counts")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)

@@ -19,6 +19,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
 
+from quantities import positive
+
 from slimx.numerics.exact.forward import kernel_cuda as exact
 from slimx.numerics.exact.forward.reference import Gathered
 
@@ -75,7 +77,7 @@ def lines(rounds: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=positive, default=9)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/exact_cuda.py measures a GPU, and this process has none: run it where one is")

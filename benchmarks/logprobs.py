@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from machine import surroundings
+from quantities import positive
 
 from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
@@ -53,11 +54,11 @@ def measure(side: Callable, hidden: torch.Tensor, weight: torch.Tensor, targets:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chunks", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--tokens", type=positive, default=8192)
+    parser.add_argument("--vocabulary", type=positive, default=32768)
+    parser.add_argument("--hidden", type=positive, default=512)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--chunks", type=positive, nargs="*", default=[512, 2048])
     options = parser.parse_args()
     torch.manual_seed(0)
     hidden = torch.randn(options.tokens, options.hidden).requires_grad_()

@@ -39,6 +39,7 @@ import bare_engine
 from bare_trainer import BareTrainerWorker
 from figures import BareRound, Figures, SlimxStep, describe
 from machine import cpu_seconds, surroundings
+from quantities import positive
 from rich.console import Console
 from whole_run import make_records, started
 
@@ -232,8 +233,8 @@ async def measure(config: Config) -> Figures:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="slimx's step beside the sum of its parts driven bare")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of a slimx step and a round of the bare parts")
-    parser.add_argument("--prompts", type=int, default=64, help="of a step, 8 rollouts of each")
+    parser.add_argument("--pairs", type=positive, default=8, help="pairs of a slimx step and a round of the bare parts")
+    parser.add_argument("--prompts", type=positive, default=64, help="of a step, 8 rollouts of each")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.pairs < 2:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from machine import surroundings
+from quantities import positive
 
 from slimx.numerics import exact
 from slimx.numerics.attention import packed_attention
@@ -167,10 +168,10 @@ def best(sides: dict[str, Callable[[], object]], rounds: int, seconds: float) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--hidden", type=positive, default=512)
+    parser.add_argument("--layers", type=positive, default=6)
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--threads", type=positive, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

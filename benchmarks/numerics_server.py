@@ -19,6 +19,7 @@ import aiohttp
 import numpy as np
 from machine import surroundings
 from numerics_model import SIZES, make_model
+from quantities import positive
 
 from slimx.convert import run
 from slimx.convert.work import convert
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="exact mode with weights in fp8 beside those in bfloat16")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=positive, default=32)
     options = parser.parse_args()
     print(surroundings("torch", "sglang"))
     with tempfile.TemporaryDirectory() as folder:

@@ -19,6 +19,7 @@ import numpy as np
 from gloo_rank import enter, prepare
 from machine import cpu_seconds, surroundings
 from numerics_model import SIZES, make_model
+from quantities import positive
 from trainer import VERSION, make_shards, median_interval
 
 from slimx.config.schema import Config
@@ -73,7 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=NORMS, default=list(NORMS))
-    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--pairs", type=positive, default=6)
     options = parser.parse_args()
     if options.pairs < 6:
         parser.error(f"--pairs is {options.pairs}: a 95% interval of a median needs 6 at least")

@@ -34,6 +34,7 @@ from publish_clusters import predicted
 from publish_figures import PER_TENSOR, PublishFigures, describe, describe_model, describe_predictions
 from publish_model import TABLE, TRAINERS, Split, plan_of
 from publish_ranks import ENCODINGS, EngineProcess, TrainerProcess
+from quantities import positive
 
 from slimx.errors import SlimxError
 from slimx.preflight.links.model import LinkTrial, predict, traffic_of
@@ -189,8 +190,8 @@ def own_publication(ways: Ways, figures: PublishFigures) -> LinkTrial:
 def main() -> int:
     parser = argparse.ArgumentParser(description="slimx's publication beside one gather and broadcast per tensor")
     parser.add_argument("--split", choices=("tensor", "expert"), default="tensor", help="what the two trainers share")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of every way; one more is not counted")
-    parser.add_argument("--bucket-mib", type=int, default=256, help="size of a bucket")
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds of every way; one more is not counted")
+    parser.add_argument("--bucket-mib", type=positive, default=256, help="size of a bucket")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.rounds < 3:

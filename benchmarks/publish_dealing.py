@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
 
 from publish_clusters import CASES, DEEPSEEK_V3, Case  # noqa: E402
+from quantities import positive
 
 from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
 from slimx.models.families import deepseek_v3  # noqa: E402
@@ -74,7 +75,7 @@ def figures_of(number: int) -> Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=len(ALL), help="the first of them, and no more")
+    parser.add_argument("--cases", type=positive, default=len(ALL), help="the first of them, and no more")
     cases = ALL[: parser.parse_args().cases]
     print("busiest / average:   compiled    sent  received  busiest GB     moves   CPU s      MB")
     context = multiprocessing.get_context("spawn")

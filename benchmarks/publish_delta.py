@@ -37,6 +37,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
 
+from quantities import positive
+
 from slimx.reshard.kernels import delta  # noqa: E402
 from slimx.reshard.manifest import Manifest  # noqa: E402
 from slimx.reshard.packed import PackedBucket, PackedTensor  # noqa: E402
@@ -228,12 +230,12 @@ def measure(rate: float, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12, help="publications")
+    parser.add_argument("--steps", type=positive, default=12, help="publications")
     parser.add_argument("--warm", type=int, default=4, help="steps of Adam before the first of them")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
-    parser.add_argument("--layers", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--length", type=int, default=256, help="bytes of text in a row")
+    parser.add_argument("--layers", type=positive, default=15)
+    parser.add_argument("--rows", type=positive, default=2)
+    parser.add_argument("--length", type=positive, default=256, help="bytes of text in a row")
     parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="write versions as files there, too")
     arguments = parser.parse_args()
     count = sum(parameter.numel() for parameter in Model(arguments.layers).parameters())

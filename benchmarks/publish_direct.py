@@ -39,6 +39,7 @@ from publish_hosts import Host, Resident, hosts, unavailable  # noqa: E402
 from publish_parties import Engine, Members, Trainers  # noqa: E402
 from publish_tensors import Meeting as Tensors  # noqa: E402
 from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
+from quantities import positive, positive_float
 
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource  # noqa: E402
 from slimx.layout.engine import EngineLayout  # noqa: E402
@@ -281,9 +282,9 @@ def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", type=float, default=400)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--mbit", type=positive_float, default=400)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--hosts", nargs="+", default=["1x1", "2x2", "2x4"])
     options = parser.parse_args()
     if (why := unavailable()) is not None:

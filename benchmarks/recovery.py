@@ -33,6 +33,7 @@ import psutil
 import torch
 import yaml
 from machine import surroundings
+from quantities import positive
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKER = ROOT / "tools/quickstart/make_model.py"
@@ -166,8 +167,8 @@ def _is(row: dict[str, Any], phase: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=640)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=positive, default=640)
+    parser.add_argument("--layers", type=positive, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
 
+from quantities import positive
 from reshard_layer import Job, Pieces, Shards, checksums, straightforward  # noqa: E402
 
 from slimx.reshard.kernels import cpu as kernel  # noqa: E402
@@ -36,9 +37,9 @@ JOBS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experts", type=int, default=128, help="1.25 GB of source; 7 GB of memory are needed")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--experts", type=positive, default=128, help="1.25 GB of source; 7 GB of memory are needed")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 

@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
 
+from quantities import positive
 from reshard_layer import Job, Pieces, Shards, checksums, straightforward  # noqa: E402
 
 from slimx.reshard.kernels import cuda as kernel_cuda
@@ -100,8 +101,8 @@ class Packing:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--experts", type=positive, default=128)
+    parser.add_argument("--rounds", type=positive, default=9)
     options = parser.parse_args()
     reason = kernel_cuda.missing()
     if reason:

@@ -25,6 +25,7 @@ import rollout_buffer
 import rollout_generation
 import rollout_skew
 from machine import surroundings
+from quantities import positive
 
 from slimx.cluster.connection import device_of, start_ray, stop_ray
 from slimx.config.load import load_config
@@ -72,12 +73,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="what rollouts cost outside the engine")
     parts = ("generation", "skew", "buffer")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--pairs", type=int, default=8, help="generation: pairs of a batch by each side")
-    parser.add_argument("--rounds", type=int, default=4, help="skew: turns of each bound")
-    parser.add_argument("--steps", type=int, default=6, help="skew: steps of a turn")
+    parser.add_argument("--pairs", type=positive, default=8, help="generation: pairs of a batch by each side")
+    parser.add_argument("--rounds", type=positive, default=4, help="skew: turns of each bound")
+    parser.add_argument("--steps", type=positive, default=6, help="skew: steps of a turn")
     parser.add_argument("--bounds", type=int, nargs="+", default=[1], help="skew: max_staleness beside 0")
-    parser.add_argument("--trajectories", type=int, default=100_000, help="buffer: how many")
-    parser.add_argument("--groups", type=int, default=rollout_buffer.PER_STEP, help="buffer: of a batch")
+    parser.add_argument("--trajectories", type=positive, default=100_000, help="buffer: how many")
+    parser.add_argument("--groups", type=positive, default=rollout_buffer.PER_STEP, help="buffer: of a batch")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.pairs < 2 or arguments.rounds < 2 or arguments.steps < 2:

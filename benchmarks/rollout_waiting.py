@@ -33,6 +33,7 @@ import aiohttp
 import numpy as np
 import waiting_sides as sides
 from machine import surroundings
+from quantities import positive, positive_float
 from rollout_buffer import InOrder
 from waiting_engine import Engine, QuietLoop, message
 
@@ -247,6 +248,8 @@ async def throughput(side: str, count: int, prompt: int, window: float) -> dict[
             served = {task for task in asyncio.all_tasks() - before if "RequestHandler" in repr(task.get_coro())}
             left = len(asyncio.all_tasks() - before - served)  # the servers' own, one for each connection, end later
             await until(lambda: engine.open == 0)
+    if not requests:
+        raise SystemExit(f"throughput: no request ended within {window:g} s; give --window more")
     rate = requests / spent
     return {
         "share": rate / (SLOTS / ENGINE_S),
@@ -332,11 +335,13 @@ def main() -> int:
     parts = ("throughput", "memory", "deadlines")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--sides", nargs="+", choices=(*sides.HOOKS, "plain"), default=(*sides.HOOKS, "plain"))
-    parser.add_argument("--count", type=int, default=2000, help="rollouts in flight")
-    parser.add_argument("--counts", type=int, nargs="+", default=[500, 1000, 2000], help="memory: rollouts that wait")
-    parser.add_argument("--rounds", type=int, default=2, help="throughput: turns of each side")
-    parser.add_argument("--window", type=float, default=60.0, help="throughput: seconds that are measured")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--count", type=positive, default=2000, help="rollouts in flight")
+    parser.add_argument(
+        "--counts", type=positive, nargs="+", default=[500, 1000, 2000], help="memory: rollouts that wait"
+    )
+    parser.add_argument("--rounds", type=positive, default=2, help="throughput: turns of each side")
+    parser.add_argument("--window", type=positive_float, default=60.0, help="throughput: seconds that are measured")
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of a prompt")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from machine import cpu_seconds, surroundings
+from quantities import positive
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, PROMPTS = ROOT / "runs/quickstart-sft/hf", ROOT / "runs/quickstart-data/train.jsonl"
@@ -91,12 +92,12 @@ def start_trl(packages: Path, directory: Path) -> Start:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trl", type=Path, help="directory of TRL and the packages that it needs")
-    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--pairs", type=positive, default=4)
     options = parser.parse_args()
     if not MODEL.is_dir():
-        sys.exit(f"{MODEL} is missing: run `make quickstart` first")
+        parser.error(f"{MODEL} is missing: run `make quickstart` first")
     if not (options.trl / "trl").is_dir():
-        sys.exit(f"{options.trl} holds no trl: install it as the head of {Path(__file__).name} says")
+        parser.error(f"{options.trl} holds no trl: install it as the head of {Path(__file__).name} says")
     slimx, trl = [], []
     clock, others = time.time(), cpu_seconds()
     for _ in range(options.pairs):

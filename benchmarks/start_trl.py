@@ -5,15 +5,14 @@ Prints a line when the step is done. TRL generates with transformers and trains 
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow
-from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 PROMPTS, GROUP, NEW_TOKENS = 32, 8, 4
 """Those of configs/moe/quickstart.yaml."""
@@ -29,14 +28,24 @@ class Told(TrainerCallback):
         print("step 1", flush=True)
 
 
-def main(model: str, prompts: str, out: str) -> None:
-    records = [json.loads(line) for line in Path(prompts).read_text().splitlines()[: 4 * PROMPTS]]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("out")
+    options = parser.parse_args()
+    if absent := [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]:
+        parser.error(f"{' and '.join(absent)} cannot be imported: install TRL as the head of start.py says")
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    records = [json.loads(line) for line in options.prompts.read_text().splitlines()[: 4 * PROMPTS]]
     rows = [{"prompt": one["messages"], "answer": one["answer"]} for one in records]
     trainer = GRPOTrainer(
-        model=model,
+        model=options.model,
         reward_funcs=right,
         args=GRPOConfig(
-            output_dir=out,
+            output_dir=options.out,
             per_device_train_batch_size=PROMPTS * GROUP,
             num_generations=GROUP,
             max_completion_length=NEW_TOKENS,
@@ -55,4 +64,4 @@ def main(model: str, prompts: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from machine import cpu_seconds, surroundings
 from peer import Peer
+from quantities import positive
 from trainer_model import MODELS, make_model
 from trainer_rank import VERSION, TrainerRank
 
@@ -114,9 +115,9 @@ def median_interval(values: np.ndarray) -> tuple[float, float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="slimx's training step beside a bare megatron-core loop")
     parser.add_argument("--model", default=MODELS[0], choices=MODELS, help="architecture, tiny and random")
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps per layout")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=LAYOUTS, help="layouts")
-    parser.add_argument("--rows", type=int, default=ROWS, help="rows of a step")
+    parser.add_argument("--pairs", type=positive, default=20, help="pairs of steps per layout")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4], choices=LAYOUTS, help="layouts")
+    parser.add_argument("--rows", type=positive, default=ROWS, help="rows of a step")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.pairs < 6:

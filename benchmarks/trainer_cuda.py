@@ -23,6 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
 
+from quantities import positive
+
 from slimx.data.batch import MicroBatch, TrainingRow  # noqa: E402
 from slimx.data.packing import pack  # noqa: E402
 from slimx.runtime.ports import free_port  # noqa: E402
@@ -177,7 +179,7 @@ def waits(step: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()

@@ -6,13 +6,17 @@ import re
 import shlex
 from collections import Counter
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = (".venv/bin/", "make ", "python ", "slimx ")
-"""How lines begin that are commands."""
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
+PROGRAMS = (".venv/bin/", "kubectl ", "make ", "pip ", "python ", "ray ", "sbatch ", "scripts/launch/", "slimx ")
+"""How code in a sentence begins that is a command."""
+LANGUAGES = ("bash", "console", "json", "python", "text", "yaml")
+"""Languages of blocks; `text` is output or a picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Block:
     name: str
     """The heading above it and its number below that heading, such as `Change it 2`: a page's names differ."""
     language: str
-    """The word after the fence, such as `yaml`; empty: none, as for commands and what they print."""
+    """The word after the fence, one of LANGUAGES."""
     text: str
     line: int
     """The line of the page where its text begins, from 1."""
@@ -36,10 +40,29 @@ class Block:
         return named[1] if named else None
 
     def commands(self) -> list[list[str]]:
-        """Words of each command in it as a shell reads them, without the prompt `$` and comments. A line that begins
-        with none of PROGRAMS is what a command prints, or a picture."""
-        lines = [line.removeprefix("$ ") for line in self.text.replace("\\\n", " ").splitlines()]
-        return [shlex.split(line, comments=True) for line in lines if line.startswith(PROGRAMS)]
+        """Words of each command as a shell reads them, without assignments before it: every line of `bash`, those of
+        `console` after the prompt `$`."""
+        if self.language not in ("bash", "console") or "<<" in self.text:
+            return []
+        lines = self.text.replace("\\\n", " ").splitlines()
+        if self.language == "console":
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        found = [shlex.split(line, comments=True) for line in lines]
+        commands = [[*dropwhile(lambda word: re.match("[A-Z_]+=", word), words)] for words in found]
+        return [words for words in commands if words]
+
+
+def spans(page: str) -> list[list[str]]:
+    """Words of each command in the sentences and tables of a page: code that begins with one of PROGRAMS. Brackets
+    around what may be left out are removed, and dots that stand for more words."""
+    found: dict[str, None] = {}
+    for token in MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text()):
+        found |= dict.fromkeys(child.content for child in token.children or () if child.type == "code_inline")
+    texts = [*found]
+    for _ in range(2):  # one bracket may be within another
+        texts = [re.sub(r"(?<= )\[([^\[\]]*)\](?= |$)", r"\1", text) for text in texts]
+    texts = [re.sub(r"(?<= )\.\.\.(?= |$)", "", text) for text in texts]
+    return [shlex.split(text) for text in texts if text.startswith(PROGRAMS)]
 
 
 def blocks(page: str) -> list[Block]:

@@ -1,12 +1,71 @@
-"""The end of a process that was forked to run one program."""
+"""Programs of the repository in forks of one process, which has imported what they share.
+
+    python -m tests.forked MODULE ... < RUNS
+
+MODULEs are imported first. RUNS is a JSON list of `Run`s as mappings; a line, [exit status, output], answers each.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
 import os
+import runpy
+import signal
+import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NoReturn
+
+from typer.core import TyperCommand
+
+from slimx.runtime.process import end_with_parent
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 300.0
+"""Seconds for all programs, for hangs."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program of the repository with its arguments."""
+
+    words: Sequence[str]
+    """["-m", MODULE, ...], or [FILE, ...] relative to the repository."""
+    parse_only: bool = False
+    """Ends with status 0 once the options are parsed."""
+
+    def program(self) -> None:
+        """Become the program."""
+        if self.parse_only:
+            for name in ("parse_args", "parse_intermixed_args"):
+                setattr(argparse.ArgumentParser, name, _ending(getattr(argparse.ArgumentParser, name)))
+        TyperCommand.invoke = _ending(lambda *_: None)
+        if self.words[0] == "-m":
+            sys.argv = list(self.words[1:])
+            runpy.run_module(self.words[1], run_name="__main__", alter_sys=True)
+            return
+        sys.argv = [path := str(ROOT / self.words[0]), *self.words[1:]]
+        sys.path.insert(0, os.path.dirname(path))
+        runpy.run_path(path, run_name="__main__")
+
+
+def run_all(runs: Sequence[Run], directory: Path, modules: Sequence[str] = ("torch",)) -> list[tuple[int, str]]:
+    """Exit status and output of each program, run in `directory` without a GPU. `modules`: imported once for all."""
+    command = [sys.executable, "-m", "tests.forked", *modules]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=directory, env=environment, input=json.dumps([asdict(run) for run in runs]),
+        text=True, capture_output=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [(status, output) for status, output in found]
 
 
 def run_and_end(program: Callable[[], object]) -> NoReturn:
@@ -17,9 +76,40 @@ def run_and_end(program: Callable[[], object]) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
+
+
+def _ending(parse: Callable[..., object]) -> Callable[..., NoReturn]:
+    def parse_and_end(*arguments: object, **named: object) -> NoReturn:
+        parse(*arguments, **named)
+        raise SystemExit(0)
+
+    return parse_and_end
+
+
+def main() -> None:
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork of a process with threads may hang: import less"
+    parent = os.getpid()
+    for run in [Run(**each) for each in json.load(sys.stdin)]:
+        sys.stdout.flush()
+        with tempfile.TemporaryFile() as output:
+            if not (child := os.fork()):
+                end_with_parent(parent, signal.SIGKILL)
+                os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+                run_and_end(run.program)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            output.seek(0)
+            print(json.dumps([status, output.read().decode(errors="replace")]))
+
+
+if __name__ == "__main__":
+    main()

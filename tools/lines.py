@@ -5,9 +5,9 @@ DEPTH is the number of folders below slimx/ that get a row of their own, 2 unles
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
-import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -32,7 +32,10 @@ def code_lines(source: str) -> int:
     return len(lines - left_out)
 
 
-def main(depth: int = 2) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("depth", type=int, nargs="?", default=2, metavar="DEPTH")
+    depth = parser.parse_args().depth
     lines: Counter[str] = Counter()
     files: Counter[str] = Counter()
     for path in sorted(ROOT.rglob("*.py")):
@@ -45,4 +48,4 @@ def main(depth: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]))
+    main()

@@ -1,4 +1,4 @@
-"""Shows where the time of the tests goes: `python tools/suite.py [--json FILE] [ARGUMENTS OF PYTEST]`.
+"""Shows where the time of the tests goes: `python tools/suite.py [--json FILE] [-- ARGUMENTS OF PYTEST]`.
 
 Runs pytest once, all tests on two workers without arguments, and looks at the CPU time of all of its processes. Prints
 CPU and wall seconds by directory, file and fixture, and CPU seconds by role of the process, with the part that imports
@@ -167,10 +167,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the tables")
     parser.add_argument("--rows", type=int, default=30, help="rows of a table that are printed")
     parser.add_argument("--no-imports", action="store_true", help="do not measure imports")
-    options, arguments = parser.parse_known_args()
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of pytest; its options after --")
+    options = parser.parse_args()
     began = time.time()
     with tempfile.TemporaryDirectory() as directory:
-        status, samples = run(arguments or ["--numprocesses=2", "--dist=loadfile", "tests"], Path(directory))
+        status, samples = run(options.arguments or ["--numprocesses=2", "--dist=loadfile", "tests"], Path(directory))
         events = read_events(Path(directory))
     wall = time.time() - began
     tables = shares(list(samples.processes.values()), events)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, Run, run_all
+
 FOLDER = ROOT / "benchmarks"
 pytestmark = pytest.mark.integration
 
@@ -23,7 +23,7 @@ CHEAP = {
     "reshard": "--experts 2 --rounds 1 --threads 1",
     "reshard_cuda": "--experts 2 --rounds 1",
 }
-"""Run in children of one process, which has imported what they share."""
+"""Run in forks of one process, which has imported torch."""
 APART = {
     "loop": "--pairs 2 --prompts 8",
     "publish_dealing": "--cases 1",
@@ -54,26 +54,6 @@ REFUSED = {
 }
 """Benchmarks that may end with status 1 here, by one sentence at their end, each with what it misses."""
 
-PROGRAM = """
-import os, runpy, shlex, sys, tempfile
-sys.path[:0] = [{root!r}, {folder!r}]
-import torch
-from tests.forked import run_and_end
-torch.set_num_threads(1)
-for name, options in {runs!r}.items():
-    sys.stdout.flush()
-    with tempfile.TemporaryFile() as output:
-        if not (child := os.fork()):
-            os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
-            sys.argv = [path := os.path.join({folder!r}, name + ".py"), *shlex.split(options)]
-            run_and_end(lambda: runpy.run_path(path, run_name="__main__"))
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    print("RAN", name, status, flush=True)
-    print(text, flush=True)
-"""
-
 
 def judged(name: str, status: int, text: str) -> None:
     """Fails unless the benchmark did all its work."""
@@ -93,16 +73,8 @@ def test_every_benchmark_is_run() -> None:
 
 
 def test_the_cheap_benchmarks_run(tmp_path: Path) -> None:
-    program = PROGRAM.format(root=str(ROOT), folder=str(FOLDER), runs=CHEAP)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    _, *parts = re.split(r"^RAN (\w+) (-?\d+)$", done.stdout, flags=re.MULTILINE)
-    found = {name: (int(status), text) for name, status, text in zip(*[iter(parts)] * 3, strict=True)}
-    assert found.keys() == CHEAP.keys()
-    for name, (status, text) in found.items():
+    runs = [Run([f"benchmarks/{name}.py", *options.split()]) for name, options in CHEAP.items()]
+    for name, (status, text) in zip(CHEAP, run_all(runs, tmp_path), strict=True):
         judged(name, status, text)
 
 

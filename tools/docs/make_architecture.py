@@ -8,6 +8,7 @@ docstring. A unit test compares the picture with both, so run this after a chang
 
 from __future__ import annotations
 
+import argparse
 import ast
 import textwrap
 import tomllib
@@ -100,4 +101,5 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PICTURE.write_text(picture())

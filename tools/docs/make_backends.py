@@ -10,6 +10,7 @@ change of a configuration or of the pinned SGLang; it takes two minutes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -146,13 +147,15 @@ def _in_fork(stem: str, config: Config, group: Engines, gpu: str, directory: Pat
     return json.loads(out.read_text())
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--rows"]:
-        print(*rows([*map(Path, arguments[1:])]), sep="\n")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, nargs="+", metavar="FILE", help="print the rows of these configurations")
+    if files := parser.parse_args().rows:
+        print(*rows(files), sep="\n")
         return
     table = f"{TITLE}{HEAD}" + "".join(f"{row}\n" for row in rows(SHIPPED))
     PAGE.write_text(re.sub(rf"{TITLE}\n.*?(?=\n## )", lambda _: table, PAGE.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

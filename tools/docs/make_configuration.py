@@ -7,6 +7,7 @@ A unit test compares the page with the schema, so run this after every change of
 
 from __future__ import annotations
 
+import argparse
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -151,6 +152,7 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())
     print(f"{PAGE}: {len(page().splitlines())} lines")

@@ -7,6 +7,7 @@ A unit test compares the page with slimx/config/foreign/.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from slimx.config.foreign.meaning import Meaning
@@ -79,4 +80,5 @@ def _told(found: Meaning) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PAGE.write_text(page())

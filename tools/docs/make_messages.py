@@ -8,6 +8,7 @@ A unit test compares the files with the commands, so run this after a change of 
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,6 +131,7 @@ def _case(command: str, arguments: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     GOLDEN.mkdir(exist_ok=True)
     for command in CASES:
         (GOLDEN / f"{command}.txt").write_text(page(command))

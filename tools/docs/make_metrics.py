@@ -7,6 +7,7 @@ A unit test compares the page with slimx/observability/tracking/names.py.
 
 from __future__ import annotations
 
+import argparse
 from itertools import groupby
 from pathlib import Path
 
@@ -64,4 +65,5 @@ def _place(metric: Metric) -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PAGE.write_text(page())

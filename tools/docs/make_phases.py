@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from pathlib import Path
@@ -40,6 +41,7 @@ def rows(stem: str, report: PlanReport) -> list[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     os.chdir(ROOT)  # model.path names a directory of this repository
     table = [f"| {' | '.join(HEAD)} |", "| --- " * len(HEAD) + "|"]
     for file in FILES:

@@ -6,6 +6,7 @@ is not refused before a run starts is one that this page has to show.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import io
@@ -319,6 +320,7 @@ def _files() -> dict[str, str | bytes]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PAGE.write_text(page())
 
 

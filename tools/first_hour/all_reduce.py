@@ -17,11 +17,15 @@ TIMES = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--mib", type=int, default=512)
     options = parser.parse_args()
     cuda = options.device == "cuda"
+    if not dist.is_torchelastic_launched():
+        parser.error("this is one rank of several: start them by torchrun, as --help shows")
+    if cuda and not torch.cuda.is_available():
+        parser.error("torch has no CUDA device: run this where a GPU is, or with --device cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if cuda:

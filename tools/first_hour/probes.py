@@ -7,6 +7,7 @@ Exits with 1 and one sentence where something is not as it should be.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import re
@@ -14,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from tools.gpu.check import no_gpu
 
 LENGTHS = (700, 300, 24)
 """Packed sequences."""
@@ -163,5 +166,15 @@ PROBES: dict[str, Callable[[], str]] = {
 }
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=PROBES)
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.name != "versions" and (reason := no_gpu()):
+        parser.error(reason)
+    print(PROBES[options.name]())
+
+
 if __name__ == "__main__":
-    print(PROBES[sys.argv[1]]())
+    main()

@@ -8,6 +8,7 @@ asking for it first cannot be collected, which is the finding. The packages that
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -80,7 +81,9 @@ def hide(names: Collection[str]) -> None:
 
 
 def main() -> int:
-    files = sys.argv[1:] or [str(path) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", metavar="TEST_FILE")
+    files = parser.parse_args().files or [str(path) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
     hide(hidden(required(NEEDED)))
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins are hidden, too
     arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning"]

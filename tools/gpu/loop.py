@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from slimx.config.schema import Config
+from tools.gpu.check import no_gpu
 from tools.gpu.probes import PROBES
 from tools.gpu.server_arguments import DETERMINISTIC, EAGER, EXACT, GRAPHS
 from tools.steps import ROOT, Failed, LeftOut, Steps, run_command
@@ -315,6 +316,8 @@ def main() -> int:
     out = options.out.resolve()
     if out.exists() and any(out.iterdir()) and not (out / TABLE).exists():
         parser.error(f"--out {out} holds other files than a loop's, which would be removed; name another directory")
+    if options.device == "cuda" and (reason := no_gpu()):
+        parser.error(reason)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     print(f"model of {write_model(out, options.device) / 1e6:.1f} million parameters", flush=True)

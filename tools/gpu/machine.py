@@ -1,10 +1,11 @@
 """Prints the machine and the versions that figures belong to: `python -m tools.gpu.machine`.
 
-Exits with the reason where the kernels do not load there.
+Ends with status 2 and the reason where the kernels do not load there.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -32,16 +33,19 @@ def last_line(command: tuple[str, ...]) -> str:
     return lines[-1] if lines else ""
 
 
-def main() -> None:
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    if reason := cuda.missing():
+        print(reason, file=sys.stderr)
+        return 2
     found = torch.cuda.get_device_properties(0)
     memory = f"{found.total_memory / 2**30:.1f} GiB"
     facts = [f"{found.name}, {found.multi_processor_count} processors, {memory}, sm_{found.major}{found.minor}"]
     facts += [f"torch {torch.__version__}", f"numpy {np.__version__}", f"Python {sys.version.split()[0]}"]
     facts += [f"{name} {line}" for name, command in COMMANDS if (line := last_line(command))]
-    if reason := cuda.missing():
-        sys.exit(reason)
     print("; ".join(facts))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

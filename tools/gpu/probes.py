@@ -7,12 +7,13 @@ The last line printed is the finding.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from slimx.runtime.ports import free_port
+from tools.gpu.check import no_gpu
 
 GIB = 2**30
 
@@ -147,5 +148,15 @@ PROBES = {
 }
 """By name what is expected."""
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=FINDINGS)
+    options = parser.parse_args()
+    if reason := no_gpu():
+        parser.error(reason)
+    print(FINDINGS[options.name]())
+
+
 if __name__ == "__main__":
-    print(FINDINGS[sys.argv[1]]())
+    main()

@@ -1,5 +1,6 @@
 """Writes the GPU's table of scales of the rule triton: `python tools/gpu/scales.py DIR`."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -11,7 +12,12 @@ from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    folder = parser.parse_args().folder
+    if reason := kernel_cuda.missing():
+        parser.error(reason)
     table = kernel_cuda.triton_scales(0)
     amax = (np.arange(len(table), dtype=np.uint32) << 16).view(np.float32)
     nearest = np.maximum(amax, np.float32(1e-10)) / np.float32(448)
@@ -24,4 +30,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

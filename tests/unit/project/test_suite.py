@@ -42,7 +42,7 @@ def test_with_a_child():
 def test_cpu_seconds_belong_to_the_fixture_the_test_and_the_role(tmp_path: Path) -> None:
     (tmp_path / "test_burning.py").write_text(MODULE)
     written = tmp_path / "tables.json"
-    arguments = ["--json", written, "--no-imports", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", tmp_path]
+    arguments = ["--json", written, "--no-imports", "--", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", tmp_path]
     done = subprocess.run([sys.executable, "tools/suite.py", *map(str, arguments)], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stdout
     tables = json.loads(written.read_text())

@@ -1,0 +1,53 @@
+"""Programs of tools/ and benchmarks/ answer wrong use, and what the machine lacks, in a sentence and exit status 2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.forked import ROOT, Run, run_all
+
+pytestmark = pytest.mark.costly
+
+
+def programs() -> list[list[str]]:
+    """The arguments of Python that start each program."""
+    found = []
+    for path in sorted([*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
+        if '__name__ == "__main__"' in path.read_text():
+            name = path.relative_to(ROOT)
+            module = ".".join(name.with_suffix("").parts).removesuffix(".__main__")
+            found.append(["-m", module] if name.parts[0] == "tools" else [str(name)])
+    return found
+
+
+SHARED = ("torch", "slimx.cli", "tools.quickstart.make_model")
+"""Modules that many programs import."""
+LACKING = [
+    ["benchmarks/start.py", "."],  # a directory of TRL
+    ["benchmarks/start_trl.py", "model", "prompts", "out"],
+    ["-m", "tools.first_hour.all_reduce", "--device", "cpu"],  # torchrun
+    ["-m", "tools.first_hour.probes", "memory_saver"],
+    ["-m", "tools.gpu.machine"],
+    ["-m", "tools.gpu.probes", "attention"],
+    ["-m", "tools.gpu.scales", "out"],
+]
+"""Commands that need what is not here: a GPU, unless the row says it."""
+
+
+def test_wrong_use_of_a_program_is_a_sentence_and_status_2(tmp_path: Path) -> None:
+    wrong = [Run([*words, "--no-such-option"], parse_only=True) for words in programs()]
+    benchmarks = [words[0] for words in programs() if words[0] != "-m"]
+    none = [
+        Run([file, f"--{option}", "0"], parse_only=True)
+        for file in benchmarks
+        for option in re.findall(r'"--(pairs|rounds|steps|window)"', (ROOT / file).read_text())
+    ]
+    runs = [*wrong, *none, *(Run(words) for words in LACKING)]
+    assert [
+        (run.words, status, output)
+        for run, (status, output) in zip(runs, run_all(runs, tmp_path, SHARED), strict=True)
+        if status != 2 or "Traceback" in output or not output.strip()
+    ] == []
