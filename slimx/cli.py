@@ -69,7 +69,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train as FILE says; a run directory with a checkpoint is continued."""
-    console = Console()
+    console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
     from slimx.commands import start
@@ -86,7 +86,7 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Generate FILE's rollouts without training: engines only; the steps are saved as a run saves them."""
-    console = Console()
+    console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
     from slimx.commands import start
@@ -195,7 +195,7 @@ def doctor(
         return
     from slimx.commands.doctor import examine
 
-    console = Console()
+    console = Console(soft_wrap=True)
     healthy = examine(
         lambda text, style: console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
     )
@@ -223,7 +223,7 @@ def _show_gap(config: Config, layers: bool) -> bool:
     """False if numerics.mode is exact and there is a gap."""
     from slimx.commands import start
 
-    return start.measure_gap(config, Console(), layers=layers) or not config.exact
+    return start.measure_gap(config, Console(soft_wrap=True), layers=layers) or not config.exact
 
 
 def _show_effects(file: Path, config: Config) -> bool:
@@ -360,7 +360,7 @@ def report(
     from slimx.observability.report.report import write_report
 
     write_report(runs, out, title)
-    Console().print(plain(f"report {out}"))
+    Console(soft_wrap=True).print(plain(f"report {out}"))
 
 
 def main() -> None:

@@ -194,7 +194,9 @@ def adapters_to_peft(
             about=str(source),
         )
     count = export_adapters(source, out, original, state.lora["alpha"])
-    Console().print(f"{out}: {count:,} parameters of adapters, rank {state.lora['rank']}", highlight=False)
+    Console(soft_wrap=True).print(
+        f"{out}: {count:,} parameters of adapters, rank {state.lora['rank']}", highlight=False
+    )
 
 
 def _bytes(gigabytes: float) -> int:
@@ -226,7 +228,7 @@ def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool)
         raise SlimxError(
             f"{error.filename}: cannot be read ({error.strerror})", code="convert.system", about=str(error.filename)
         ) from error
-    begin, console = time.monotonic(), Console()
+    begin, console = time.monotonic(), Console(soft_wrap=True)
     with Bar(console) as bar:
         files = convert(conversion, out, threads=threads, verify=verify, progress=bar)
     size, seconds = sum(one.size for one in files.values()), time.monotonic() - begin

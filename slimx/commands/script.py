@@ -37,7 +37,7 @@ def train(
     stands at the top level of its module. Raises SlimxError, Interrupted after a signal, Preempted after SIGUSR1."""
     config = with_hooks(config, generate=generate, reward=reward, keep=keep)
     with _alone():
-        directory, _ = start.train(config, console or Console())
+        directory, _ = start.train(config, console or Console(soft_wrap=True))
     return directory
 
 

@@ -50,7 +50,7 @@ class Command:
             self.run(file, *overrides)
         printed = self.capsys.readouterr()
         assert exit.value.code == 2
-        assert printed.out == ""
+        assert printed.out.split() == ["checking", str(file)]
         assert printed.err.startswith("slimx: ") and len(printed.err.splitlines()) == 1, printed.err
         assert not file.with_name("run").exists(), "a refused run left its directory"
         error = exit.value.__context__
