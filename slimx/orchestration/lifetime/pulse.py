@@ -35,27 +35,31 @@ class Pulse:
         """`strike` is called in the thread, once, if the loop stands still for `deadline_s` seconds of `time`."""
         self._deadline_s, self._strike, self._time = deadline_s, strike, time
         self._over = threading.Event()
+        self._gil = GilWatch(deadline_s)
 
     def __enter__(self) -> Pulse:
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._watch, args=(loop,), name="slimx pulse", daemon=True).start()
+        self._gil.__enter__()  # here: a hook that keeps Python's lock from now on would keep it from the thread
+        self._thread = threading.Thread(target=self._watch, args=(loop,), name="slimx pulse", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        self._thread.join()
+        self._gil.__exit__(kind, error, trace)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        with GilWatch(self._deadline_s) as gil:
-            while not self._over.is_set():
-                beat, began = threading.Event(), self._time()
-                try:
-                    loop.call_soon_threadsafe(beat.set)
-                except RuntimeError:  # the loop has closed
-                    return
-                while not beat.is_set() and not self._over.is_set() and self._time() - began < self._deadline_s:
-                    self._over.wait(LOOK_S)
-                    gil.put_off()
-                if not beat.is_set() and not self._over.is_set():
-                    place = f"{main_place()}, which blocks it; await there, or call it by asyncio.to_thread"
-                    self._strike(DeadlineError("the driver's event loop", self._deadline_s, place))
-                    return
+        while not self._over.is_set():
+            beat, began = threading.Event(), self._time()
+            try:
+                loop.call_soon_threadsafe(beat.set)
+            except RuntimeError:  # the loop has closed
+                return
+            while not beat.is_set() and not self._over.is_set() and self._time() - began < self._deadline_s:
+                self._over.wait(LOOK_S)
+                self._gil.put_off()
+            if not beat.is_set() and not self._over.is_set():
+                place = f"{main_place()}, which blocks it; await there, or call it by asyncio.to_thread"
+                self._strike(DeadlineError("the driver's event loop", self._deadline_s, place))
+                return
