@@ -21,7 +21,8 @@ REPORT_S = 60.0
 
 
 class Connections:
-    """Makes the protocols of a server's connections, counts them and ends those that ask nothing."""
+    """Makes the protocols of a server's connections, counts them and ends those that ask nothing. Bodies are not
+    compressed."""
 
     def __init__(self, *, most: int, idle: float) -> None:
         """`most`: connections open at once; `idle`: seconds that one may be open before its first request, or between
@@ -45,7 +46,9 @@ class Connections:
         log = logging.Logger("slimx.http")
         log.parent = logging.getLogger()
         log.addFilter(self._is_logged)
-        runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=1.0, **options)
+        # A few compressed bytes would become gigabytes, while the loop waits.
+        options |= {"access_log": None, "auto_decompress": False, "logger": log, "shutdown_timeout": 1.0}
+        runner = web.AppRunner(app, **options)
         await runner.setup()
         loop = asyncio.get_running_loop()
         _report_once(loop)
@@ -85,7 +88,12 @@ class Connections:
             self._waiting.pop(transport, None)
             connection.asked()
         try:
+            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise web.HTTPUnsupportedMediaType(text="send the body without a Content-Encoding")
             return await handler(request)
+        except web.RequestPayloadError as error:
+            self.malformed += 1
+            raise web.HTTPBadRequest(text=f"{error}"[:200]) from error
         finally:
             if (connection := self._open.get(transport)) is not None:
                 self._wait(transport, connection)
