@@ -1,22 +1,28 @@
-"""Connections to an HTTP server: a bounded number of them, and none that stays open without asking anything."""
+"""Connections to an HTTP server: a bounded number of them, none that stays open without asking anything, and few lines
+in the log about requests that are no HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 BACKLOG = 1024
 """Connections that the kernel accepts before the server does."""
+REPORT_S = 60.0
+"""Seconds between two lines about malformed requests."""
 
 
 class Connections:
-    """Makes the protocols of a server's connections, counts them and ends those that ask nothing.
-
-    `watched` has to be the first middleware of the application that is served."""
+    """Makes the protocols of a server's connections, counts them and ends those that ask nothing. Bodies are not
+    compressed."""
 
     def __init__(self, *, most: int, idle: float) -> None:
         """`most`: connections open at once; `idle`: seconds that one may be open before its first request, or between
@@ -27,18 +33,53 @@ class Connections:
         """Those that wait for a request, the longest first."""
         self.refused = 0
         """Connections that were ended because there were more than `most`."""
+        self.malformed = 0
+        """Requests that were no HTTP."""
+        self._report_at = 0.0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def listen(self, make: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
-        """Serve at `host` and `port`; `make` gives the protocol of one connection. Raises OSError if it cannot."""
+    async def listen(self, app: web.Application, host: str, port: int, **options: Any) -> Listening:
+        """Serve `app` at `host` and `port`; `options` are those of `web.AppRunner`. Raises OSError if it cannot."""
+        app.middlewares.insert(0, self._watched)
+        log = logging.Logger("slimx.http")
+        log.parent = logging.getLogger()
+        log.addFilter(self._is_logged)
+        # A few compressed bytes would become gigabytes, while the loop waits.
+        options |= {"access_log": None, "auto_decompress": False, "logger": log, "shutdown_timeout": 1.0}
+        runner = web.AppRunner(app, **options)
+        await runner.setup()
         loop = asyncio.get_running_loop()
         _report_once(loop)
-        return await loop.create_server(lambda: _Connection(self, make()), host, port, backlog=BACKLOG)
+        make = runner.server
+        try:
+            server = await loop.create_server(lambda: _Connection(self, make()), host, port, backlog=BACKLOG)
+        except OSError:
+            await runner.cleanup()
+            raise
+        return Listening(server, runner)
+
+    def _is_logged(self, record: logging.LogRecord) -> bool:
+        """Counts malformed requests, of which aiohttp logs a traceback for each; shortens one in `REPORT_S`."""
+        if record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError):
+            return True
+        self.malformed += 1
+        if (now := time.monotonic()) < self._report_at:
+            return False
+        self._report_at = now + REPORT_S
+        record.msg, record.args = (
+            "%d malformed HTTP requests so far, the last: %.200r",
+            (
+                self.malformed,
+                str(record.exc_info[1]),
+            ),
+        )
+        record.exc_info = None
+        return True
 
     @web.middleware
-    async def watched(
+    async def _watched(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """A connection may wait for its next request only so long; while one is answered its own deadlines hold."""
@@ -47,7 +88,12 @@ class Connections:
             self._waiting.pop(transport, None)
             connection.asked()
         try:
+            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise web.HTTPUnsupportedMediaType(text="send the body without a Content-Encoding")
             return await handler(request)
+        except web.RequestPayloadError as error:
+            self.malformed += 1
+            raise web.HTTPBadRequest(text=f"{error}"[:200]) from error
         finally:
             if (connection := self._open.get(transport)) is not None:
                 self._wait(transport, connection)
@@ -74,6 +120,23 @@ class Connections:
     def _wait(self, transport: asyncio.BaseTransport, connection: _Connection) -> None:
         self._waiting[transport] = None
         connection.wait(self._idle)
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """A server that serves."""
+
+    server: asyncio.Server
+    runner: web.AppRunner
+
+    @property
+    def port(self) -> int:
+        return self.server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """End it, and its requests."""
+        self.server.close()
+        await self.runner.cleanup()
 
 
 def _report_once(loop: asyncio.AbstractEventLoop) -> None:

@@ -90,7 +90,8 @@ class Sample:
     ) -> None:
         """Append tokens to the response: what an engine sampled (trainable, with its log-probs and the answer's
         `meta_info`), or what a tool said (not trainable, without). Raises ValueError for another combination."""
-        new = [int(token) for token in tokens] if tokens is not None else []
+        # What is no whole number stays as it is, and is refused once the sample becomes a trajectory.
+        new = [token if token % 1 else int(token) for token in tokens] if tokens is not None else []
         given = None if log_probs is None else [float(value) for value in log_probs]
         if given is not None and len(given) != len(new):
             raise ValueError(f"append_response_tokens got {len(given)} log-probs for {len(new)} tokens")

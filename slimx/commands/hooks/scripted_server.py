@@ -20,6 +20,7 @@ from aiohttp import web
 
 from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import ModelShape
+from slimx.runtime.connections import Connections, Listening
 
 LOGPROB = -0.5
 VERSION = 1
@@ -30,6 +31,8 @@ VALUE = 0.5
 """Score of a frozen reward model."""
 START_S = 10.0
 MAX_BODY = 64 * 2**20
+CONNECTIONS = 4096
+IDLE_S = 600.0
 
 
 class ScriptedServer:
@@ -69,25 +72,21 @@ class ScriptedServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        runner = self._loop.run_until_complete(self._start())
+        server = self._loop.run_until_complete(self._start())
         self._loop.call_soon(self._listening.set)  # in the loop that `stop` ends, not in the one before it
         self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
+        self._loop.run_until_complete(server.close())
         self._loop.close()
 
-    async def _start(self) -> web.AppRunner:
+    async def _start(self) -> Listening:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/classify", self._classify)
         app.router.add_post("/v1/embeddings", self._embed)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        return runner
+        server = await Connections(most=CONNECTIONS, idle=IDLE_S).listen(app, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.port}"
+        return server
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

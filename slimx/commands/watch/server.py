@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from slimx.commands.watch.connections import BoundedConnection
 from slimx.commands.watch.content import Content
 from slimx.errors import SlimxError
 from slimx.observability.report.report import PLOTLY
@@ -47,7 +48,7 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
     Raises SlimxError for a directory without a run, and for an address that cannot be listened at."""
     content = Content(directory)
     token = private_token(private_directory() / "watch-token")
-    config = uvicorn.Config(application(content, token), host=host, port=port, log_level="critical", lifespan="off")
+    config = configured(application(content, token), host, port)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,6 +65,13 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
     shown = f"[{host}]" if ":" in host else host
     say(f"http://{shown}:{listener.getsockname()[1]}/?token={token}")
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def configured(application: Starlette, host: str, port: int) -> uvicorn.Config:
+    """Returns uvicorn's configuration for the page."""
+    return uvicorn.Config(
+        application, host=host, port=port, http=BoundedConnection, ws="none", log_level="critical", lifespan="off"
+    )
 
 
 def application(content: Content, token: str) -> Starlette:

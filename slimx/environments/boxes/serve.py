@@ -83,8 +83,8 @@ class Service:
         self._image_mib, self._engine = image_mib, engine
         self._upload = asyncio.Lock()
 
-    def app(self, connections: Connections) -> web.Application:
-        app = web.Application(middlewares=[connections.watched, self._guard], client_max_size=MAX_BODY)
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
         app.router.add_get("/v1/", self._state)
         app.router.add_get("/v1/images/{name}", self._image)
         app.router.add_put("/v1/images/{name}", self._send)
@@ -308,12 +308,9 @@ async def serve(
         service = Service(boxes, images, options.limits, image_mib=options.image_mib, token=token, engine=engine)
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         connections = Connections(most=min(CONNECTIONS, descriptors // 2), idle=IDLE_S)
-        runner = web.AppRunner(service.app(connections), access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
         try:
-            server = await connections.listen(runner.server, arguments.host, arguments.port)
+            server = await connections.listen(service.app(), arguments.host, arguments.port)
         except OSError as error:
-            await runner.cleanup()
             raise SlimxError(
                 f"--host, --port: nobody can listen at {address(arguments.host, arguments.port)} ({error.strerror}); "
                 "choose another",
@@ -322,12 +319,11 @@ async def serve(
             ) from None
         watch = asyncio.create_task(boxes.watch())
         try:
-            ready(f"http://{address(*server.sockets[0].getsockname()[:2])}")
+            ready(f"http://{address(arguments.host, server.port)}")
             await stop.wait()
         finally:
             watch.cancel()
-            server.close()
-            await runner.cleanup()
+            await server.close()
             await boxes.close()
 
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from slimx.data.records import Prompt
 from slimx.environments.hubs.addresses import check_url
-from slimx.environments.hubs.mcp_bounds import ENCODING, Stderr, bounded_client
+from slimx.environments.hubs.mcp_bounds import Stderr, bounded_client
+from slimx.environments.hubs.mcp_stdio import started
 from slimx.environments.toolbox import ToolResult, ToolsLost
 from slimx.errors import SlimxError, raised
 from slimx.runtime.process import guarded_argv
@@ -32,8 +33,7 @@ KEY = "rollout.options.toolbox_options"
 FIELDS = {"url": {"url", "headers", "headers_env"}, "command": {"command", "environment", "directory"}}
 """Keys of a server, by the one that says how it is reached."""
 CLOSE_S = 10.0
-"""Seconds for one connection to end: the SDK gives a server that it started 2 s to leave, 2 s after SIGTERM, and 2 s
-after SIGKILL."""
+"""Seconds for one connection to end; a server that was started has three times END_S to leave."""
 MAX_PAGES = 100
 """Pages of a server's list of tools that are read."""
 
@@ -196,7 +196,6 @@ class _Connection:
                 raise
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
-        from mcp.client.stdio import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
         server = self._server
@@ -208,13 +207,14 @@ class _Connection:
             return streamable_http_client(server["url"], http_client=http)
         self._stderr = Stderr()
         named = {name: os.environ[name] for name in server.get("environment") or ()}
-        command, *arguments = guarded_argv([str(word) for word in server["command"]])
-        parameters = StdioServerParameters(command=command, args=arguments, env=named, cwd=server.get("directory"))
-        return stdio_client(parameters.model_copy(update={"encoding": ENCODING}), errlog=self._stderr.file)
+        command = guarded_argv([str(word) for word in server["command"]])
+        return started(command, named, server.get("directory"), self._stderr)
 
     def _lost(self, what: str, error: Exception) -> ToolsLost:
         said = "" if self._stderr is None else self._stderr.text()
         wrote = f"; it wrote: {said}" if said else ""
+        if self._stderr is not None and self._stderr.note:
+            wrote = f"; {self._stderr.note}{wrote}"
         return ToolsLost(f"the MCP server {self.name} {what} ({raised(_leaf(error))}){wrote}", about=self.name)
 
 

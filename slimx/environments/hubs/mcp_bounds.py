@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -13,33 +12,6 @@ MAX_ANSWER = 16 * 2**20
 """Bytes of one answer of a server."""
 MAX_STDERR = 2_000
 """Bytes that are kept of the end of what a server wrote to its standard error."""
-ENCODING = "slimx_mcp"
-"""UTF-8 with lines of at most `MAX_ANSWER` characters: the SDK gathers a line of a server without a bound."""
-
-
-class _Lines(codecs.getincrementaldecoder("utf-8")):
-    """Decodes UTF-8. Raises ConnectionError for a line that is too long, after which the SDK reads nothing more: the
-    call meets its deadline."""
-
-    line = 0
-
-    def decode(self, data: bytes, final: bool = False) -> str:  # type: ignore[override]
-        text = super().decode(data, final)
-        newline = text.rfind("\n")
-        self.line = len(text) - newline - 1 + (self.line if newline < 0 else 0)
-        if self.line > MAX_ANSWER:
-            raise ConnectionError(f"an answer has more than {MAX_ANSWER} characters")
-        return text
-
-
-def _search(name: str) -> codecs.CodecInfo | None:
-    if name != ENCODING:
-        return None
-    utf8 = codecs.lookup("utf-8")
-    return codecs.CodecInfo(utf8.encode, utf8.decode, incrementaldecoder=_Lines, name=ENCODING)
-
-
-codecs.register(_search)
 
 
 def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
@@ -82,6 +54,8 @@ class Stderr:
         os.set_blocking(self._read_end, False)
         self.file = os.fdopen(write_end, "w")
         self._end = b""
+        self.note = ""
+        """Why the session was ended here, for errors."""
         asyncio.get_running_loop().add_reader(self._read_end, self._read)
 
     def text(self) -> str:

@@ -24,6 +24,7 @@ from slimx.data.records import Prompt
 from slimx.environments.hubs.addresses import check_url
 from slimx.environments.toolbox import ToolResult, ToolsLost
 from slimx.errors import SlimxError, raised
+from slimx.runtime.answers import text_of
 
 KEY = "rollout.options.toolbox_options"
 ROW = "nemo_gym"
@@ -32,8 +33,6 @@ OWN = frozenset({"seed_session", "verify", "aggregate_metrics"})
 """Paths of a resources server that are no tools."""
 NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]+")
 """Names of tools: one segment of a path, which does not lead upwards."""
-MAX_ANSWER = 16 * 2**20
-"""Bytes of one answer of the server."""
 MAX_SHOWN = 300
 """Characters of an answer that an error repeats."""
 
@@ -117,12 +116,7 @@ class NemoGym:
         assert self._http is not None
         try:
             async with self._http.post(f"{self._url}/{path}", json=body, allow_redirects=False) as answer:
-                read = bytearray()
-                async for piece in answer.content.iter_chunked(2**16):
-                    read += piece
-                    if len(read) > MAX_ANSWER:
-                        raise self._lost(path, f"answered with more than {MAX_ANSWER} bytes")
-                return answer.status, bytes(read).decode(errors="replace")
+                return answer.status, await text_of(answer)
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(path, raised(error)) from error
 

@@ -26,6 +26,7 @@ from slimx.environments.hubs.addresses import check_url
 from slimx.environments.hubs.attempts import Attempts
 from slimx.environments.hubs.views import MAX_TEXT, answered, seed_of_prompt, state_digest
 from slimx.errors import SlimxError, raised
+from slimx.runtime.answers import unredirected
 
 KEY = "rollout.options.environment_options"
 FIELDS = "slimx.environments.hubs.openenv.Fields"
@@ -101,7 +102,7 @@ class OpenEnv:
 
     async def reset(self, prompt: Prompt, seed: int) -> Begin:
         """Open the session and begin. Raises SlimxError for a server that is not there, or refuses."""
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout())
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), middlewares=[unredirected])
         try:
             self._socket = await self._http.ws_connect(self._url, max_msg_size=MAX_MESSAGE)
         except (aiohttp.ClientError, OSError) as error:

@@ -23,12 +23,11 @@ import aiohttp
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.hubs.addresses import check_url
 from slimx.errors import SlimxError, raised
+from slimx.runtime.answers import text_of
 
 KEY = "rollout.options.agent_options"
 TASK = "verifiers"
 """Key of a prompt's metadata under which its task is kept."""
-MAX_ANSWER = 2**20
-"""Bytes of one answer of the server."""
 MAX_SHOWN = 300
 """Characters of an answer that an error repeats."""
 
@@ -97,12 +96,7 @@ async def _post(url: str, body: Mapping[str, Any], token_env: str | None) -> tup
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
             session.post(url, json=body, headers=headers, allow_redirects=False) as answer,
         ):
-            read = bytearray()
-            async for piece in answer.content.iter_chunked(2**16):
-                read += piece
-                if len(read) > MAX_ANSWER:
-                    raise _lost(url, f"answered with more than {MAX_ANSWER} bytes")
-            return answer.status, bytes(read).decode(errors="replace")
+            return answer.status, await text_of(answer)
     except (aiohttp.ClientError, OSError) as error:
         raise _lost(url, raised(error)) from error
 

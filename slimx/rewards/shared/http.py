@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from slimx.errors import SlimxError
+from slimx.runtime.answers import text_of
 
 FIRST_PAUSE_S = 0.5
 """Before the first retry; each further one waits twice as long."""
@@ -26,8 +27,8 @@ async def post(
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
-                async with session.post(url, json=body, headers=headers) as response:
-                    text = await response.text()
+                async with session.post(url, json=body, headers=headers, allow_redirects=False) as response:
+                    text = await text_of(response)
                     if response.status == 200:
                         return json.loads(text)
                     wrong = f"status {response.status}: {text[:200]}"

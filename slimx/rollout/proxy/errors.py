@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+SHOWN = 1000
+"""Characters of a message, at most: it quotes the request, which may have megabytes."""
+
 
 class ApiError(Exception):
     """A refusal in the shape in which OpenAI's API tells it. Status 400 is not tried again by its clients."""
 
     def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None):
+        message, param = _cut(message), param if param is None else _cut(param)
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 100]} ... {text[-80:]}"

@@ -55,6 +55,8 @@ CARRIED_OUT = frozenset(
         "tools",
     }
 )
+MODEL_CHARACTERS = 1000
+"""Characters of a model's name, at most: each chunk of an answer repeats it."""
 STOP_CHARACTERS = 1000
 """Characters of a stop string, at most: each is looked for in every piece of a stream."""
 ROLES = ("system", "user", "assistant", "tool")
@@ -86,6 +88,11 @@ class ChatRequest:
     overridden: tuple[str, ...] = ()
     """Parameters of `RUN` that the agent asked for otherwise than the run samples, and what it asked of the service
     that nobody does here."""
+
+    def __post_init__(self) -> None:
+        if len(self.model) > MODEL_CHARACTERS:
+            text = f"model has {len(self.model)} characters; at most {MODEL_CHARACTERS} are repeated"
+            raise ApiError(text, code="invalid_value", param="model")
 
 
 def read_request(body: Any, sampling: Mapping[str, Any], *, strict: bool = False) -> ChatRequest:
@@ -185,15 +192,19 @@ def _text(content: Any, where: str) -> str:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    try:
-        name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
-    except (KeyError, TypeError, AttributeError):
+    function = call.get("function") if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
         text = f"{where} has a tool call without function.name"
-        raise ApiError(text, code="invalid_value", param=f"{where}.tool_calls") from None
+        raise ApiError(text, code="invalid_value", param=f"{where}.tool_calls")
+    id, arguments = call.get("id") or "", function.get("arguments") or "{}"
+    if not isinstance(id, str):
+        text = f"{where} has a tool call whose id is no string"
+        raise ApiError(text, code="invalid_value", param=f"{where}.tool_calls")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it wrote it
             arguments = json.loads(arguments)
-    return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _max_tokens(given: dict[str, Any]) -> int | None:
@@ -236,7 +247,8 @@ def parts(request: ChatRequest) -> int:
 def characters(request: ChatRequest) -> int:
     """Characters that the request's messages and tools have at least once a chat template has written them."""
     return sum(
-        len(message["content"]) + sum(len(str(call)) for call in message.get("tool_calls", ()))
+        sum(len(message.get(name, "")) for name in ("content", "name", "tool_call_id"))
+        + sum(len(str(call)) for call in message.get("tool_calls", ()))
         for message in request.messages
     ) + sum(len(str(tool)) for tool in request.tools or ())
 

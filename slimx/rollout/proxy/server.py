@@ -30,7 +30,7 @@ from slimx.rollout.proxy.openai_responses import OpenaiResponses
 from slimx.rollout.proxy.session import TOKEN_CHARACTERS, Session
 from slimx.rollout.proxy.wire import Wire
 from slimx.runtime.children import bypass_proxies
-from slimx.runtime.connections import Connections
+from slimx.runtime.connections import Connections, Listening
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
@@ -59,9 +59,8 @@ class ChatProxy:
         self._sessions: dict[str, Session] = {}
         self._running: dict[str, set[asyncio.Task[Any]]] = {}
         """Tasks that answer, by session."""
-        self._runner: web.AppRunner | None = None
+        self._server: Listening | None = None
         self._starting = asyncio.Lock()
-        self._server: asyncio.Server
         self._open: Connections
         self._tokenizing: ThreadPoolExecutor
         # A character takes 6 bytes at most, written as \uXXXX; the rest is for names and numbers.
@@ -87,31 +86,27 @@ class ChatProxy:
     async def stop(self) -> None:
         """End the server, if it runs."""
         async with self._starting:
-            if self._runner is not None:
-                self._server.close()
-                await self._runner.cleanup()
+            if self._server is not None:
+                await self._server.close()
                 self._tokenizing.shutdown(wait=False, cancel_futures=True)
-                self._runner = None
+                self._server = None
 
     async def _start(self) -> str:
         """The address at which it listens."""
         async with self._starting:
-            if self._runner is None:
+            if self._server is None:
                 self._open = Connections(most=self.connections, idle=self.idle_deadline)
-                app = web.Application(client_max_size=self._most, middlewares=[self._open.watched])
+                app = web.Application(client_max_size=self._most)
                 app.router.add_post("/{session}/v1/chat/completions", self._chat)
                 app.router.add_post("/{session}/v1/responses", self._responses)
                 app.router.add_post("/{session}/v1/messages", self._messages)
                 app.router.add_post("/{session}/v1/messages/count_tokens", self._count)
                 app.router.add_get("/{session}/v1/models", self._models)
                 app.router.add_route("*", "/{path:.*}", self._unknown)
-                # A disconnect cancels the request: an answer that nobody got is no part of the rollout.
-                runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-                await runner.setup()
                 try:
-                    self._server = await self._open.listen(runner.server, self._host, self._port)
+                    # A disconnect cancels the request: an answer that nobody got is no part of the rollout.
+                    server = await self._open.listen(app, self._host, self._port, handler_cancellation=True)
                 except OSError as error:
-                    await runner.cleanup()
                     raise SlimxError(
                         f"rollout.proxy cannot listen on {address(self._host, self._port)} ({error.strerror}); "
                         "choose another host or port",
@@ -119,9 +114,9 @@ class ChatProxy:
                         about="rollout.proxy",
                     ) from None
                 bypass_proxies(os.environ, [self._host])  # clients of agents in this process go by it
-                self._runner = runner
+                self._server = server
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
-            return f"http://{address(self._host, self._server.sockets[0].getsockname()[1])}"
+            return f"http://{address(self._host, self._server.port)}"
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         return await self._served(OpenaiChat(), http, self._answer)

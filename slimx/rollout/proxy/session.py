@@ -96,8 +96,12 @@ class Session:
         other agent meanwhile. Raises ApiError for what fails before anything is sent."""
         try:
             request, place = await self._read(wire, body, tokenizing, strict=self._strict)
+            grammar = None
+            if request.forced is not None:  # in a thread: the import of xgrammar alone takes seconds
+                loop = asyncio.get_running_loop()
+                grammar = await loop.run_in_executor(tokenizing, self._reading.grammar, request)
             self._overridden.update(request.overridden)
-            sampling = self._admit(request, place)
+            sampling = self._admit(request, place, grammar)
             number, self._requests = self._requests, self._requests + 1
             self.last_error = None
             writer = wire.writer(request, number, len(place.token_ids), self._reading)
@@ -116,7 +120,7 @@ class Session:
         self.last_error = error
         self._errors[error.code] += 1
 
-    def _admit(self, request: ChatRequest, place: Position) -> dict[str, Any]:
+    def _admit(self, request: ChatRequest, place: Position, grammar: str | None) -> dict[str, Any]:
         """The sampling for the request's answer at `place`; ApiError if a limit is reached."""
         limits = self._limits
         length = len(place.token_ids)
@@ -136,7 +140,7 @@ class Session:
         sampling: dict[str, Any] = {"max_new_tokens": min(room, left, most, request.max_tokens or most)}
         if request.stop:
             sampling["stop"] = request.stop
-        if (grammar := self._reading.grammar(request)) is not None:
+        if grammar is not None:
             sampling["ebnf"] = grammar
         return sampling
 

@@ -70,6 +70,18 @@ def test_a_sample_is_the_same_again_after_a_trajectory():
     assert back.metadata == {"level": 1}
 
 
+@pytest.mark.parametrize(("token", "is_whole"), [(2.0, True), (np.int64(2), True), (2.7, False), (np.nan, False)])
+def test_a_token_that_is_no_whole_number_is_refused_and_never_cut(token, is_whole):
+    sample, _ = filled([[20]], [])
+    sample.weight_versions, sample.rollout_log_probs = ["7"], [-0.5]
+    sample.append_response_tokens(tokens=[token], log_probs=[-0.5])
+    if is_whole:
+        assert converted(sample, []).token_ids.tolist() == [10, 11, 20, 2]
+    else:
+        with refused("tokens.ids", about="token_ids"):
+            converted(sample, [])
+
+
 def test_masked_and_removed_tokens_are_not_trained():
     sample, calls = filled([[20, 21], [22, 3]], [30])
     sample.loss_mask = [0, 1, 0, 0, 1]

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,9 @@ import requests
 import uvicorn
 
 from slimx.commands.rollouts import Choice, show_rollouts
+from slimx.commands.watch.connections import BoundedConnection
 from slimx.commands.watch.content import CHARACTERS, Content, Growing, cut
-from slimx.commands.watch.server import application, serve
+from slimx.commands.watch.server import application, configured, serve
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
@@ -122,9 +123,7 @@ class Page:
 
 @contextmanager
 def served(content: Content) -> Iterator[Page]:
-    config = uvicorn.Config(
-        application(content, "secret"), host="127.0.0.1", port=0, log_level="critical", lifespan="off"
-    )
+    config = configured(application(content, "secret"), "127.0.0.1", 0)
     listening, server = config.bind_socket(), uvicorn.Server(config)
     listening.listen()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -144,6 +143,29 @@ def page(run: Path) -> Iterator[Page]:
     with served(Content(run)) as page:
         page.get("/?token=secret")
         yield page
+
+
+def test_connections_that_ask_nothing_are_ended_and_bounded(page, monkeypatch):
+    """Bytes that trickle in do not keep one open, nor do many keep others out."""
+
+    def opened(sent: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", int(page.address.rpartition(":")[2])), timeout=60)
+        connection.sendall(sent)
+        return connection
+
+    def ended(connection: socket.socket) -> bool:
+        with connection, suppress(ConnectionResetError):
+            return connection.recv(1) == b""
+        return True
+
+    monkeypatch.setattr(BoundedConnection, "most", 2)
+    page.session.close()
+    crowd = [opened(b"GET / HTTP/1.1\r\n") for _ in range(3)]
+    assert ended(crowd[0]) and page.get("/api/status").status_code == 200 and ended(crowd[1])
+    crowd[2].close()
+    page.session.close()
+    monkeypatch.setattr(BoundedConnection, "idle", 0.2)
+    assert ended(opened(b"GET / HTTP/1.1\r\nX: y"))
 
 
 def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):

@@ -16,7 +16,6 @@ from slimx.environments.boxes.protocol import BoxRefusal, check_run, names_of
 from slimx.environments.boxes.serve import MAX_BODY, Service
 from slimx.environments.enclosure import Ran
 from slimx.environments.sandbox_watch import Limits
-from slimx.runtime.connections import Connections
 
 BOX = "/v1/boxes/00aa00aa"
 RUN = f"{BOX}/runs/0a0b0c0d"
@@ -47,7 +46,7 @@ async def client(tmp_path: Path) -> AsyncIterator[TestClient]:
     (tmp_path / "images").mkdir()
     (tmp_path / "images/base.tar").touch()
     service = Service(boxes, Images(tmp_path / "images", tmp_path, 1), Limits(), image_mib=1, token=None, engine=None)
-    async with TestClient(TestServer(service.app(Connections(most=16, idle=60.0)))) as client:
+    async with TestClient(TestServer(service.app())) as client:
         begun = await client.put(BOX, json={"image": "base.tar", "limits": {}})
         assert begun.status == 201
         yield client

@@ -16,7 +16,6 @@ from slimx.environments.boxes.protocol import BoxLost, BoxRefusal
 from slimx.environments.boxes.remote import RemoteBox
 from slimx.environments.boxes.serve import Service
 from slimx.environments.sandbox_watch import Limits
-from slimx.runtime.connections import Connections
 from tests.refusals import refused
 
 
@@ -112,7 +111,7 @@ async def client(boxes, tmp_path):
             return type("Done", (), {"returncode": int(words[-1] != "python:3.12")})
 
     service = Service(boxes, Images(None, tmp_path, 1), Limits(), token=None, image_mib=1, engine=Engine(("podman",)))
-    async with TestClient(TestServer(service.app(Connections(most=9, idle=60.0)))) as client:
+    async with TestClient(TestServer(service.app())) as client:
         yield client
     await boxes.close()
 

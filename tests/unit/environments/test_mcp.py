@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.hubs.mcp import McpTools
-from slimx.environments.hubs.mcp_bounds import ENCODING, MAX_ANSWER, MAX_STDERR
+from slimx.environments.hubs.mcp_bounds import MAX_ANSWER, MAX_STDERR
 from slimx.environments.toolbox import ToolsLost
 from slimx.errors import SlimxError
 from slimx.rollout import tools
@@ -209,19 +208,10 @@ async def test_an_answer_over_http_that_is_too_long_is_not_read(url):
     assert caught.value.reason == "tools lost"
 
 
-def test_a_line_of_a_started_server_that_is_too_long_is_not_gathered():
-    """The SDK decodes what it reads from a server with this, and stops at a ConnectionError."""
-    decoder = codecs.getincrementaldecoder(ENCODING)()
-    half = b"x" * (MAX_ANSWER // 2)
-    assert [len(decoder.decode(piece)) for piece in (half, half, b"\n" + half, half)] == [
-        2**23,
-        2**23,
-        2**23 + 1,
-        2**23,
-    ]
-    with pytest.raises(ConnectionError):
-        decoder.decode(b"x")
-    assert "\u00e9".encode(ENCODING) == "\u00e9".encode() and decoder.decode(b"\n\xc3\xa9") == "\n\u00e9"
+async def test_a_started_server_that_answers_too_much_is_lost_at_once():
+    with pytest.raises(GivenUp) as caught:
+        await play(STDIO, calling("write", characters=MAX_ANSWER + 1), "2", call_deadline=600.0)
+    assert caught.value.reason == "tools lost" and str(MAX_ANSWER) in str(caught.value) and not servers_left()
 
 
 async def test_of_a_servers_standard_error_only_the_end_is_kept():

@@ -17,6 +17,7 @@ from slimx.environments.hubs import nemo_gym
 from slimx.rollout import tools
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext
+from slimx.runtime.answers import MAX_ANSWER
 from tests.needed import hub_python
 from tests.refusals import refused
 from tests.unit.environments.calls import calling
@@ -116,7 +117,7 @@ async def test_the_verifier_reads_the_whole_rollout_as_a_response():
         ({"seed_session": (500, "no")}, "tools lost"),
         ({"seed_session": (0, "")}, "tools deadline"),
         ({"get_counter_value": (-200, "")}, "tools lost"),
-        ({"get_counter_value": (200, "x" * (nemo_gym.MAX_ANSWER + 1))}, "tools lost"),
+        ({"get_counter_value": (200, "x" * (MAX_ANSWER + 1))}, "tools lost"),
         ({"verify": (500, "no")}, "tools lost"),
         ({"verify": (200, "no")}, "tools lost"),
         ({"verify": (200, "[]")}, "tools lost"),

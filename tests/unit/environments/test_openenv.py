@@ -143,6 +143,16 @@ async def test_a_server_that_answers_wrongly_is_named(answers):
         assert (caught.value.code, caught.value.about) == ("openenv.server", f"{url}/ws")
 
 
+async def test_a_redirect_is_not_followed():
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPTemporaryRedirect(f"{elsewhere}/ws")
+
+    async with stand_in(speaking(BEGUN)) as elsewhere, stand_in(redirect) as url:
+        with pytest.raises(SlimxError) as caught:
+            await play(url, "1")
+        assert caught.value.about == f"{url}/ws" and "307" in str(caught.value)
+
+
 async def test_actions_that_the_server_finds_unfit_are_told_and_bounded():
     unfit = error("VALIDATION_ERROR")
     async with stand_in(speaking(BEGUN, unfit, observed(reward=None), unfit, unfit)) as url:

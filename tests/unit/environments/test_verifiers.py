@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from slimx.rollout import agent
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp
 from slimx.rollout.proxy.server import ChatProxy
+from slimx.runtime.answers import MAX_ANSWER
 from tests.needed import hub_python
 from tests.refusals import refused
 from tests.unit.environments.calls import calling
@@ -137,7 +139,7 @@ async def test_the_verdict_is_the_reward_of_what_was_sampled():
         (400, {"error": "ValidationError: answer"}, "answered 400"),
         (500, GOOD, "answered 500"),
         (307, GOOD, "answered 307"),
-        (200, "x" * (verifiers.MAX_ANSWER + 1), "more than"),
+        (200, "x" * (MAX_ANSWER + 1), "more than"),
     ],
 )
 async def test_an_episode_without_a_verdict_is_counted_and_named(status, body, told):
@@ -230,5 +232,9 @@ def test_an_address_that_is_none_is_refused_before_the_run(url):
         load_hooks(config_of(generate="slimx.rollout.agent.generate", options=options))
 
 
-def test_the_server_needs_nothing_of_slimx():
-    assert "import slimx" not in SERVER.read_text() and "from slimx" not in SERVER.read_text()
+def test_the_server_needs_nothing_that_its_environment_lacks():
+    """Of slimx it imports one module, which itself needs aiohttp alone."""
+    assert re.findall(r"(?:import|from) (slimx\S*)", SERVER.read_text()) == ["slimx.runtime.connections"]
+    program = "import sys, slimx.runtime.connections; print(*(n for n in sys.modules if n.startswith('slimx')))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["slimx", "slimx.runtime", "slimx.runtime.connections"]

@@ -15,6 +15,7 @@ from slimx.rewards import choice, f1, judge, math, overlong, pattern, remote
 from slimx.rewards.shared import http
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.hook_loading import check_answers
+from slimx.runtime.answers import MAX_ANSWER
 from tests.refusals import invalid, refused
 from tests.unit.rewards.reward_stand import context, hooks_of, judged, trajectory
 
@@ -158,8 +159,8 @@ def test_overlong_refuses_a_buffer_that_does_not_fit(buffer):
 class Server:
     """Answers every POST with the next of `answers` (the last for ever): a status and a body."""
 
-    def __init__(self, *answers: tuple[int, Any]):
-        self.answers, self.asked = list(answers), []
+    def __init__(self, *answers: tuple[int, Any], location: str = ""):
+        self.answers, self.asked, self._headers = list(answers), [], {"Location": location}
 
     async def __aenter__(self) -> Server:
         app = web.Application()
@@ -177,7 +178,8 @@ class Server:
     async def _answer(self, request: web.Request) -> web.Response:
         self.asked.append((request.path, await request.json()))
         status, body = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return web.Response(status=status, text=body if isinstance(body, str) else json.dumps(body))
+        text = body if isinstance(body, str) else json.dumps(body)
+        return web.Response(status=status, text=text, headers=self._headers)
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +194,18 @@ async def test_a_remote_reward_is_asked_again_while_its_server_is_busy():
     messages = [{"role": "user", "content": "Why?"}]
     asked = {"id": "t", "prompt": messages, "text": "hi", "final_answer": "hi", "answer": "4", "metadata": {"level": 2}}
     assert server.asked[-1][1] == asked
+
+
+async def test_an_answer_of_a_reward_server_is_bounded_and_no_redirect_is_followed():
+    async with Server((200, "1" + " " * (MAX_ANSWER // 2)), (200, "1" + " " * MAX_ANSWER)) as server:
+        assert await remote.reward(context(), trajectory(), url=server.url, retries=0) == 1
+        with refused("reward.server", about=server.url) as caught:
+            await remote.reward(context(), trajectory(), url=server.url, retries=0)
+        assert str(MAX_ANSWER) in str(caught.value)
+    async with Server((200, 1)) as elsewhere, Server((307, 1), location=elsewhere.url) as server:
+        with refused("reward.server", about=server.url):
+            await remote.reward(context(), trajectory(), url=server.url)
+        assert elsewhere.asked == []
 
 
 async def test_a_remote_reward_may_have_parts():

@@ -28,16 +28,13 @@ async def serving(connections: Connections, answer: asyncio.Event | None = None)
             await answer.wait()
         return web.Response(text="here")
 
-    app = web.Application(middlewares=[connections.watched])
+    app = web.Application()
     app.router.add_get("/", handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    server = await connections.listen(runner.server, "127.0.0.1", 0)
+    server = await connections.listen(app, "127.0.0.1", 0)
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield server.port
     finally:
-        server.close()
-        await runner.cleanup()
+        await server.close()
 
 
 async def opened(port: int, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -108,6 +105,27 @@ async def test_the_connection_that_waits_longest_makes_room_and_those_that_are_a
             writer.close()
 
 
+async def test_malformed_requests_are_counted_and_one_line_a_minute_is_written(caplog):
+    connections = Connections(most=9, idle=HANGS_S)
+    async with serving(connections) as port:
+        for _ in range(9):
+            reader, writer = await opened(port, ASK + b"GET /\x00 HTTP/1.1\r\nHost: x\r\nX\r\n\r\n")
+            assert b"400 Bad Request" in await received(reader)
+            writer.close()
+    assert connections.malformed == 9
+    assert caplog.text.count("\n") == len(caplog.records) == 1
+
+
+async def test_an_error_of_the_server_is_logged_in_full(caplog):
+    answer = asyncio.Event()
+    answer.wait = None  # type: ignore[assignment, method-assign]
+    async with serving(Connections(most=9, idle=HANGS_S), answer) as port:
+        reader, writer = await opened(port, ASK)
+        assert b"500 Internal" in await received(reader)
+        writer.close()
+    assert "Traceback" in caplog.text and "TypeError" in caplog.text
+
+
 def test_a_lack_of_descriptors_is_reported_once():
     program = textwrap.dedent("""
         import asyncio
@@ -115,10 +133,8 @@ def test_a_lack_of_descriptors_is_reported_once():
         from slimx.runtime.connections import Connections
 
         async def main():
-            runner = web.AppRunner(web.Application())
-            await runner.setup()
-            server = await Connections(most=10**6, idle=600).listen(runner.server, "127.0.0.1", 0)
-            print(server.sockets[0].getsockname()[1], flush=True)
+            server = await Connections(most=10**6, idle=600).listen(web.Application(), "127.0.0.1", 0)
+            print(server.port, flush=True)
             await asyncio.to_thread(input)
             asyncio.get_running_loop().call_exception_handler({"message": "something else"})
 

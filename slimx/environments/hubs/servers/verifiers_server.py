@@ -5,8 +5,9 @@
     TOKEN=... python verifiers_server.py ENV --host 0.0.0.0 --token-env TOKEN # for other machines
 
 ENV is the table [env] of verifiers' configuration as JSON, or a file with it: {"taskset": {"id": "gsm8k-v1"}, "agent":
-{"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}. It imports nothing of slimx, which that environment
-does not have (slimx/environments/hubs/verifiers.py is the other end), and was written for verifiers 0.4."""
+{"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}. slimx/environments/hubs/verifiers.py is the other
+end. That environment does not have slimx: of the checkout that this file is in, only what needs nothing but aiohttp is
+imported. It was written for verifiers 0.4."""
 
 from __future__ import annotations
 
@@ -26,9 +27,16 @@ from aiohttp import web
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
+sys.path.append(str(Path(__file__).parents[4]))
+from slimx.runtime.connections import Connections  # noqa: E402
+
 NO_KEY = "SLIMX_HAS_NO_KEY"
 """Name of a variable that is not set: the key of no other service goes to the proxy, whose URL is the secret."""
 MAX_BODY = 64 * 2**20
+CONNECTIONS = 1024
+"""Connections that may be open at the same time; one more ends the one that has asked nothing for longest."""
+IDLE_S = 120.0
+"""Seconds that a connection may be open without a whole request's headers."""
 
 
 class Server:
@@ -92,15 +100,14 @@ async def serve(env: vf.Env, host: str, port: int, most: int, token: str | None)
     """Listen until the program is ended."""
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_post("/episode", Server(env, most, token).episode)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     async with env.serving():
-        await runner.setup()
+        connections = Connections(most=CONNECTIONS, idle=IDLE_S)
+        server = await connections.listen(app, host, port, handler_cancellation=True)
         try:
-            await web.TCPSite(runner, host, port, backlog=1024).start()
             print(f"episodes of {env.config.env_id} at http://{host}:{port}", flush=True)
             await asyncio.Event().wait()
         finally:
-            await runner.cleanup()
+            await server.close()
 
 
 def main() -> int:
