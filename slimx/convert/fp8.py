@@ -18,7 +18,7 @@ from slimx.models.files import block_fp8
 from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, scales_shape
 from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.record import NONFINITE, OP, PIECE, RULE, element_bytes
+from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
 from slimx.reshard.plan.precision import Quantisation, Rule
 
 
@@ -86,14 +86,7 @@ def _quantise(
     piece["tensor"], piece["scale_tensor"] = 0, 1
     piece["block_rows"], piece["block_cols"] = high, wide
     piece["op"], piece["rule"] = OP.QUANTISE_FP8, RULE[quantisation.rule.upper()]
-    flags = np.zeros(2, dtype=np.uint32)
-    kernel.pack(piece, bucket, np.zeros(2, dtype=np.uint64), flags, threads=1)
-    if flags[0] & NONFINITE:
-        raise SlimxError(
-            f"tensor {name} holds a value that is infinite or not a number: it cannot be quantised",
-            code="convert.nonfinite",
-            about=name,
-        )
+    kernel.pack(piece, bucket, np.zeros(2, dtype=np.uint64), np.zeros(2, dtype=np.uint32), threads=1)
     return bucket[: rows * cols].view(rows, cols), bucket[at:].view(torch.float32).view(down, across)
 
 

@@ -223,7 +223,7 @@ class Weights:
             values.copy_(reader.read(name, rect))
 
     def _windows(self, of: Mapping[str, torch.Tensor]) -> Iterator[tuple[Rect, str, torch.Tensor]]:
-        """What this rank holds of the checkpoint's tensors: each part, its tensor's name, and its place in `of`."""
+        """Yields each part of the checkpoint's tensors that this rank has, its tensor's name, and its place in `of`."""
         for held in self.held:
             local = of[held.name].detach().view(matrix(held.shape))
             for rect in held.rects:

@@ -101,7 +101,7 @@ def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(tmp_path: Path)
     tensors, name = load_file(file), "model.layers.0.mlp.experts.1.up_proj.weight"
     tensors[name][3, 5] = float("inf")
     save_file(tensors, file, metadata={"format": "pt"})
-    with refused("convert.nonfinite", about=name):
+    with refused("checkpoint.finite", about=name):
         go(run.hf_to_int4(source), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -197,7 +197,10 @@ def test_whatever_is_missed_first_ray_is_named_if_it_is_rays_end(monkeypatch, pr
     monkeypatch.setattr(lifetime, "own_processes", lambda: {"raylet": process})
     monkeypatch.setattr(lifetime, "probes", dict)
     cluster, checkpoint = SimpleNamespace(stop_deadline=HANG_S, ray_deadline=HANG_S), SimpleNamespace(grace=None)
-    config = SimpleNamespace(cluster=cluster, checkpoint=checkpoint)
+    deadlines = SimpleNamespace(rollout_deadline=HANG_S, step_deadline=HANG_S, watch_deadline=HANG_S)
+    config = SimpleNamespace(
+        cluster=cluster, checkpoint=checkpoint, rollout=deadlines, schedule=deadlines, trainer=deadlines
+    )
     with pytest.raises(PartLost) as error:
         lifetime.run_with_ray(config, "cpu", work)
     assert error.value.about == about
