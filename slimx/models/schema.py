@@ -4,7 +4,7 @@ where the file is read. Bounds are far above what published models have, and low
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,10 @@ FIELDS: Schema = {**_TEXT, "text_config": _TEXT, "vision_config": _VISION}
 """Field -> its kind, or the fields of an object."""
 
 
-def check_fields(hf: Mapping[str, Any], file: Path) -> None:
-    """Raises SlimxError for the first field of the config.json `hf`, read from `file`, whose value no model has."""
+def check_fields(hf: Mapping[str, Any], file: Path, own: Collection[str] = ()) -> None:
+    """Raises SlimxError for the first field of the config.json `hf`, read from `file`, whose value no model has; those
+    in `own` may have any."""
+    hf = {name: value for name, value in hf.items() if name not in own}
     text = hf.get("text_config")
     problem = next(_odd(hf, FIELDS), None)
     problem = problem or next(_contradictions(hf), None)
