@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.models.files.index import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,12 @@ _TEXT: Schema = {
 }
 FIELDS: Schema = {**_TEXT, "text_config": _TEXT, "vision_config": _VISION}
 """Field -> its kind, or the fields of an object."""
+
+
+def read_fields(file: Path, own: Collection[str] = ()) -> dict[str, Any]:
+    """The content of a config.json, checked by `check_fields`."""
+    check_fields(hf := read_object(file), file, own)
+    return hf
 
 
 def check_fields(hf: Mapping[str, Any], file: Path, own: Collection[str] = ()) -> None:

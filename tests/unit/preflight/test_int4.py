@@ -14,7 +14,7 @@ from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.checks import RULES, model_facts
 from tests.checkpoint_stand import QWEN3_MOE
-from tests.refusals import invalid
+from tests.refusals import invalid, refused
 from tests.unit.convert.convert_stand import QWEN3
 from tests.unit.models.gpt_oss_stand import HF as GPT_OSS
 
@@ -51,6 +51,13 @@ def test_engines_that_would_start_from_int4_are_refused(tmp_path: Path) -> None:
     assert found(tmp_path / "int4", packed, engines=[{"model": str(tmp_path / "bf16")}]) == set()
     fp8 = GROUPED | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert found(tmp_path / "fp8", fp8) == set()
+
+
+def test_an_engine_group_s_own_model_is_read_as_the_trained_one_is(tmp_path: Path) -> None:
+    found(tmp_path / "engine", GROUPED)
+    (tmp_path / "engine" / "config.json").write_text(json.dumps(GROUPED | {"quantization_config": ["int4"]}))
+    with refused("model.field", about="quantization_config"):
+        found(tmp_path / "bf16", GROUPED, engines=[{"model": str(tmp_path / "engine")}])
 
 
 def test_experts_that_the_checkpoint_stacks_have_no_int4(tmp_path: Path) -> None:
