@@ -4,12 +4,13 @@ where the file is read. Bounds are far above what published models have, and low
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.models.files.index import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +151,16 @@ FIELDS: Schema = {**_TEXT, "text_config": _TEXT, "vision_config": _VISION}
 """Field -> its kind, or the fields of an object."""
 
 
-def check_fields(hf: Mapping[str, Any], file: Path) -> None:
-    """Raises SlimxError for the first field of the config.json `hf`, read from `file`, whose value no model has."""
+def read_fields(file: Path, own: Collection[str] = ()) -> dict[str, Any]:
+    """The content of a config.json, checked by `check_fields`."""
+    check_fields(hf := read_object(file), file, own)
+    return hf
+
+
+def check_fields(hf: Mapping[str, Any], file: Path, own: Collection[str] = ()) -> None:
+    """Raises SlimxError for the first field of the config.json `hf`, read from `file`, whose value no model has; those
+    in `own` may have any."""
+    hf = {name: value for name, value in hf.items() if name not in own}
     text = hf.get("text_config")
     problem = next(_odd(hf, FIELDS), None)
     problem = problem or next(_contradictions(hf), None)

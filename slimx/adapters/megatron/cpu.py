@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 MEGATRON_CORE = "0.19.2"
 
@@ -64,6 +65,9 @@ def _served_by_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _devices() -> None:
     """Tensors asked for on 'cuda' come from the CPU (megatron.core names the device in some 200 places)."""
+    # torch.device as a context looks for its factories once, and calls them by what they are here: transformers loads
+    # models within torch.device("meta"), and buffers that are not there stay uninitialised.
+    _device_constructors()
     for name in _FACTORIES.split():
         setattr(torch, name, _served_by_cpu(getattr(torch, name)))
     for name in _METHODS.split():

@@ -227,7 +227,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
             about="trainer.megatron.mtp_num_layers",
         )
     family = _family_of(architecture, file, family)
-    check_fields(hf, file)
+    check_fields(hf, file, getattr(family, "OWN_FIELDS", ()))
     try:
         fields = Fields(hf)
         problem = family.unsupported(fields)

@@ -12,8 +12,10 @@ from slimx.errors import SlimxError
 def check_finite(values: torch.Tensor, name: str, path: Path) -> None:
     """Raises SlimxError if `values`, read of tensor `name` of the checkpoint `path`, hold NaN or an infinity.
 
-    The smallest and the largest value are NaN where any is: found several times faster than `isfinite` of all."""
-    if values.numel() and not torch.stack(values.aminmax()).isfinite().all():
+    Sums are not finite where a value is not, and of all reductions the cheapest: those of columns where values do not
+    lie together. A sum of finite values may overflow; the smallest and the largest value decide then."""
+    sums = values.sum() if values.is_contiguous() else values.sum(0)
+    if not sums.isfinite().all() and not torch.stack(values.aminmax()).isfinite().all():
         raise SlimxError(
             f"{path}: tensor {name} holds NaN or infinite values; restore the file from its source",
             code="checkpoint.finite",

@@ -25,6 +25,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
+from slimx.models.files.finite import check_finite
 from slimx.models.files.index import read_object
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -152,7 +153,9 @@ class PeftAdapters:
     def _tensor(self, module: str, letter: str) -> torch.Tensor:
         name = f"{module}.lora_{letter}.weight"
         if self._read.get(letter, ("",))[0] != name:
-            self._read[letter] = name, self._file.get_tensor(name)
+            values = self._file.get_tensor(name)
+            check_finite(values, name, self.path / TENSORS)
+            self._read[letter] = name, values
         return self._read[letter][1]
 
     def _check_tensors(self, table: Table, lora: Lora) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.config.rule import Told, rule
+from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Numerics
@@ -17,8 +19,8 @@ from slimx.errors import SlimxError
 from slimx.layout.engine_kernels import unpublishable
 from slimx.layout.ranks import engine_sizes
 from slimx.models.families import ModelSpec
-from slimx.models.files.index import read_object
 from slimx.models.flops import delta_net_layers
+from slimx.models.schema import read_fields
 from slimx.preflight.checks.layout import deep_ep_lacks
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.runtime.ports import is_own
@@ -126,12 +128,11 @@ def exchanges(rollout: Rollout, spec: ModelSpec) -> Iterator[str]:
 @rule("engines.fp8_model", about="rollout.engines.model")
 def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Iterator[str]:
     """Engines that start from bf16 weights have no place for fp8 ones. A copy that is made later is not looked at."""
-    for group in rollout.policy_engines if publish.in_fp8 else ():
-        file = Path(group.model or spec.path) / "config.json"
-        if file.is_file() and "quantization_config" not in read_object(file):
+    for group, directory, quantisation in _origins(rollout, spec) if publish.in_fp8 else ():
+        if not quantisation:
             yield (
                 f"publish.quantise={publish.quantise} sends fp8 weights, and {group.where} starts from "
-                f"{file.parent}, which is not in fp8; write a copy with `slimx convert hf-to-fp8` and name it in the "
+                f"{directory}, which is not in fp8; write a copy with `slimx convert hf-to-fp8` and name it in the "
                 "group's model"
             )
 
@@ -141,23 +142,29 @@ def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelS
     """Engines that start from INT4 have places for codes alone, and others have none. A copy that is made later is not
     looked at."""
     published = publish.quantise == "int4"
-    for group in rollout.policy_engines:
-        file = Path(group.model or spec.path) / "config.json"
-        if not file.is_file():
-            continue
-        described = read_object(file).get("quantization_config") or {}
-        starts = described.get("quant_method") == "compressed-tensors"
+    for group, directory, quantisation in _origins(rollout, spec):
+        starts = quantisation.get("quant_method") == "compressed-tensors"
         if starts and not published:
             yield (
-                f"{group.where} starts from {file.parent}, which is in INT4, and publish.quantise is "
+                f"{group.where} starts from {directory}, which is in INT4, and publish.quantise is "
                 f"{publish.quantise}; set it to int4, or write a bf16 copy (`slimx convert hf-to-megatron`, then "
                 "`megatron-to-hf`) and name it in the group's model"
             )
         if published and not starts:
             yield (
-                f"publish.quantise=int4 sends INT4 codes, and {group.where} starts from {file.parent}, which is not in "
+                f"publish.quantise=int4 sends INT4 codes, and {group.where} starts from {directory}, which is not in "
                 "INT4; write a copy with `slimx convert hf-to-int4` and name it in the group's model"
             )
+
+
+def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
+    """Groups of the policy's engines, the directory that each starts from, if it is there already, and its
+    quantization_config. Raises SlimxError for a config.json with a value that no model has."""
+    for group in rollout.policy_engines:
+        file = Path(group.model or spec.path) / "config.json"
+        if file.is_file():
+            hf = read_fields(file, getattr(spec.family, "OWN_FIELDS", ()))
+            yield group, file.parent, hf.get("quantization_config") or {}
 
 
 def external_hosts(rollout: Rollout) -> dict[str, str]:

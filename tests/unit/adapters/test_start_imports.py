@@ -64,7 +64,7 @@ def test_a_process_that_trains_nothing_imports_megatron_core_without_compiler_an
 
 
 @pytest.mark.costly
-def test_a_tokenizer_is_loaded_without_the_generation_of_text_and_a_model_with_own_code_has_it():
+def test_a_tokenizer_is_loaded_without_the_generation_of_text_and_models_complete_in_a_trainer_too(tmp_path: Path):
     script = """
 import sys
 from slimx.adapters.transformers import import_transformers
@@ -78,9 +78,19 @@ class Own(torch.nn.Module):
 own = auto_factory.add_generation_mixin_to_remote_model(Own)
 from transformers import GenerationMixin
 print(Own in own.__mro__, own.generate is GenerationMixin.generate)
+from transformers import Qwen2Config, Qwen2ForCausalLM
+sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+saved = Qwen2ForCausalLM(Qwen2Config(vocab_size=8, num_hidden_layers=1, **sizes))
+saved.save_pretrained(sys.argv[1])
+from slimx.adapters.megatron import cpu
+cpu.install()
+loaded, tokens = Qwen2ForCausalLM.from_pretrained(sys.argv[1]), torch.arange(8)[None]
+print(torch.equal(loaded.model.rotary_emb.inv_freq, saved.model.rotary_emb.inv_freq))
+print(torch.equal(loaded(tokens).logits, saved(tokens).logits))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
-    assert done.stdout.split() == ["False"] * 3 + ["True"] * 2 and done.returncode == 0, done.stderr
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["False"] * 3 + ["True"] * 4 and done.returncode == 0, done.stderr
 
 
 @pytest.mark.costly

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,3 +170,20 @@ def test_a_copy_of_the_fields_counts_as_unread():
     fields = Fields({"logit_scale": 2.0, "within": {"a": 1, "b": 2}})
     assert {**fields}["logit_scale"] == 2.0 and fields["within"]["a"] == 1
     assert [*fields.unread()] == ["logit_scale", "within.b"]
+
+
+def test_a_family_from_outside_says_which_fields_have_values_of_its_own(tmp_path: Path):
+    def unsupported(hf: dict[str, Any]) -> str | None:
+        return "num_key_value_heads by layer" if isinstance(hf["num_key_value_heads"], list) else None
+
+    family = SimpleNamespace(**{**vars(load_family("examples.mixtral")), "unsupported": unsupported})
+    hf = MIXTRAL | {"num_key_value_heads": [8, 4]}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with refused("model.field", about="num_key_value_heads"):
+        read_model(tmp_path, family=family)
+    family.OWN_FIELDS = ("num_key_value_heads",)
+    with refused("model.unsupported", about="num_key_value_heads"):
+        read_model(tmp_path, family=family)
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"vocab_size": "many"}))
+    with refused("model.field", about="vocab_size"):
+        read_model(tmp_path, family=family)

@@ -158,6 +158,16 @@ def test_adapters_that_a_run_cannot_go_on_with_are_refused(change, code, about, 
         found.check(read_model(str(qwen)).table, LORA)
 
 
+def test_adapters_that_are_not_finite_are_refused_by_their_tensor(qwen, tmp_path):
+    config, tensors = adapters()
+    name = f"{O_PROJ}.lora_B.weight"
+    tensors[name][3, 1] = float("nan")
+    found = PeftAdapters(write(tmp_path / "peft", config, tensors))
+    parts = {part.name: part for part in MegatronLayout(read_model(str(qwen)).table, Sizes()).parts()}
+    with refused("checkpoint.finite", about=name):
+        found.matrices(parts["decoder.layers.3.self_attention.linear_proj.weight"])
+
+
 def test_directories_that_hold_no_adapters_are_refused_before_a_run(qwen, tmp_path):
     def problems(path: Path) -> list[tuple[str | None, str | None]]:
         lora = {"rank": RANK, "alpha": 4, "load": str(path)}

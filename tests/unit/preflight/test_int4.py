@@ -41,7 +41,11 @@ def found(
     values = {"run": {"dir": "r"}, "model": {"path": str(folder)}, "rollout": {"prompts": "p", **rollout}}
     config = Config.model_validate({**values, "trainer": trainer or {}, "publish": publish or {}})
     facts = model_facts(config, read_model(folder)) | {"sizes": sizes_of(config.trainer)}
-    return {(b.code, b.about) for b in broken(RULES, facts) if "int4" in b.code or "qat" in b.code}
+    return {
+        (b.code, b.about)
+        for b in broken(RULES, facts)
+        if "int4" in b.code or "qat" in b.code or b.code == "model.field"
+    }
 
 
 def test_engines_that_would_start_from_int4_are_refused(tmp_path: Path) -> None:
@@ -51,6 +55,13 @@ def test_engines_that_would_start_from_int4_are_refused(tmp_path: Path) -> None:
     assert found(tmp_path / "int4", packed, engines=[{"model": str(tmp_path / "bf16")}]) == set()
     fp8 = GROUPED | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert found(tmp_path / "fp8", fp8) == set()
+
+
+def test_an_engine_group_s_own_model_is_read_as_the_trained_one_is(tmp_path: Path) -> None:
+    found(tmp_path / "engine", GROUPED)
+    (tmp_path / "engine" / "config.json").write_text(json.dumps(GROUPED | {"quantization_config": ["int4"]}))
+    broken_rules = found(tmp_path / "bf16", GROUPED, engines=[{"model": str(tmp_path / "engine")}])
+    assert broken_rules == {("model.field", "quantization_config")}
 
 
 def test_experts_that_the_checkpoint_stacks_have_no_int4(tmp_path: Path) -> None:
