@@ -143,24 +143,23 @@ READERS = [
 
 
 def seconds(function: Callable[[str], Any], shape: Shape, length: int) -> float:
-    """CPU seconds of this thread, the smaller of two tries."""
+    """CPU seconds of this thread."""
     begins, unit, ends = shape
     text = begins + unit * ((length - len(begins) - len(ends)) // len(unit)) + ends
-    took = []
-    for _ in range(2):
-        began = time.thread_time()
-        function(text)
-        took.append(time.thread_time() - began)
-    return max(min(took), FLOOR_S)
+    began = time.thread_time()
+    function(text)
+    return max(time.thread_time() - began, FLOOR_S)
 
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_readers_of_sampled_text_take_time_in_proportion_to_its_length(reader):
-    for shape in reader.shapes:
+    for shape in dict.fromkeys(reader.shapes):
         before = seconds(reader.function, shape, LENGTHS[0])
         for length in (each for each in LENGTHS[1:] if each <= reader.longest):
             now = seconds(reader.function, shape, length)
+            if now >= GROWTH * before:  # once more: a busy machine lengthens times
+                now = min(now, seconds(reader.function, shape, length))
             assert now < GROWTH * before, (shape, length, before, now)
             before = now
 
