@@ -75,6 +75,15 @@ SHAPES: dict[str, tuple[str, str, str]] = {
     "subscripts": ("", "_{a", ""),
     "quotes": ("Answer: ", '"', "A"),
     "stars": ("", "*", ""),
+    "fractions inside one another": ("", r"\frac{1}{", "}"),
+    "exponents inside one another": ("2", "^{", ""),
+    "torn brackets": (r"\boxed{", r"\left(", "}"),
+    "equations": ("", "x_1 = ", ""),
+    "signs of equality": ("1", "=", "2"),
+    "braces behind backslashes": ("", r"\{", ""),
+    "combining marks": ("a", "\u0301", "x"),
+    "letters that grow": ("", "İ", ""),
+    "roots of digits": ("", "√1", ""),
 }
 """Beginning, what is repeated, and end, which is repeated too where it closes."""
 SMALL = 20_000
