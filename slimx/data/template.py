@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 REPEATS = re.compile(r"\brange\b|\*|(?:{%[-+]? *(?:for|macro)\b[\s\S]*){2}")
-"""What a template without end has. One loop over the messages ends with them."""
+"""Matches every template that may have no end. One loop over the messages ends with them."""
 WAIT_S = 600.0
 
 

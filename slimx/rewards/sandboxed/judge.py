@@ -37,7 +37,7 @@ KNOWN = {
     **{name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")},
     "Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction",
 }  # fmt: skip
-"""What tests compare with under these names, often without an import."""
+"""Modules and functions that tests compare with under these names, often without an import."""
 
 
 class Unfit(BaseException):
