@@ -17,7 +17,7 @@ from slimx.data.prompt_files.mapping import fitting_fields, make_mapping, writte
 from slimx.data.prompt_files.rows import read_rows
 from slimx.data.prompts import KEYS, read_prompts
 from slimx.data.records import Prompt
-from slimx.data.template import check_arguments, with_template
+from slimx.data.template import check_arguments, check_ends, with_template
 from slimx.data.tokens import encode_prompt, load_tokenizer
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
@@ -115,6 +115,7 @@ def check(
     tokenizer = None
     if model is not None:
         tokenizer = load_tokenizer(model)
+        check_ends(tokenizer)
         check_arguments(tokenizer, template, "rollout.template")
         tokenizer = with_template(tokenizer, template)
         lengths = sorted(len(encode_prompt(tokenizer, prompt)) for prompt in prompts)

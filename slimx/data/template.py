@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import subprocess
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slimx.errors import SlimxError
+from slimx.runtime.children import python_argv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+REPEATS = re.compile(r"\brange\b|\*|(?:{%[-+]? *(?:for|macro)\b[\s\S]*){2}")
+"""Matches every template that may have no end. One loop over the messages ends with them."""
+WAIT_S = 600.0
+
+
+def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise SlimxError naming the tokenizer's directory if its chat template takes more time or memory for a short
+    conversation than `rendering` allows: nothing could stop it in this process."""
+    given = tokenizer.chat_template or ""
+    templates = [each for each in (given.values() if isinstance(given, dict) else [given]) if REPEATS.search(each)]
+    if not templates:
+        return
+    try:
+        command = python_argv("slimx.data.rendering")
+        done = subprocess.run(command, input=json.dumps(templates), text=True, capture_output=True, timeout=WAIT_S)
+        ends = done.returncode == 0
+    except subprocess.TimeoutExpired:
+        ends = False
+    if not ends:
+        where = tokenizer.name_or_path
+        raise SlimxError(
+            f"{where}: the chat template renders a short conversation without end; correct its loops",
+            code="template.endless",
+            about=where,
+        )
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:

@@ -11,7 +11,7 @@ from slimx.data.mixed_source import MixedSource
 from slimx.data.prompt_files.mapping import make_mapping
 from slimx.data.prompts import DataSource, PromptSource, iter_prompts, read_prompts
 from slimx.data.records import Prompt
-from slimx.data.template import check_arguments, with_template
+from slimx.data.template import check_arguments, check_ends, with_template
 from slimx.data.tokens import check_prompts, load_tokenizer
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
@@ -20,8 +20,9 @@ from slimx.models.families import ModelSpec
 
 def run_tokenizer(config: Config) -> Any:
     """The model's tokenizer, which renders with `rollout.template`. Raises SlimxError for an argument of it that the
-    chat template never reads."""
+    chat template never reads, and for a chat template that does not end."""
     tokenizer = load_tokenizer(config.model.path)
+    check_ends(tokenizer)
     check_arguments(tokenizer, config.rollout.template, "rollout.template")
     return with_template(tokenizer, config.rollout.template)
 

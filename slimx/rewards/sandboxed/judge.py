@@ -2,9 +2,9 @@
 
     stdin: what the program answers          stdout: what it is asked (`wire`)          /code/test: the test
 
-Names that the test does not define are the program's. Values of plain types are compared here, where the program cannot
-reach; its other objects stay with it, and are asked over the wire for attributes, items and results, but not whether
-they equal something.
+Names that the test does not define are the program's, but for Python's and those of modules that compare (`KNOWN`).
+Values of plain types are compared here, where the program cannot reach; its other objects stay with it, and are asked
+over the wire for attributes, items and results, but not whether they equal something.
 
 Exit status: 0 the test passed, 1 it did not, 3 the test itself cannot be run this way (the reason is on stderr).
 """
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,14 @@ FORWARDED = (
 """Methods of Python that the program's objects are asked for. Operators are not: f(2) - 4 would tell it the 4."""
 NEVER = (eval, exec, compile, __import__, open, getattr, setattr, breakpoint, input)
 """Functions that would let the program run its own code here."""
+KNOWN = {
+    **{name: name for name in ("math", "numpy", "pandas", "pytest", "scipy", "sympy", "torch")},
+    "np": "numpy", "pd": "pandas", "sp": "scipy", "approx": "pytest:approx", "isclose": "math:isclose",
+    **{name: f"numpy:{name}" for name in ("allclose", "array_equal", "array_equiv")},
+    **{name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")},
+    "Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction",
+}  # fmt: skip
+"""Modules and functions that tests compare with under these names, often without an import."""
 
 
 class Unfit(BaseException):
@@ -144,13 +154,19 @@ def _change(mine: Any, theirs: Any) -> None:
 def _scope(test: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
     """Values of the names that the test uses and does not define itself.
 
-    What it calls abs is Python's, and `math` in math.isclose(...) is Python's module, whatever the program calls so:
-    else the program could decide every comparison. Only a test of nothing else is one of the program's own abs."""
+    What it calls abs is Python's, and `np` in np.isclose(...) is numpy, whatever the program calls so: else the program
+    could decide every comparison. Only a test of nothing else is one of the program's own abs."""
     used = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} & names.keys()
     owners = {node.value.id for node in ast.walk(test) if _of_a_name(node)} & names.keys()
-    python = {name for name in names if hasattr(builtins, name)}
-    meant = {name: value for name, value in names.items() if name not in python or used == {name}}
-    return meant | {name: importlib.import_module(name) for name in owners & sys.stdlib_module_names}
+    shared = {name for name in names if hasattr(builtins, name) or name in KNOWN}
+    scope = {name: value for name, value in names.items() if name not in shared or used == {name}}
+    taken = {name: name for name in owners & sys.stdlib_module_names}
+    taken |= {name: KNOWN[name] for name in used & KNOWN.keys() - scope.keys()}
+    for name, path in taken.items():
+        scope.pop(name, None)
+        with contextlib.suppress(ImportError):  # the program cannot have it either
+            scope[name] = pkgutil.resolve_name(path)
+    return scope
 
 
 def _of_a_name(node: ast.AST) -> bool:

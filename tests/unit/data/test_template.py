@@ -10,7 +10,7 @@ import pytest
 from slimx.commands.data import rendered_lines
 from slimx.config.schema import Config
 from slimx.data.records import Prompt
-from slimx.data.template import check_arguments, with_template
+from slimx.data.template import check_arguments, check_ends, with_template
 from slimx.data.tokens import check_prompts, encode_prompt, encode_turn, rendered_text
 from slimx.orchestration.prompts import first_prompt, run_tokenizer
 from tests.refusals import refused
@@ -83,3 +83,17 @@ def test_the_first_prompt_is_shown_as_the_model_is_given_it(tmp_path):
     wrong = Config.model_validate(keys | {"rollout": rollout | {"template": {"enable_thinkng": False}}})
     with refused("template.argument", about="rollout.template.enable_thinkng"):
         run_tokenizer(wrong)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_without_end_is_refused_by_its_directory(tmp_path):
+    model = thinking()
+    model.chat_template = THINKING + "{% for m in messages %}{% for c in m.content %}{% endfor %}{% endfor %}"
+    check_ends(model)
+    model.chat_template = THINKING + "{% if tools %}" + LOOPS + "{% endif %}"
+    model.save_pretrained(tmp_path)
+    keys = {"run": {"dir": "d"}, "model": {"path": str(tmp_path)}, "rollout": {"prompts": "p.jsonl"}}
+    with refused("template.endless", about=str(tmp_path)):
+        run_tokenizer(Config.model_validate(keys))

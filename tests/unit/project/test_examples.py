@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from examples import single_turn, two_turn, varied
+from examples import single_turn, solver_judge, two_turn, varied
 from slimx.data.records import Group
 from slimx.data.tokens import encode_turn
 from slimx.rollout.hooks import RewardContext
@@ -54,6 +56,20 @@ async def test_an_answer_that_needed_the_hint_counts_half(answers, reward):
     trajectory = await two_turn.generate(context(engine), PROMPT)
     parts = await two_turn.reward(RewardContext(PROMPT, engine.tokenizer, "", False), trajectory)
     assert sum(parts.values()) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "rewards"), [("46", "1", [1, 1]), ("47", "0", [0, 1]), ("47", "1", [0, 0])]
+)
+async def test_solver_and_judge_are_rewarded_apart(answer, verdict, rewards):
+    solver, judge = (ScriptedEngine(text) for text in (answer, verdict))
+    actor, other = context(solver), context(judge)
+    other = replace(other, policy="judge", engine=replace(other.engine, policy="judge"))
+    made = await solver_judge.generate(replace(actor, policies={"actor": actor, "judge": other}), PROMPT)
+    assert spans(made[1])[0] == ("prompt", 0, f"<user>12+34={answer}=<assistant>")
+    texts = [spans(each)[1][2].removesuffix("<end>") for each in made]
+    contexts = [RewardContext(PROMPT, solver.tokenizer, text, False) for text in texts]
+    assert [await solver_judge.reward(*pair) for pair in zip(contexts, made, strict=True)] == rewards
 
 
 @pytest.mark.parametrize(

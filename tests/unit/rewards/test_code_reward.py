@@ -96,6 +96,10 @@ def test_nothing_makes_a_false_assertion_true(name):
         (WRONG + "def abs(x): return 0", "assert abs(f(2) - 4) < 1e-6"),
         (WRONG + "class math:\n  isclose = lambda *_: True", "assert math.isclose(f(2), 4)"),
         (WRONG + "import math\nmath.isclose = lambda *_: True", "assert math.isclose(f(2), 4)"),
+        (WRONG + "class np:\n  isclose = lambda *_: True", "assert np.isclose(f(2), 4)"),
+        (WRONG + "def isclose(*_): return True", "assert isclose(f(2), 4)"),
+        (WRONG + "def Counter(_): return f", "assert Counter([f(2)]) == Counter([4])"),
+        (WRONG + "class math:\n  isclose = lambda *_: True", "same = math\nassert same.isclose(f(2), 4)"),
         ("class All:\n  __contains__ = lambda *_: True\ndef f(x): return All()", "assert 4 in f(2)"),
         ("def f(g): return g('__import__(\"os\")._exit(0)')", "assert f(lambda text: len(text)) == 4"),
     ],
@@ -132,6 +136,10 @@ HONEST = {
         "try: f(1)\nexcept Bad: pass\nelse: assert False",
     ),
     "a module that it imports": ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(2) ** 2, 2)"),
+    "a counter that it imports": (
+        "from collections import Counter\ndef f(x): return Counter(x)", "assert f('aab') == Counter('baa')"
+    ),
+    "a counter of its own": ("def Counter(x): return len(x)", "assert Counter('aab') == 3"),
     "a name of Python's": ("def sum(xs): return 2 * len(xs) + 2", "assert sum([1, 2]) == 6"),
     "a subclass of dict": ("from collections import Counter as f", "assert f('aab') == {'a': 2, 'b': 1}"),
     "a program that prints and reads": ("print('hello')\ndef f(x):\n  print(x)\n  return 4", "assert f(2) == 4"),

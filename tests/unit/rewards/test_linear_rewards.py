@@ -75,6 +75,15 @@ SHAPES: dict[str, tuple[str, str, str]] = {
     "subscripts": ("", "_{a", ""),
     "quotes": ("Answer: ", '"', "A"),
     "stars": ("", "*", ""),
+    "fractions inside one another": ("", r"\frac{1}{", "}"),
+    "exponents inside one another": ("2", "^{", ""),
+    "torn brackets": (r"\boxed{", r"\left(", "}"),
+    "equations": ("", "x_1 = ", ""),
+    "signs of equality": ("1", "=", "2"),
+    "braces behind backslashes": ("", r"\{", ""),
+    "combining marks": ("a", "\u0301", "x"),
+    "letters that grow": ("", "İ", ""),
+    "roots of digits": ("", "√1", ""),
 }
 """Beginning, what is repeated, and end, which is repeated too where it closes."""
 SMALL = 20_000
@@ -99,7 +108,9 @@ def seconds(parser: Callable[[str], object], written: str) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("parser", PARSERS)
 def test_four_times_the_text_takes_less_than_eight_times_the_time(parser, shape):
-    long = min(seconds(PARSERS[parser], text(shape, 4 * SMALL)) for _ in range(2))
+    long = seconds(PARSERS[parser], text(shape, 4 * SMALL))
     if long > NOISE_S:
-        short = min(seconds(PARSERS[parser], text(shape, SMALL)) for _ in range(3))
-        assert long < 8 * max(short, NOISE_S / 8)
+        short = max(seconds(PARSERS[parser], text(shape, SMALL)), NOISE_S / 8)
+        if long >= 8 * short:  # once more: a busy machine lengthens times
+            long = seconds(PARSERS[parser], text(shape, 4 * SMALL))
+        assert long < 8 * short

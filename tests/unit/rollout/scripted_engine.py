@@ -35,6 +35,7 @@ class ScriptedEngine:
             routed_experts=None,
             cached_tokens=0,
             seconds=0.1,
+            policy=request.policy,
         )
 
 

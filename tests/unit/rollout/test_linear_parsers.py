@@ -54,13 +54,14 @@ CALLS = [
 ]
 THOUGHTS = [
     *plain("<think>", "</think>", "<think></think>", "<think>\n<tool_call>", "</think><tool_call>", "<think></think> "),
+    *plain("<think><answer>"),
     ("", "<think>", "</think>"),
     ("<tool_call>", "<think></think>", ""),
     ("", "<think></think>", "<tool_call>"),
 ]
 HARMONY = [
     *plain("<|channel|>", "<|start|>", "<|message|>", "<|call|>", "to=functions.", "<|start|>assistant to=functions.f"),
-    *plain("<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+    *plain("<|channel|>commentary to=functions.f<|message|>{}<|call|>", "<|channel|>final<|message|>", "<|"),
     ("<|channel|>commentary to=functions.", "f", ""),
     ("<|channel|>commentary to=functions.f<|message|>", "[", ""),
 ]
@@ -81,7 +82,10 @@ KIMI = [
     ("<|tool_call_begin|>", " ", ""),
     ("<|tool_call_begin|>", "f", ""),
 ]
-WORDS = plain("\n", " ", "a", "a ", "<", ">", "<a", "tool", "<tool", "[", "{", '"', "\\", "\x1b[41m", "\x1b[41m\x1b[")
+WORDS = [
+    *plain("\n", " ", "a", "a ", "<", ">", "<a", "tool", "<tool", "[", "{", '"', "\\", "\x1b[41m", "\x1b[41m\x1b["),
+    *plain("\u0301", "\u2028", "<a><b>", '{"a":[', "="),
+]
 
 
 def reader() -> AnswerReader:
@@ -129,7 +133,7 @@ READERS = [
     Reader("reasoning", split, THOUGHTS),
     Reader("stop strings", lambda text: cut(text, ["a" * 999 + "b", "###"]), WORDS),
     Reader("a message", message, CALLS[:6] + THOUGHTS[:3], 64_000),
-    Reader("a stream", streamed, [*plain("a", "#", "ab", "<answe", "é"), ("", "##", "#")], 4_000),
+    Reader("a stream", streamed, [*plain("a", "#", "ab", "<answe", "e\u0301"), ("", "##", "#")], 4_000),
     Reader("a stream of bytes", torn, plain("a"), 4_000),
     Reader("the marked answer", marked_answer, TAGS),
     Reader("the program", last_program, FENCES),
@@ -143,24 +147,23 @@ READERS = [
 
 
 def seconds(function: Callable[[str], Any], shape: Shape, length: int) -> float:
-    """CPU seconds of this thread, the smaller of two tries."""
+    """CPU seconds of this thread."""
     begins, unit, ends = shape
     text = begins + unit * ((length - len(begins) - len(ends)) // len(unit)) + ends
-    took = []
-    for _ in range(2):
-        began = time.thread_time()
-        function(text)
-        took.append(time.thread_time() - began)
-    return max(min(took), FLOOR_S)
+    began = time.thread_time()
+    function(text)
+    return max(time.thread_time() - began, FLOOR_S)
 
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_readers_of_sampled_text_take_time_in_proportion_to_its_length(reader):
-    for shape in reader.shapes:
+    for shape in dict.fromkeys(reader.shapes):
         before = seconds(reader.function, shape, LENGTHS[0])
         for length in (each for each in LENGTHS[1:] if each <= reader.longest):
             now = seconds(reader.function, shape, length)
+            if now >= GROWTH * before:  # once more: a busy machine lengthens times
+                now = min(now, seconds(reader.function, shape, length))
             assert now < GROWTH * before, (shape, length, before, now)
             before = now
 
