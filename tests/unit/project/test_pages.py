@@ -7,7 +7,6 @@ import importlib
 import json
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,12 @@ from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.data.prompts import read_prompts
 from slimx.observability.tracking.names import METRICS
-from tests.documents import LANGUAGES, PAGES, ROOT, Block, blocks, spans
-from tests.forked import Run, run_all
+from tests.documents import COMMANDS, LANGUAGES, PAGES, ROOT, Block, blocks, spans
 from tests.unit.project.page_python import AROUND, wrong_names
-from tests.unit.project.page_stand import ELSEWHERE, elsewhere, lay_out, missing, python_program, shown, try_command
+from tests.unit.project.page_stand import ELSEWHERE, elsewhere, lay_out, missing, shown, try_command
 from tools.docs import make_foreign
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-ALL = [words for page in PAGES for words in spans(page)]
-ALL += [words for page in PAGES for block in blocks(page) for words in block.commands()]
-"""Words of every command of a page."""
 BASE = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "checkpoint": {"every": 20}}
 """The run that a part of a page is added to."""
 INSIDE = {"box": "rollout.options.toolbox_options", "options": "rollout"}
@@ -106,18 +101,8 @@ def test_commands_in_the_sentences_of_a_page_can_be_typed(page: str, desk: Path)
         try_command(words, parse_only=True)
 
 
-@pytest.mark.costly
-def test_options_of_the_python_programs_that_pages_name_are_known(tmp_path: Path) -> None:
-    named = {tuple(arguments) for words in ALL if (arguments := python_program(words)) is not None}
-    runs = [Run(words, parse_only=True) for words in sorted(named) if len(words) > (2 if words[0] == "-m" else 1)]
-    done = zip(runs, run_all(runs, tmp_path, ("torch", "slimx.cli")), strict=True)
-    assert [(run.words, status, text) for run, (status, text) in done if status != 0] == []
-    found = [find_spec(words[1]) if words[0] == "-m" else (ROOT / words[0]).is_file() for words in named]
-    assert all(found), named
-
-
 def test_every_exception_occurs_in_a_page() -> None:
-    assert {elsewhere(words) for words in ALL} - {None} == ELSEWHERE.keys()
+    assert {elsewhere(words) for words in COMMANDS} - {None} == ELSEWHERE.keys()
     code = "".join(block.text for page in PAGES for block in blocks(page) if block.language == "python")
     assert [name for name in AROUND if not re.search(rf"\b{name}\b", code)] == []
 
