@@ -4,6 +4,7 @@ its commands are executed as far as they need no GPU, network or minutes, and wh
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.data.prompts import read_prompts
+from slimx.dotted import imported
 from slimx.observability.tracking.names import METRICS
 from tests.documents import COMMANDS, LANGUAGES, PAGES, ROOT, Block, blocks, spans
 from tests.unit.project.page_python import AROUND, wrong_names
@@ -27,6 +29,8 @@ BASE = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}
 """The run that a part of a page is added to."""
 INSIDE = {"box": "rollout.options.toolbox_options", "options": "rollout"}
 """Keys that a page shows without those around them, with these."""
+TOOLS, TOOLBOX = "slimx.rollout.tools.generate", "slimx.environments.terminal.toolbox.Terminal"
+"""Hook and toolbox of a part that shows toolbox_options alone."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,7 @@ def desk(made_desk: Path, monkeypatch: pytest.MonkeyPatch):
     """The directory in which a reader works."""
     monkeypatch.chdir(made_desk)
     monkeypatch.syspath_prepend(str(made_desk))
+    monkeypatch.setenv("BOXES_TOKEN", "b")
     before = set(sys.modules)
     yield made_desk
     for name in set(sys.modules) - before:
@@ -92,7 +97,19 @@ def check_part(block: Block) -> None:
                 part = {key: part}
         base = BASE if "sources" not in part.get("rollout", {}) else BASE | {"rollout": {}}
         Path("part.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(base, OmegaConf.create(part))))
-        load_config(Path("part.yaml"), [])
+        check_options(load_config(Path("part.yaml"), []))
+
+
+def check_options(config: Config) -> None:
+    """Raises TypeError or slimx's refusal unless a hook and a toolbox of slimx take their options."""
+    options = config.rollout.options
+    tools = options.get("toolbox_options", {})
+    generate = TOOLS if tools else config.rollout.generate
+    if tools or "generate" in config.rollout.model_fields_set and generate.startswith("slimx."):
+        inspect.signature(imported("rollout.generate", generate)).bind_partial(**options)
+    toolbox = options.get("toolbox", TOOLBOX)
+    if toolbox.startswith("slimx."):
+        imported("rollout.options.toolbox", toolbox)(**tools)
 
 
 @pytest.mark.parametrize("page", PAGES)
