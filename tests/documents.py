@@ -77,3 +77,8 @@ def blocks(page: str) -> list[Block]:
             name = f"{heading} {counted[heading]}"
             found.append(Block(page, name, token.info.strip(), token.content, token.map[0] + 2))
     return found
+
+
+COMMANDS = [words for page in PAGES for words in spans(page)]
+COMMANDS += [words for page in PAGES for block in blocks(page) for words in block.commands()]
+"""Words of every command of a page."""

@@ -4,10 +4,10 @@ its commands are executed as far as they need no GPU, network or minutes, and wh
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,21 +17,20 @@ from omegaconf import OmegaConf
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.data.prompts import read_prompts
+from slimx.dotted import imported
 from slimx.observability.tracking.names import METRICS
-from tests.documents import LANGUAGES, PAGES, ROOT, Block, blocks, spans
-from tests.forked import Run, run_all
+from tests.documents import COMMANDS, LANGUAGES, PAGES, ROOT, Block, blocks, spans
 from tests.unit.project.page_python import AROUND, wrong_names
-from tests.unit.project.page_stand import ELSEWHERE, elsewhere, lay_out, missing, python_program, shown, try_command
+from tests.unit.project.page_stand import ELSEWHERE, elsewhere, lay_out, missing, shown, try_command
 from tools.docs import make_foreign
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-ALL = [words for page in PAGES for words in spans(page)]
-ALL += [words for page in PAGES for block in blocks(page) for words in block.commands()]
-"""Words of every command of a page."""
 BASE = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "checkpoint": {"every": 20}}
 """The run that a part of a page is added to."""
 INSIDE = {"box": "rollout.options.toolbox_options", "options": "rollout"}
 """Keys that a page shows without those around them, with these."""
+TOOLS, TOOLBOX = "slimx.rollout.tools.generate", "slimx.environments.terminal.toolbox.Terminal"
+"""Hook and toolbox of a part that shows toolbox_options alone."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +45,7 @@ def desk(made_desk: Path, monkeypatch: pytest.MonkeyPatch):
     """The directory in which a reader works."""
     monkeypatch.chdir(made_desk)
     monkeypatch.syspath_prepend(str(made_desk))
+    monkeypatch.setenv("BOXES_TOKEN", "b")
     before = set(sys.modules)
     yield made_desk
     for name in set(sys.modules) - before:
@@ -97,7 +97,19 @@ def check_part(block: Block) -> None:
                 part = {key: part}
         base = BASE if "sources" not in part.get("rollout", {}) else BASE | {"rollout": {}}
         Path("part.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(base, OmegaConf.create(part))))
-        load_config(Path("part.yaml"), [])
+        check_options(load_config(Path("part.yaml"), []))
+
+
+def check_options(config: Config) -> None:
+    """Raises TypeError or slimx's refusal unless a hook and a toolbox of slimx take their options."""
+    options = config.rollout.options
+    tools = options.get("toolbox_options", {})
+    generate = TOOLS if tools else config.rollout.generate
+    if tools or "generate" in config.rollout.model_fields_set and generate.startswith("slimx."):
+        inspect.signature(imported("rollout.generate", generate)).bind_partial(**options)
+    toolbox = options.get("toolbox", TOOLBOX)
+    if toolbox.startswith("slimx."):
+        imported("rollout.options.toolbox", toolbox)(**tools)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -106,18 +118,8 @@ def test_commands_in_the_sentences_of_a_page_can_be_typed(page: str, desk: Path)
         try_command(words, parse_only=True)
 
 
-@pytest.mark.costly
-def test_options_of_the_python_programs_that_pages_name_are_known(tmp_path: Path) -> None:
-    named = {tuple(arguments) for words in ALL if (arguments := python_program(words)) is not None}
-    runs = [Run(words, parse_only=True) for words in sorted(named) if len(words) > (2 if words[0] == "-m" else 1)]
-    done = zip(runs, run_all(runs, tmp_path, ("torch", "slimx.cli")), strict=True)
-    assert [(run.words, status, text) for run, (status, text) in done if status != 0] == []
-    found = [find_spec(words[1]) if words[0] == "-m" else (ROOT / words[0]).is_file() for words in named]
-    assert all(found), named
-
-
 def test_every_exception_occurs_in_a_page() -> None:
-    assert {elsewhere(words) for words in ALL} - {None} == ELSEWHERE.keys()
+    assert {elsewhere(words) for words in COMMANDS} - {None} == ELSEWHERE.keys()
     code = "".join(block.text for page in PAGES for block in blocks(page) if block.language == "python")
     assert [name for name in AROUND if not re.search(rf"\b{name}\b", code)] == []
 

@@ -1,13 +1,17 @@
-"""Programs of tools/ and benchmarks/ answer wrong use, and what the machine lacks, in a sentence and exit status 2."""
+"""Programs of tools/ and benchmarks/ know the options that pages name, and answer wrong use, and what the
+machine lacks, in a sentence and exit status 2."""
 
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.documents import COMMANDS
 from tests.forked import ROOT, Run, run_all
+from tests.unit.project.page_stand import python_program
 
 pytestmark = pytest.mark.costly
 
@@ -23,7 +27,14 @@ def programs() -> list[list[str]]:
     return found
 
 
-SHARED = ("torch", "slimx.cli", "tools.quickstart.make_model")
+SHARED = (
+    "torch",
+    "slimx.orchestration.prepare",
+    "slimx.convert",
+    "slimx.rollout",
+    "slimx.cli",
+    "tools.quickstart.make_model",
+)
 """Modules that many programs import."""
 LACKING = [
     ["benchmarks/start.py", "."],  # a directory of TRL
@@ -37,7 +48,11 @@ LACKING = [
 """Commands that need what is not here: a GPU, unless the row says it."""
 
 
-def test_wrong_use_of_a_program_is_a_sentence_and_status_2(tmp_path: Path) -> None:
+def test_programs_take_the_options_of_pages_and_refuse_wrong_ones(tmp_path: Path) -> None:
+    named = {tuple(arguments) for words in COMMANDS if (arguments := python_program(words)) is not None}
+    found = [find_spec(words[1]) if words[0] == "-m" else (ROOT / words[0]).is_file() for words in named]
+    assert all(found), named
+    right = [Run(words, parse_only=True) for words in sorted(named) if len(words) > (2 if words[0] == "-m" else 1)]
     wrong = [Run([*words, "--no-such-option"], parse_only=True) for words in programs()]
     benchmarks = [words[0] for words in programs() if words[0] != "-m"]
     none = [
@@ -45,9 +60,11 @@ def test_wrong_use_of_a_program_is_a_sentence_and_status_2(tmp_path: Path) -> No
         for file in benchmarks
         for option in re.findall(r'"--(pairs|rounds|steps|window)"', (ROOT / file).read_text())
     ]
-    runs = [*wrong, *none, *(Run(words) for words in LACKING)]
+    runs = [*right, *wrong, *none, *(Run(words) for words in LACKING)]
+    done = [(run, *row) for run, row in zip(runs, run_all(runs, tmp_path, SHARED), strict=True)]
+    assert [(run.words, status, output) for run, status, output in done[: len(right)] if status != 0] == []
     assert [
         (run.words, status, output)
-        for run, (status, output) in zip(runs, run_all(runs, tmp_path, SHARED), strict=True)
+        for run, status, output in done[len(right) :]
         if status != 2 or "Traceback" in output or not output.strip()
     ] == []
