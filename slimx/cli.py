@@ -367,9 +367,7 @@ def main() -> None:
     """Run the command line. A command that fails ends in one sentence and the exit code of docs/operations.md, raised
     as SystemExit."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a terminal or a pipe need not be UTF-8, and prompts are of all letters
+        if isinstance(stream, io.TextIOWrapper):  # its encoding need not be UTF-8, and prompts are of all letters
             stream.reconfigure(errors="backslashreplace")
     search_working_directory()  # hooks are found there
     try:
@@ -397,8 +395,7 @@ def entry() -> None:
     from slimx.orchestration.lifetime.parent import supervised
     from slimx.orchestration.lifetime.watchdog import Watchdog
 
-    if sys.argv[1:2] and sys.argv[1] in WITH_RAY:
-        supervised()
+    over = supervised() if sys.argv[1:2] and sys.argv[1] in WITH_RAY else None
     status: int | str | None = 1
     try:
         main()
@@ -407,6 +404,8 @@ def entry() -> None:
         status = ended.code
         raise
     finally:
+        if over is not None:
+            over()
         Watchdog().arm(EXIT_S, status if isinstance(status, int) else int(bool(status)), None)
 
 

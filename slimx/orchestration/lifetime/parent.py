@@ -1,8 +1,9 @@
 """The parent of a driver: Ray's library ends the process that it is in, at once and with status 1, when it loses its
-raylet. The parent says so, and ends with the status by which the same command is started again.
+raylet. The parent says so, and ends with the status by which the same command is started again. A driver that a hook
+ends with 0, by os._exit, it ends with 2.
 
     launcher --signals--> parent --signals--> driver (everything else)
-                          parent <---status---
+                          parent <---status, a byte at the end of its work---
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from slimx.errors import LOST
+from slimx.errors import LOST, REFUSED
 from slimx.orchestration.lifetime.signals import HEARD
 from slimx.runtime.process import end_with_parent
 
@@ -34,16 +37,28 @@ TAIL = 65536
 """Bytes of a log that are read, at most."""
 
 
-def supervised() -> None:
-    """Go on in a child, the driver. The process itself ends when that does, and never returns from here."""
+def supervised() -> Callable[[], object]:
+    """Go on in a child, the driver; returns what it calls when its work is over, whatever its status will be. The
+    process itself ends when the driver does, and never returns from here."""
     myself = os.getpid()
+    read, write = os.pipe()
+    os.set_blocking(read, False)  # a child of the driver may keep the other end open
     signal.pthread_sigmask(signal.SIG_BLOCK, (*HEARD, signal.SIGCHLD))
     driver = os.fork()
     if driver == 0:
         end_with_parent(myself)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*HEARD, signal.SIGCHLD))
-        return
+        return partial(os.write, write, b".")
+    os.close(write)
     status, log = _wait(driver)
+    if status == 0 and not _written(read):
+        print(
+            "slimx: the driver was ended with status 0 before its work was over; take os._exit out of the hook, or the "
+            "library, that calls it",
+            file=sys.stderr,
+            flush=True,
+        )
+        status = REFUSED
     if status in ENDED and log is not None and (sentence := ended_by_ray(log)) is not None:
         print(f"slimx: {sentence}", file=sys.stderr, flush=True)
         status = LOST
@@ -53,6 +68,13 @@ def supervised() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
         os.kill(myself, -status)
     os._exit(status if status >= 0 else 128 - status)
+
+
+def _written(pipe: int) -> bool:
+    try:
+        return os.read(pipe, 1) != b""
+    except BlockingIOError:
+        return False
 
 
 def _wait(driver: int) -> tuple[int, Path | None]:

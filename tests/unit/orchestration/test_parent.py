@@ -16,7 +16,7 @@ from tests.processes import lives, wait_for
 DRIVER = """
 import os, signal, sys
 from slimx.orchestration.lifetime.parent import supervised
-supervised()
+over = supervised()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 log = open(sys.argv[1], "w", buffering=1)
 print(os.getpid(), flush=True)
@@ -50,6 +50,8 @@ ENDS = {
     "by a mistake of ours": ("sys.exit(1)", "", 1),
     "by a refusal, when Ray is lost too": ("sys.exit(2)", RAY, 2),
     "by another's abort": ("os.abort()", "", -signal.SIGABRT),
+    "by os._exit, at once": ("os._exit(0)", "", 2),
+    "by os._exit, when all is done": ("over(); os._exit(0)", "", 0),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", RAY, -signal.SIGKILL),
 }
 
@@ -65,7 +67,8 @@ def test_the_parent_ends_as_the_driver_does_unless_ray_ended_that(case: str, log
     _, told = parent.communicate(timeout=60)
     assert parent.returncode == status
     said = [line for line in told.splitlines() if line.startswith("slimx: ")]
-    assert ["runtime_env_agent" in line and str(log.parent) in line for line in said] == [True] * (status == LOST)
+    assert len(said) == (status == LOST or "at once" in case)
+    assert all("runtime_env_agent" in line and str(log.parent) in line for line in said if status == LOST)
 
 
 def test_a_killed_parent_takes_the_driver_along(log: Path) -> None:
