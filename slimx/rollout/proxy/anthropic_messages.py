@@ -14,7 +14,7 @@ from slimx.data.whole import as_whole
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.proxy.answer import AnswerReader
 from slimx.rollout.proxy.errors import ApiError
-from slimx.rollout.proxy.request import ChatRequest, Message, check_stop, overridden_by_run
+from slimx.rollout.proxy.request import ChatRequest, Message, check_stop, overridden_by_run, typed
 from slimx.rollout.proxy.tool_choice import Forced, forced_by
 from slimx.rollout.proxy.wire import AnswerWriter
 
@@ -55,17 +55,17 @@ class AnthropicMessages:
         given = {name: value for name, value in body.items() if value is not None}
         for name in sorted(given.keys() - IGNORED - CARRIED_OUT):
             raise ApiError(f"{name} is not supported by this server", code="unsupported_parameter", param=name)
-        tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(_list(given, "tools"))]
+        tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(typed(given, "tools", list, []))]
         choice, forced = _choice(given, tools)
         return ChatRequest(
             messages=_messages(given),
-            model=str(given.get("model", "")),
+            model=typed(given, "model", str, ""),
             tools=tools or None,
             calls_tools=bool(tools) and choice != "none",
             forced=forced,
             max_tokens=None if self.counts else _max_tokens(given),
             stop=_stop(given),
-            stream=bool(given.get("stream", False)),
+            stream=typed(given, "stream", bool, False),
             object_arguments=True,
             overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given),
         )
@@ -186,7 +186,7 @@ def _messages(given: dict[str, Any]) -> list[Message]:
     out: list[Message] = []
     if given.get("system"):
         out.append({"role": "system", "content": _text(given["system"], "system")})
-    asked = _list(given, "messages")
+    asked = typed(given, "messages", list, [])
     for number, message in enumerate(asked):
         out += _message(message, f"messages[{number}]")
     if not asked or out[-1]["role"] in ("system", "assistant"):
@@ -284,7 +284,7 @@ def _choice(given: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, Fo
         return choice, None
     value = given["tool_choice"]
     name = _string(value, "name", "tool_choice") if choice == "tool" else None
-    return choice, forced_by(tools, name, once=bool(value.get("disable_parallel_tool_use")))
+    return choice, forced_by(tools, name, once=typed(value, "disable_parallel_tool_use", bool, False, "tool_choice"))
 
 
 def _not_done(given: dict[str, Any]) -> tuple[str, ...]:
@@ -313,7 +313,7 @@ def _max_tokens(given: dict[str, Any]) -> int:
 
 
 def _stop(given: dict[str, Any]) -> list[str]:
-    stop = _list(given, "stop_sequences")
+    stop = typed(given, "stop_sequences", list, [])
     if not all(isinstance(text, str) and text for text in stop):
         raise ApiError("stop_sequences is a list of strings", code="invalid_value", param="stop_sequences")
     if len(stop) > STOP_SEQUENCES:
@@ -321,10 +321,3 @@ def _stop(given: dict[str, Any]) -> list[str]:
         raise ApiError(text, code="invalid_value", param="stop_sequences")
     check_stop(stop, "stop_sequences")
     return stop
-
-
-def _list(given: dict[str, Any], name: str) -> list[Any]:
-    value = given.get(name, [])
-    if not isinstance(value, list):
-        raise ApiError(f"{name} is no list", code="invalid_value", param=name)
-    return value

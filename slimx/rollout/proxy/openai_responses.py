@@ -15,7 +15,7 @@ from slimx.data.whole import as_whole
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.proxy.answer import AnswerReader
 from slimx.rollout.proxy.errors import ApiError
-from slimx.rollout.proxy.request import ChatRequest, Message, overridden_by_run, read_choice, read_message
+from slimx.rollout.proxy.request import ChatRequest, Message, overridden_by_run, read_choice, read_message, typed
 from slimx.rollout.proxy.wire import AnswerWriter
 
 IGNORED = frozenset(
@@ -79,12 +79,12 @@ class OpenaiResponses:
         calls_tools, forced = read_choice(given, tools)
         return ChatRequest(
             messages=_messages(given),
-            model=str(given.get("model", "")),
+            model=typed(given, "model", str, ""),
             tools=tools or None,
             calls_tools=bool(tools) and calls_tools,
             forced=forced,
             max_tokens=_max_tokens(given),
-            stream=bool(given.get("stream", False)),
+            stream=typed(given, "stream", bool, False),
             overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given, asked),
         )
 

@@ -57,6 +57,8 @@ CARRIED_OUT = frozenset(
 )
 MODEL_CHARACTERS = 1000
 """Characters of a model's name, at most: each chunk of an answer repeats it."""
+KINDS = {bool: "boolean", float: "number", str: "string", list: "list", dict: "object"}
+"""JSON's names of the types of fields."""
 STOP_CHARACTERS = 1000
 """Characters of a stop string, at most: each is looked for in every piece of a stream."""
 ROLES = ("system", "user", "assistant", "tool")
@@ -110,19 +112,20 @@ def read_request(body: Any, sampling: Mapping[str, Any], *, strict: bool = False
             text = f"{name} {json.dumps(given[name])} is not supported; leave it out"
             raise ApiError(text, code="unsupported_value", param=name)
     overridden = overridden_by_run(given, sampling, strict=strict)
-    tools = _list(given, "tools") or None
+    tools = typed(given, "tools", list, []) or None
+    stream_options = typed(given, "stream_options", dict, {})
     calls_tools, forced = read_choice(given, tools or [])
     return ChatRequest(
         messages=_messages(given),
-        model=str(given.get("model", "")),
+        model=typed(given, "model", str, ""),
         tools=tools,
         calls_tools=tools is not None and calls_tools,
         forced=forced,
         max_tokens=_max_tokens(given),
         stop=_stop(given),
-        stream=bool(given.get("stream", False)),
-        usage=bool(_stream_options(given).get("include_usage", False)),
-        logprobs=bool(given.get("logprobs", False)),
+        stream=typed(given, "stream", bool, False),
+        usage=typed(stream_options, "include_usage", bool, False),
+        logprobs=typed(given, "logprobs", bool, False),
         overridden=overridden,
     )
 
@@ -144,7 +147,8 @@ def read_choice(given: Mapping[str, Any], tools: list[Any]) -> tuple[bool, Force
 
 def overridden_by_run(given: Mapping[str, Any], sampling: Mapping[str, Any], *, strict: bool) -> tuple[str, ...]:
     """Parameters of `RUN` that a request gives otherwise than the run samples; with `strict` ApiError for the first."""
-    overridden = tuple(name for name in RUN if given.get(name, sampling.get(name, 1.0)) != sampling.get(name, 1.0))
+    asked = {name: typed(given, name, float, sampling.get(name, 1.0)) for name in RUN}
+    overridden = tuple(name for name in RUN if asked[name] != sampling.get(name, 1.0))
     if strict and overridden:
         name = overridden[0]
         text = f"{name} {given[name]} is not the run's {sampling.get(name, 1.0)}; leave it out"
@@ -153,7 +157,10 @@ def overridden_by_run(given: Mapping[str, Any], sampling: Mapping[str, Any], *, 
 
 
 def _messages(given: dict[str, Any]) -> list[Message]:
-    messages = [read_message(message, f"messages[{number}]") for number, message in enumerate(_list(given, "messages"))]
+    messages = [
+        read_message(message, f"messages[{number}]")
+        for number, message in enumerate(typed(given, "messages", list, []))
+    ]
     if not messages or messages[-1]["role"] == "assistant":
         text = "messages must end with a message that the assistant answers"
         raise ApiError(text, code="invalid_value", param="messages")
@@ -169,13 +176,9 @@ def read_message(message: Any, where: str = "the message") -> Message:
         raise ApiError(text, code="invalid_value", param=f"{where}.role")
     out: Message = {"role": role, "content": _text(message.get("content"), where)}
     for name in ("name", "tool_call_id"):
-        if message.get(name):
-            out[name] = str(message[name])
-    if message.get("tool_calls"):
-        calls = message["tool_calls"]
-        if not isinstance(calls, list):
-            text = f"{where}.tool_calls is no list"
-            raise ApiError(text, code="invalid_value", param=f"{where}.tool_calls")
+        if value := typed(message, name, str, "", where):
+            out[name] = value
+    if calls := typed(message, "tool_calls", list, [], where):
         out["tool_calls"] = [_tool_call(call, where) for call in calls]
     return out
 
@@ -188,7 +191,7 @@ def _text(content: Any, where: str) -> str:
         kind = wrong[0].get("type") if isinstance(wrong[0], dict) else type(wrong[0]).__name__
         text = f"{where} has content of type {kind}; only text is supported"
         raise ApiError(text, code="unsupported_value", param=f"{where}.content")
-    return "".join(str(part.get("text", "")) for part in parts)
+    return "".join(typed(part, "text", str, "", f"{where}.content") for part in parts)
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -231,13 +234,6 @@ def check_stop(stop: list[str], param: str) -> None:
         raise ApiError(text, code="invalid_value", param=param)
 
 
-def _stream_options(given: dict[str, Any]) -> dict[str, Any]:
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise ApiError("stream_options is no object", code="invalid_value", param="stream_options")
-    return options
-
-
 def parts(request: ChatRequest) -> int:
     """Messages, calls and tools of a request, of which each takes a token at least."""
     calls = sum(len(message.get("tool_calls", ())) for message in request.messages)
@@ -253,8 +249,13 @@ def characters(request: ChatRequest) -> int:
     ) + sum(len(str(tool)) for tool in request.tools or ())
 
 
-def _list(given: dict[str, Any], name: str) -> list[Any]:
-    value = given.get(name, [])
-    if not isinstance(value, list):
-        raise ApiError(f"{name} is no list", code="invalid_value", param=name)
+def typed[T](given: Mapping[str, Any], name: str, kind: type[T], default: T, where: str = "") -> T:
+    """Returns field `name` of the object at `where`, or `default` where it is missing or null. Raises ApiError for a
+    value that is no `kind`."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if not (isinstance(value, kind) or (kind is float and type(value) is int)):
+        field = f"{where}.{name}" if where else name
+        raise ApiError(f"{field} is no {KINDS[kind]}", code="invalid_value", param=field)
     return value

@@ -91,6 +91,27 @@ async def test_a_tool_call_of_wrong_types_is_refused():
     assert [status for status, _ in found] == [400] * len(bodies)
 
 
+async def test_a_field_of_another_type_is_refused():
+    chat, responses = {"model": "m", "messages": USER}, {"model": "m", "input": "1"}
+    messages = {**chat, "max_tokens": 9}
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {**chat, "stream": "x"}),
+        ("chat/completions", {**chat, "logprobs": {}}),
+        ("chat/completions", {**chat, "model": 5}),
+        ("chat/completions", {**chat, "stream": True, "stream_options": {"include_usage": "x"}}),
+        ("chat/completions", {**chat, "temperature": "x"}),
+        ("chat/completions", {**chat, "messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}),
+        ("chat/completions", {**chat, "messages": [{"role": "user", "content": "", "name": 5}]}),
+        ("chat/completions", {**chat, "messages": [{"role": "user", "content": "", "tool_calls": {}}]}),
+        ("responses", {**responses, "stream": "x"}),
+        ("responses", {**responses, "temperature": []}),
+        ("messages", {**messages, "stream": 1}),
+        ("messages", {**messages, "top_p": "x"}),
+    ]
+    found = await statuses([(path, json.dumps(body).encode(), ()) for path, body in wrong])
+    assert [status for status, _ in found] == [400] * len(wrong)
+
+
 async def test_a_grammar_is_not_made_in_the_event_loop():
     """The import of xgrammar takes seconds, during which no other agent would be answered."""
     threads = []
