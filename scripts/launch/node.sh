@@ -89,7 +89,15 @@ be_head() {
   finish "$status"
 }
 
-joined_or_asked() { [[ -e $JOB_DIR/asked ]] || has_nodes "$1" "$NODES"; }
+joined_or_asked() {
+  ! gone "$ray_pid" || finish_without_ray
+  [[ -e $JOB_DIR/asked ]] || has_nodes "$1" "$NODES"
+}
+
+finish_without_ray() {
+  log "Ray ended on this node: $(tail -n 3 "$JOB_DIR/ray-$NODE_NAME.log")"
+  finish 1
+}
 
 # Do what is asked in the job's directory.
 heed() {
@@ -110,7 +118,7 @@ finish() {
 }
 
 head_or_end() {
-  ! gone "$ray_pid" || die "Ray did not start: $(tail -n 3 "$JOB_DIR/ray-$NODE_NAME.log")"
+  ! gone "$ray_pid" || finish_without_ray
   port_open "$@"
 }
 

@@ -11,8 +11,8 @@ from tests.integration.runs import steps, write_config
 STEPS = 4
 ROWS = 8
 """Trajectories of a step."""
-UNCHECKED = {"interval": 3600}
-"""`rollout.health` of runs that are compared bit for bit: a check is a request too, and in one batch with a rollout's
+UNCHECKED = {"health": {"interval": 3600, "threshold": 1}, "request_deadline": 4000}
+"""Keys of `rollout` for runs that are compared bit for bit: a check is a request too, and in one batch with a rollout's
 it may change the last bit of its logits."""
 PPO = {"name": "ppo", "gae_lambda": 0.95, "reference": True, "kl_reward_coef": 0.05, "reference_refresh": 2}
 CRITIC = {"optimizer": {"lr": 5e-3}, "warmup_steps": 1}
@@ -55,7 +55,7 @@ def recording_config(
                 "generate": "tests.integration.hooks.recording",
                 "concurrency": concurrency,
                 "max_rollouts": concurrency,  # so that one that waits for `go` holds up the others
-                "health": UNCHECKED,
+                **UNCHECKED,
             },
             **sections,
         },

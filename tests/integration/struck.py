@@ -119,7 +119,7 @@ class Struck:
 def config_of(directory: Path, model: Path, task: Path, *, count: int, replaced: int, **sections: Any) -> Path:
     """A run that is the same every time: one rollout at a time. `sections` are merged in."""
     directory.mkdir()
-    rollout = {"prompts": str(task / "train.jsonl"), "concurrency": 1, "max_rollouts": 1, "health": UNCHECKED}
+    rollout = {"prompts": str(task / "train.jsonl"), "concurrency": 1, "max_rollouts": 1, **UNCHECKED}
     own: dict[str, dict[str, Any]] = {
         "schedule": {"steps": count},
         "checkpoint": {"every": 3},

@@ -168,7 +168,8 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             trainers.at_bucket = lambda bucket: os.kill(victim, signal.SIGSTOP) if bucket == 2 else None
             stand.publisher.step_deadline_s = 8
             done = await stand.publish(3, "bucket")
-            assert done.lost == ["actor-1"] and done.engines["actor-1"].error.code == "engine.silent"
+            # Whichever comes first: the step's deadline, or its guard, which ends a tree with a stopped process.
+            assert done.lost == ["actor-1"] and done.engines["actor-1"].error.code in ("engine.silent", "engine.lost")
             assert done.engines["actor-0"].tensors == len(tiny_weights)
             assert await stand.registered() == {first.url}
 

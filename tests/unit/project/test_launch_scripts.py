@@ -205,6 +205,38 @@ def test_a_node_without_a_first_node_gives_up_at_the_deadline_and_leaves_nothing
     assert set(Path("/tmp").glob("slimx-ray.*")) <= before
 
 
+RAY = """#!/bin/bash
+[[ $1 == start ]] || exit 1  # status: no node has joined
+for argument; do [[ $argument != --port=* ]] || port=${{argument#*=}}; done
+{python} -c "
+import socket, time
+listener = socket.create_server(('127.0.0.2', $port))
+time.sleep({seconds})"
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 2], ids=["before its port is open", "before the others have joined"])
+def test_a_first_node_whose_ray_ends_does_not_wait_for_the_others(tmp_path, seconds):
+    programs, job = tmp_path / "venv/bin", tmp_path / "job"
+    programs.mkdir(parents=True)
+    for name, text in (("ray", RAY), ("python", '#!/bin/bash\nexec {python} "$@"\n')):
+        (programs / name).write_text(text.format(python=sys.executable, seconds=seconds))
+        (programs / name).chmod(0o755)
+    job.mkdir()
+    began = time.monotonic()
+    done = launch(
+        "node.sh",
+        "x.yaml",
+        NODE_RANK="0",
+        NODES="2",
+        JOB_DIR=str(job),
+        SLIMX_JOIN_S="600",
+        SLIMX_VENV=str(programs.parent),
+    )
+    assert done.returncode == 1 and time.monotonic() - began < 300, done.stderr
+    assert (job / "over").read_text() == "1\n" and not (job / "token").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.integration
 def test_a_first_node_to_which_the_others_do_not_come_says_how_many_did_and_ends_its_ray(tmp_path):
