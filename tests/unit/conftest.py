@@ -80,3 +80,16 @@ def no_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def unawaited(recwarn: pytest.WarningsRecorder) -> Callable[[], list[str]]:
+    """Returns a function that lists the coroutines that this test has left without an `await`."""
+    gc.collect()  # garbage of other tests may warn, too
+    recwarn.clear()
+
+    def found() -> list[str]:
+        gc.collect()
+        return [str(one.message) for one in recwarn.list if "was never awaited" in str(one.message)]
+
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +189,7 @@ async def test_colocated_engines_start_on_devices_that_trainers_have_left(tmp_pa
         assert parts.done == ["trainers", "engines", "trainers done", "engines done"]
 
 
-async def test_a_start_that_is_refused_leaves_no_part_half_begun(tmp_path, recwarn):
+async def test_a_start_that_is_refused_leaves_no_part_half_begun(tmp_path, unawaited):
     def place(shared: list[str]) -> dict[str, Any]:
         raise SlimxError("no place", code="place")
 
@@ -198,8 +197,7 @@ async def test_a_start_that_is_refused_leaves_no_part_half_begun(tmp_path, recwa
     parts.place = place
     with refused("place"):
         await session.start_parts(config_of(tmp_path), {"actor": parts}, None, parts, asyncio.sleep)
-    gc.collect()
-    assert not recwarn.list and not parts.done
+    assert unawaited() == [] and not parts.done
 
 
 @pytest.mark.parametrize(
