@@ -75,7 +75,7 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
         said = quoted(log, end := log_end(log))
-        if not end:  # a process that never came to print died of what Ray was told last
+        if not end:  # the process died before it printed anything: Ray alone knows of what
             said += _SILENT if _UNKNOWN in str(error) else f"; Ray says: {_last_line(error)}"
         out: SlimxError = ActorDied(f"{holder} died during {what}; {said}", code="actor.died", about=holder)
     else:

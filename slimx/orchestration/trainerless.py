@@ -46,7 +46,7 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     for group in config.rollout.engines:
         if not group.frozen and group.urls:
             raise SlimxError(
-                f"rollout.engines group {group.name} has urls: nobody knows what weights those servers hold; let slimx "
+                f"rollout.engines group {group.name} has urls, and the weights of those servers are unknown; let slimx "
                 "start the engines (count)",
                 code="engines.urls",
                 about=group.name,
@@ -59,6 +59,6 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"engines": tuple(groups)}),
-            "schedule": config.schedule.model_copy(update={"colocate": False}),  # there is nobody to take turns with
+            "schedule": config.schedule.model_copy(update={"colocate": False}),  # with trainers
         }
     )

@@ -68,13 +68,8 @@ class Connections:
         if (now := time.monotonic()) < self._report_at:
             return False
         self._report_at = now + REPORT_S
-        record.msg, record.args = (
-            "%d malformed HTTP requests so far, the last: %.200r",
-            (
-                self.malformed,
-                str(record.exc_info[1]),
-            ),
-        )
+        record.msg = "%d malformed HTTP requests so far, the last: %.200r"
+        record.args = (self.malformed, str(record.exc_info[1]))
         record.exc_info = None
         return True
 

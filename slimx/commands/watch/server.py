@@ -61,7 +61,7 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
             code="watch.port",
             about="--port",
         ) from None
-    listener.listen()  # whoever opens the address at once waits
+    listener.listen()  # a browser that opens the address at once waits
     shown = f"[{host}]" if ":" in host else host
     say(f"http://{shown}:{listener.getsockname()[1]}/?token={token}")
     uvicorn.Server(config).run(sockets=[listener])

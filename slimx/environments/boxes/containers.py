@@ -75,7 +75,7 @@ class ContainerBox:
     ):
         """`source`: name of an image that the engine has, or a path. `host_usr`: the box reads this machine's /usr.
         `image_mib`: size of a path at most, and with `Limits.disk_mib` that of a snapshot. `user`: of its programs, as
-        UID:GID; None: the image's own, nobody where it began as a path. Raises BoxRefusal for an image that is not
+        UID:GID; None: the image's, or 65534 where it began as a path. Raises BoxRefusal for an image that is not
         there or has volumes, BoxLost if the engine fails."""
         self.limits, self._engine = limits or Limits(), engine
         self._largest = (image_mib + self.limits.disk_mib) * MIB

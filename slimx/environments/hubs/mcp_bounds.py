@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-MAX_ANSWER = 16 * 2**20
-"""Bytes of one answer of a server."""
+from slimx.runtime.answers import MAX_ANSWER
+
 MAX_STDERR = 2_000
 """Bytes that are kept of the end of what a server wrote to its standard error."""
 

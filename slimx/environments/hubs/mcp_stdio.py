@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from slimx.environments.hubs.mcp_bounds import MAX_ANSWER, Stderr
+from slimx.environments.hubs.mcp_bounds import Stderr
+from slimx.runtime.answers import MAX_ANSWER
 
 END_S = 2.0
 """Seconds that a server has to leave, and again after SIGTERM and SIGKILL."""
@@ -80,7 +81,7 @@ async def _send(process: asyncio.subprocess.Process, sent: Any, received: Any) -
                 process.stdin.write(f"{line}\n".encode(errors="replace"))
                 await process.stdin.drain()
             return
-    received.close()  # nobody reads what is sent: no answer comes
+    received.close()  # the server reads no more: no answer comes
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -216,8 +216,8 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     """Read `path`/config.json, for a model with `mtp_layers` layers of multi-token prediction.
 
     `family`: None for the one that config.json's architecture belongs to. Raises SlimxError for a missing directory, an
-    unknown family, a field with a value that no model has, that is unsupported or that nobody reads, or layers that are
-    not there."""
+    unknown family, a field with a value that no model has, that is unsupported or that no family reads, or layers
+    that are not there."""
     file = Path(path) / "config.json"
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:

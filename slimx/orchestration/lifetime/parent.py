@@ -19,6 +19,7 @@ from pathlib import Path
 
 from slimx.errors import LOST, REFUSED
 from slimx.orchestration.lifetime.signals import HEARD
+from slimx.runtime.logs import log_end
 from slimx.runtime.process import end_with_parent
 
 LOOK_S = 2.0
@@ -33,8 +34,8 @@ WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check fail
 """Last words of ray 2.60's library in that log."""
 AGENT = re.compile(r"agent_name = (\w+)")
 """Name of the agent for whose death a raylet ended itself, in its log."""
-TAIL = 65536
-"""Bytes of a log that are read, at most."""
+RAYLET_LINES = 1000
+"""Lines of a raylet's log that are searched for it, at most: its workers may end after the agent."""
 
 
 def supervised() -> Callable[[], object]:
@@ -104,20 +105,11 @@ def _log_of(driver: int) -> Path | None:
 
 def ended_by_ray(log: Path) -> str | None:
     """A sentence that names the lost part, if the last lines of `log` say that Ray's library ended its process."""
-    if not WORDS.search("\n".join(_tail(log).splitlines()[-20:])):
+    if not WORDS.search(log_end(log)):
         return None
-    agents = AGENT.findall(_tail(log.with_name("raylet.out")))
+    agents = AGENT.findall(log_end(log.with_name("raylet.out"), RAYLET_LINES))
     lost = f"Ray's {agents[-1]} is lost, and Ray's raylet with it" if agents else "Ray's raylet is lost"
     return (
         f"{lost}, for which Ray's library has ended this process; the logs in {log.parent} say why, and the same "
         "command goes on from the newest checkpoint"
     )
-
-
-def _tail(file: Path) -> str:
-    try:
-        with file.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
-            return log.read().decode(errors="replace")
-    except OSError:
-        return ""

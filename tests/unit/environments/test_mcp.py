@@ -15,12 +15,13 @@ import pytest
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.hubs.mcp import McpTools
-from slimx.environments.hubs.mcp_bounds import MAX_ANSWER, MAX_STDERR
+from slimx.environments.hubs.mcp_bounds import MAX_STDERR
 from slimx.environments.toolbox import ToolsLost
 from slimx.errors import SlimxError
 from slimx.rollout import tools
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
+from slimx.runtime.answers import MAX_ANSWER
 from tests.needed import need_package
 from tests.refusals import refused
 from tests.unit.environments.calls import calling

@@ -233,7 +233,7 @@ def test_an_address_that_is_none_is_refused_before_the_run(url):
 
 
 def test_the_server_needs_nothing_that_its_environment_lacks():
-    """Of slimx it imports one module, which itself needs aiohttp alone."""
+    """Imports `slimx.runtime.connections` alone of slimx, which needs nothing but aiohttp."""
     assert re.findall(r"(?:import|from) (slimx\S*)", SERVER.read_text()) == ["slimx.runtime.connections"]
     program = "import sys, slimx.runtime.connections; print(*(n for n in sys.modules if n.startswith('slimx')))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ import pytest
 
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.errors import LOST, REFUSED, DeadlineError, PartLost, SlimxError
+from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import single_turn
 from slimx.rollout.client.sending import REQUEST
 from slimx.rollout.flow.reward_pool import RewardPool
@@ -356,17 +356,6 @@ async def test_more_failures_than_the_share_stop_the_run_with_the_numbers_and_th
     text = str(caught.value)
     assert numbers(text)[:3] == [2, 0.25, 4], "groups that failed, the share, and groups of a step"
     assert "generate failed: slimx.rollout.single_turn.generate" in text and "ValueError: ticket g2" in text
-
-
-@pytest.mark.parametrize("also", [None, ValueError("no tool")])
-async def test_a_step_whose_failures_are_all_deadlines_of_engines_may_be_started_again(also: Exception | None):
-    async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-        raise also if also and ctx.group_id == "g0" else DeadlineError(REQUEST, 600, "http://router")
-
-    async with Stand(config_of(max_failed_share=0.25), generate=generate) as stand:
-        with refused("rollout.failed", about="rollout.max_failed_share", kind=SlimxError if also else PartLost) as told:
-            await stand.next_batch()
-    assert told.value.status == (REFUSED if also else LOST)
 
 
 async def test_failures_within_the_share_of_each_step_do_not_add_up_over_steps():
