@@ -271,9 +271,9 @@ def test_a_restarted_page_has_the_same_token_which_its_user_alone_can_read(run, 
         printed: list[str] = []
         for _ in range(2):
             serve(run, "127.0.0.1", 0, printed.append)
-        (file,) = Path(temporary).glob("slimx-*/watch-token")
+            (file,) = Path(temporary).glob("slimx-*/watch-token")
+            assert file.stat().st_mode & 0o777 == 0o600
         assert {address.partition("?token=")[2] for address in printed} == {file.read_text()}
-        assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_no_run_and_a_port_that_is_taken_are_refused(run, tmp_path):
