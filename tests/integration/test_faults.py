@@ -168,8 +168,9 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             trainers.at_bucket = lambda bucket: os.kill(victim, signal.SIGSTOP) if bucket == 2 else None
             stand.publisher.step_deadline_s = 8
             done = await stand.publish(3, "bucket")
-            # Whichever comes first: the step's deadline, or its guard, which ends a tree with a stopped process.
-            assert done.lost == ["actor-1"] and done.engines["actor-1"].error.code in ("engine.silent", "engine.lost")
+            # The step's deadline passes, or its guard ends the tree first, which two watches may see.
+            assert done.lost == ["actor-1"]
+            assert done.engines["actor-1"].error.code in ("engine.silent", "engine.lost", "engine.ended")
             assert done.engines["actor-0"].tensors == len(tiny_weights)
             assert await stand.registered() == {first.url}
 
