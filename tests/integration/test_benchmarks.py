@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 CHEAP = {
     "delta_rule": "--tokens 32 --heads 2 --size 16 --cut 10 --requests 2",
     "exact_cuda": "",
-    "logprobs": "--tokens 64 --vocabulary 256 --hidden 32 --rounds 1 --chunks 16",
+    "logprobs": "--tokens 1024 --vocabulary 2048 --hidden 32 --rounds 1 --chunks 16",
     "numerics": "--hidden 64 --layers 1 --rounds 1",
     "publish_delta": "--steps 1 --warm 0 --rates 1e-6 --layers 1 --rows 1 --length 16 --disk disk",
     "reshard": "--experts 2 --rounds 1 --threads 1",
