@@ -84,7 +84,8 @@ class TrainProcess:
         self.output = config.with_name(f"out-{self.mark[:8]}.log")
         with self.output.open("wb") as log:
             self.process = subprocess.Popen(
-                [*program, "train", str(config), *overrides],
+                # A test that fails before it ends its run leaves it to the end of the tests' process.
+                ["setpriv", "--pdeathsig", "TERM", *program, "train", str(config), *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
