@@ -36,14 +36,15 @@ def for_key(model: type[BaseModel], path: Sequence[str | int], value: Any, *, ov
     close = [plain[_plain(last)]] if _plain(last) in plain else difflib.get_close_matches(last, siblings, 1, 0.8)
     if close:
         return f"did you mean {'.'.join([*section, close[0]])}?"
-    near = _ending(model, path)
+    near = [key for key in _ending(model, path) if not isinstance(value, dict) or _is_mapping(model, key)]
     if within := [key for key in near if section and key.startswith(f"{section[0]}.")]:
         return _keys(model, within, text, override=override, path=path)
     if (found := meaning(FLAGS, last, text)) is not None:
         return answer(found)
     if near:
         return _keys(model, near, text, override=override, path=path)
-    if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.5 if section else 0.7):
+    close = [key for key in siblings if min(len(key), len(last)) > 2 and (key.startswith(last) or last.startswith(key))]
+    if close := close[:1] or difflib.get_close_matches(last, siblings, n=1, cutoff=0.5 if section else 0.7):
         return f"did you mean {'.'.join([*section, close[0]])}?"
     return f"known keys: {', '.join(siblings)}"
 
@@ -184,6 +185,13 @@ def _models(annotation: Any, listed: bool = False) -> Iterator[tuple[type[BaseMo
 def _is_list(annotation: Any) -> bool:
     origin = typing.get_origin(annotation)
     return origin in (tuple, list) or (origin is not dict and any(map(_is_list, typing.get_args(annotation))))
+
+
+def _is_mapping(model: type[BaseModel], key: str) -> bool:
+    field = field_at(model, key.split("."))
+    return field is not None and any(
+        typing.get_origin(part) is dict for part in (field.annotation, *typing.get_args(field.annotation))
+    )
 
 
 def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:

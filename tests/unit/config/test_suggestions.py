@@ -82,6 +82,19 @@ def test_an_override_is_told_the_override_to_write(tmp_path, override, told):
     assert told in str(caught.value) and repr(override) in str(caught.value) and "run.yaml" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("override", "meant"), [("evaluate.every=3", "eval"), ("train.lr=1", "trainer")])
+def test_the_start_or_an_extension_of_a_name_means_that_name(tmp_path, override, meant):
+    with refused("config.unknown_key", about=override.partition(".")[0]) as caught:
+        load_config(written(tmp_path), [override])
+    assert f"did you mean {meant}?" in str(caught.value)
+
+
+def test_a_section_is_not_suggested_as_the_value_of_a_number(tmp_path):
+    with refused("config.unknown_key", about="data") as caught:
+        load_config(written(tmp_path), ["data.train=/prompts.jsonl"])
+    assert "trainer.data" not in str(caught.value)
+
+
 def test_a_key_in_the_file_is_told_the_line_to_write_and_blamed_on_the_file(tmp_path):
     file = written(tmp_path, trainer={"lr": 0.5}, data={"train_batch_size": 64})
     with refused("config.unknown_key") as caught:
