@@ -35,15 +35,14 @@ import waiting_sides as sides
 from machine import surroundings
 from quantities import positive, positive_float
 from rollout_buffer import InOrder
-from waiting_engine import Engine, QuietLoop, message
+from waiting_engine import Engine, QuietLoop
 
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.data.records import Prompt
 from slimx.orchestration.lifetime.heap import settled_heap
-from slimx.rollout.client.completion import Completion, ModelShape
+from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
-from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
@@ -115,14 +114,6 @@ async def lag() -> AsyncIterator[list[float]]:
         await asyncio.wait({watching})
 
 
-class Client(GenerationClient):
-    """slimx's client, whose messages are counted as under way."""
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        async with message():
-            return await super().generate(request)
-
-
 class Stand:
     """A run's manager on its client and proxy, with one of `sides.HOOKS`."""
 
@@ -130,8 +121,7 @@ class Stand:
         """`prompt`: its tokens."""
         self.config, self.side = config, side
         tokenizer = sides.tokenizer()
-        # An agent counts its own messages, which the client's are a part of.
-        self.client = (GenerationClient if side == "agent" else Client)(url, ModelShape(vocab_size=2000), 3600.0)
+        self.client = GenerationClient(url, ModelShape(vocab_size=2000), 3600.0)
         self.proxy = ChatProxy(context=2**20)
         self.late: list[float] = []
         """Seconds after its deadline, of each rollout that was ended."""

@@ -6,31 +6,42 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from aiohttp import web
+
+T = TypeVar("T")
 
 
 class QuietLoop(asyncio.SelectorEventLoop):
     """An event loop as on a core of its own: its clock counts the CPU time of this process, and jumps to the next timer
-    where there is nothing to do. It does not jump while bytes are under way between sockets, all of which have both of
-    their ends here."""
+    where there is nothing to do: no thread works, and no socket can be read or written. All sockets have both of their
+    ends in this process, so that nothing comes later."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.under_way = 0
-        """Messages that were sent and not yet read."""
-        self._jumped = 0.0
+        self._jumped, self._calls = 0.0, 0
 
     def time(self) -> float:
         return self._jumped + time.process_time()
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        self._calls += 1
+        future = super().run_in_executor(executor, func, *args)
+        future.add_done_callback(self._returned)
+        return future
+
+    def _returned(self, _: asyncio.Future[Any]) -> None:
+        self._calls -= 1
 
     def _run_once(self) -> None:
         while self._scheduled and self._scheduled[0].cancelled():  # no time passes for these
             self._timer_cancelled_count -= 1
             heapq.heappop(self._scheduled)._scheduled = False
-        if not self._ready and self.under_way <= 0 and self._scheduled:
+        if not self._ready and not self._calls and self._scheduled and not self._selector.select(0):
             self._jumped += max(0.0, self._scheduled[0].when() - self.time())
         super()._run_once()
 
@@ -53,7 +64,6 @@ class Engine:
         """The answer, once a slot has sampled it; whoever goes away takes the slot along."""
         loop = asyncio.get_running_loop()
         body = await request.json()
-        loop.under_way -= 1
         ends = max(loop.time(), heapq.heappop(self._free)) + self._seconds
         heapq.heappush(self._free, ends)
         self.open += 1
@@ -61,7 +71,6 @@ class Engine:
             await asyncio.sleep(ends - loop.time())
         finally:
             self.open -= 1
-            loop.under_way += 1
         self.done += 1
         meta = {
             "output_token_logprobs": self._entries,
@@ -83,14 +92,3 @@ class Engine:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()
-
-
-@asynccontextmanager
-async def message() -> AsyncIterator[None]:
-    """A request from when it is sent until its answer is read, but for the time that it is with the engine."""
-    loop = asyncio.get_running_loop()
-    loop.under_way += 1
-    try:
-        yield
-    finally:
-        loop.under_way -= 1

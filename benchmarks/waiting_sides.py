@@ -20,7 +20,6 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
-from waiting_engine import message
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.toolbox import ToolResult
@@ -153,7 +152,7 @@ async def solve(base_url: str, prompt: Prompt) -> None:
     messages, wait = list(prompt.messages or []), PLAN.waits(hash(base_url))
     for _ in range(PLAN.turns):
         asked = {"model": "policy", "messages": messages}
-        async with message(), CLIENT[0].post(f"{base_url}/chat/completions", json=asked) as response:
+        async with CLIENT[0].post(f"{base_url}/chat/completions", json=asked) as response:
             response.raise_for_status()
             said = (await response.json())["choices"][0]["message"]
         await wait()
@@ -184,7 +183,6 @@ async def plain(
         headers = {"Content-Type": "application/json"}
         async with (
             places,
-            message(),
             session.post(f"{url}/generate", data=json.dumps(body), headers=headers) as response,
         ):
             response.raise_for_status()
