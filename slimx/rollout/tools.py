@@ -241,6 +241,7 @@ class _Talk:
                 self._insert([{"role": "user", "content": UNREADABLE}])
                 continue
             in_a_row = 0
+            del before, completion, ids  # thousands of rollouts wait for their tools: lists have 40 bytes a token
             calls = written(found.calls, turn)
             self.messages.append({"role": "assistant", "content": found.text, "tool_calls": calls})
             if self.count.calls + len(calls) > self.limits.calls:
