@@ -156,6 +156,10 @@ class EngineControl:
         """Forget all KV. SGLang refuses while requests run; paused by `retract` it accepts."""
         await self._call("POST", "/flush_cache")
 
+    async def freeze_gc(self) -> None:
+        """Have garbage collections leave out what a start has made: on a CPU each `flush_cache` is a full one."""
+        await self._call("POST", "/freeze_gc")
+
     async def sleep(self, tags: tuple[Tag, ...]) -> None:
         """Release the memory of `tags`; the server must be paused. Without a memory saver (CPU) nothing is freed."""
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})

@@ -119,6 +119,8 @@ class Engine:
             await self.control.wait_ready(deadline_s, self.process)
             if not (self.spec.external and self.spec.frozen):
                 self.attestation = await attested(self.control, self.spec, self.process)
+            if not self.spec.external:
+                await self.control.freeze_gc()
         except BaseException:
             await self.stop()
             raise
