@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
 from slimx.engines.fleet.group import EngineGroup, keys_of
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
 from slimx.engines.server.keys import Keys
 from slimx.errors import SlimxError
+from slimx.models.files.index import INDEX, SINGLE
+from slimx.models.files.reader import CheckpointReader
+from slimx.orchestration.lifetime.lifetime import together
 from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.teacher import check_vocabulary
@@ -56,7 +61,8 @@ class FrozenEngines:
 
     async def start(self) -> None:
         """Start all servers; they answer when this returns, and are watched from then on."""
-        await asyncio.gather(*(group.start() for group in self.groups.values()))
+        check = partial(check_stored, self.config.model.path, self.config.rollout.frozen_engines)
+        await together([check, *(group.start for group in self.groups.values())])
         for name, group in self.groups.items():
             await admit_joining(group)
             group.members.watch()
@@ -89,6 +95,17 @@ class FrozenEngines:
         """End routers and servers; servers that run elsewhere are left alone."""
         await cancelled(*self._tasks)
         await all_tried(*(group.stop() for group in self.groups.values()))
+
+
+async def check_stored(model: str, groups: Iterable[Engines]) -> None:
+    """Read the safetensors files that servers of `groups` start from, of `model` where a group names no other, while
+    these start. Raises SlimxError for weights that are NaN or infinite: SGLang answers with them all the same."""
+    for path in sorted({Path(group.model or model) for group in groups if not group.urls}):
+        if not (path / SINGLE).is_file() and not (path / INDEX).is_file():
+            continue
+        reader = CheckpointReader(path)
+        for name in sorted(reader.names):
+            await asyncio.to_thread(reader.check_finite, name)
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:

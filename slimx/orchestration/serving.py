@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from slimx.config.schema import Config
@@ -14,7 +15,7 @@ from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.server.control import EngineControl
 from slimx.layout.ranks import sizes_of
 from slimx.orchestration.batches import longest_trajectory
-from slimx.orchestration.frozen import admit_joining, keep_admitting
+from slimx.orchestration.frozen import admit_joining, check_stored, keep_admitting
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import together
 from slimx.orchestration.prepare import Sources
@@ -32,7 +33,8 @@ async def serving(
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
         (engines,) = service.place().values()
-        await together([service.frozen.start, engines.start])
+        check = partial(check_stored, config.model.path, config.rollout.policy_engines)
+        await together([service.frozen.start, engines.start, check])
         # As long as what training on the same configuration could take.
         await service.open(longest_trajectory(config, sources.spec, sizes_of(config.trainer)))
         await admit_joining(engines, _call_version_0)

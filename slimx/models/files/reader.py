@@ -24,6 +24,8 @@ from slimx.models.files.index import INDEX, SINGLE, indexed_files
 _FP8 = "F8_E4M3"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _FP8: torch.bfloat16}
 """Dtypes as they are read, by the names of safetensors files."""
+_FLOATS = ("BF16", "F32", "F16", "F64", "F8_E4M3", "F8_E5M2")
+"""Dtypes in which NaN can be stored, of those that `torch` computes with."""
 _SCALES = ("F32", "BF16", "F16")
 """Dtypes that scales of fp8 blocks may have: those that become fp32 without a loss."""
 _BLOCK_BYTES = 32 * 2**20
@@ -165,6 +167,19 @@ class CheckpointReader:
         step = max(1, _BLOCK_BYTES // max(1, 4 * cols))
         blocks = (slice(at, at + step) for at in range(0, rows, step))
         return all(torch.equal(bits(copy[block]), bits(original[block])) for block in blocks)
+
+    def check_finite(self, name: str) -> None:
+        """Read a whole tensor, piece by piece. Raises SlimxError, naming it, for NaN and infinities in numbers of the
+        kinds of `_FLOATS`."""
+        view = self._view(name)
+        if view.get_dtype() not in _FLOATS or name.endswith(BUFFER):
+            return
+        if not (shape := view.get_shape()):
+            return check_finite(self._files[self._where[name]].get_tensor(name).float(), name, self.path)
+        step = max(1, _BLOCK_BYTES // max(1, 4 * math.prod(shape[1:])))
+        for at in range(0, shape[0], step):
+            part = view[at : at + step]
+            check_finite(part.bfloat16() if part.itemsize == 1 else part, name, self.path)
 
     def _check_dtype(self, name: str, found: str, shape: tuple[int, ...], quantised: bool) -> None:
         """Refuse a tensor of another dtype than `_DTYPES`: its bits would be read as numbers that they are not."""

@@ -13,6 +13,7 @@ from slimx.engines.server.stamp import stamped
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, ModelShape, VersionSpan
 from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.client.sending import as_logprobs
 from slimx.runtime.threads import in_thread
 
 Meta = dict[str, Any]
@@ -96,7 +97,7 @@ class Reader:
             support, logprobs = self._support(meta, count)
         return Completion(
             token_ids=np.array([entry[1] for entry in sampled], np.int32),
-            logprobs=np.array(logprobs, np.float32),
+            logprobs=as_logprobs(logprobs, self.url),
             versions=self._versions(meta, start, stop) if count else [],
             finish_reason=reason,
             routed_experts=None,

@@ -62,11 +62,25 @@ def failed(error: aiohttp.ClientError) -> Answer:
     return status, {"text": f"{type(error).__name__}: {error}"}
 
 
+def as_logprobs(values: Sequence[Any], who: str) -> np.ndarray:
+    """Log-probs out of an answer of `who`, float32, of the shape of `values`. Raises SlimxError for NaN, which JSON has
+    as null: weights that are not finite, or a GPU that computes wrongly."""
+    found = np.array(values, np.float32)
+    if np.isnan(found).any():
+        raise SlimxError(
+            f"{who} answered with log-probs that are NaN; check its checkpoint, which slimx eval --checkpoint reads "
+            "whole, and its GPU (slimx health)",
+            code="answer.nan",
+            about=who,
+        )
+    return found
+
+
 def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> list[float]:
     """Log-probs of `token_ids` [L] but the first, out of a /generate answer of `who`, [L - 1].
 
-    Raises SlimxError if other tokens were scored. SGLang 0.5.23 scores the last token of the vocabulary, but calls it 0
-    (scheduler_components/logprob_result_processor.py clips ids)."""
+    Raises SlimxError if other tokens were scored, and for NaN. SGLang 0.5.23 scores the last token of the vocabulary,
+    but calls it 0 (scheduler_components/logprob_result_processor.py clips ids)."""
     scored = meta.get("input_token_logprobs") or []
     wanted = as_ids(token_ids)
     if len(scored) != len(wanted) or any(
@@ -77,7 +91,7 @@ def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> 
             code="answer.scores",
             about=who,
         )
-    return [entry[0] for entry in scored[1:]]
+    return as_logprobs([entry[0] for entry in scored[1:]], who).tolist()
 
 
 def input_top_logprobs(meta: dict[str, Any], length: int, top: int, who: str) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +105,7 @@ def input_top_logprobs(meta: dict[str, Any], length: int, top: int, who: str) ->
             about=who,
         )
     ids = np.array([[entry[1] for entry in row] for row in rows], np.int32).reshape(length, top)
-    return ids, np.array([[entry[0] for entry in row] for row in rows], np.float32).reshape(length, top)
+    return ids, as_logprobs([[entry[0] for entry in row] for row in rows], who).reshape(length, top)
 
 
 @dataclass(frozen=True, slots=True)

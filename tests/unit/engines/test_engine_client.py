@@ -91,6 +91,20 @@ async def test_a_client_names_its_policys_adapters_and_reads_the_version_of_thes
         await runner.cleanup()
 
 
+async def test_log_probs_that_are_nan_are_refused_in_the_engines_name() -> None:
+    sampled = meta(output_token_logprobs=[[-1.5, 4, None], [None, 3, None]])
+    scored = meta(output_token_logprobs=[], input_token_logprobs=[[None, 1, None], [None, 2, None]])
+    runner, url, _ = await serve([(200, sampled), (200, scored)])
+    try:
+        async with GenerationClient(url, ModelShape(10)) as client:
+            with refused("answer.nan", about=url):
+                await client.generate(GenerationRequest([1], {}, seed=9))
+            with refused("answer.nan", about=url):
+                await client.score([1, 2])
+    finally:
+        await runner.cleanup()
+
+
 async def test_a_dense_model_is_asked_for_no_routes_whatever_the_run_wants() -> None:
     scored = meta(input_token_logprobs=[[None, 1, None], [-0.5, 2, None]], output_token_logprobs=[])
     runner, url, bodies = await serve([(200, meta()), (200, scored)])

@@ -1,0 +1,35 @@
+"""Weights that no trainer has read are read before servers answer with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimx.config.sections.engines import Engines
+from slimx.orchestration.frozen import check_stored
+from tests.refusals import refused
+
+STORED = {
+    "bf16": (torch.zeros(300, 7, dtype=torch.bfloat16), "nan"),
+    "fp32": (torch.zeros(5, 3, 2), "-inf"),
+    "fp8": (torch.zeros(4, 4).to(torch.float8_e4m3fn), "nan"),
+    "scalar": (torch.tensor(0.0), "inf"),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+async def test_weights_that_servers_load_themselves_are_read_once_whatever_they_are(tmp_path: Path, kind: str):
+    values, odd = STORED[kind]
+    groups = [Engines(name="judges", frozen=True, model=str(tmp_path)), Engines(name="actors")]
+    plain = {"a": values, "codes": torch.full((3,), 255, dtype=torch.uint8)}
+    save_file(plain, tmp_path / "model.safetensors")
+    await check_stored(str(tmp_path / "without-safetensors"), groups)
+    values.view(-1)[-1] = float(odd)
+    save_file(plain | {"a": values}, tmp_path / "model.safetensors")
+    with refused("checkpoint.finite", about="a"):
+        await check_stored(str(tmp_path / "without-safetensors"), groups)
+    elsewhere = [Engines(name="judges", frozen=True, urls=("http://127.0.0.1:1",))]
+    await check_stored(str(tmp_path), elsewhere)
