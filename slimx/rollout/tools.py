@@ -221,8 +221,8 @@ class _Talk:
                     text = f"{self.name}: the prompt and its tools have {used} tokens of {self.limits.context}"
                     raise GivenUp("context", text)
                 return "context"
+            completion = await self.ctx.engine.generate(self.draft.token_ids, sampling, turn=turn)
             before = self.draft.token_ids
-            completion = await self.ctx.engine.generate(before, sampling, turn=turn)
             self.draft.add_sampled(completion)
             ids = completion.token_ids.tolist()
             if completion.finish_reason != "stop":
@@ -241,7 +241,7 @@ class _Talk:
                 self._insert([{"role": "user", "content": UNREADABLE}])
                 continue
             in_a_row = 0
-            del before, completion, ids  # thousands of rollouts wait for their tools: lists have 40 bytes a token
+            del before, completion, ids  # thousands of rollouts wait for their tools, and a list takes 40 bytes a token
             calls = written(found.calls, turn)
             self.messages.append({"role": "assistant", "content": found.text, "tool_calls": calls})
             if self.count.calls + len(calls) > self.limits.calls:
