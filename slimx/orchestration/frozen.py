@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.teacher import check_vocabulary
 from slimx.runtime.tasks import all_tried, cancelled
+
+READING = 8
+"""Threads that read the weights of a directory: servers of hundreds of GB must not wait for one."""
 
 
 class FrozenEngines:
@@ -104,8 +107,13 @@ async def check_stored(model: str, groups: Iterable[Engines]) -> None:
         if not (path / SINGLE).is_file() and not (path / INDEX).is_file():
             continue
         reader = CheckpointReader(path)
-        for name in sorted(reader.names):
-            await asyncio.to_thread(reader.check_finite, name)
+        names = iter(sorted(reader.names))
+        await together([partial(_check, reader.reopened(), names) for _ in range(READING)])
+
+
+async def _check(reader: CheckpointReader, names: Iterator[str]) -> None:
+    for name in names:
+        await asyncio.to_thread(reader.check_finite, name)
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
