@@ -175,11 +175,10 @@ class CheckpointReader:
         if view.get_dtype() not in _FLOATS or name.endswith(BUFFER):
             return
         if not (shape := view.get_shape()):
-            return check_finite(self._files[self._where[name]].get_tensor(name).float(), name, self.path)
+            return check_finite(self._files[self._where[name]].get_tensor(name), name, self.path)
         step = max(1, _BLOCK_BYTES // max(1, 4 * math.prod(shape[1:])))
         for at in range(0, shape[0], step):
-            part = view[at : at + step]
-            check_finite(part.bfloat16() if part.itemsize == 1 else part, name, self.path)
+            check_finite(view[at : at + step], name, self.path)
 
     def _check_dtype(self, name: str, found: str, shape: tuple[int, ...], quantised: bool) -> None:
         """Refuse a tensor of another dtype than `_DTYPES`: its bits would be read as numbers that they are not."""

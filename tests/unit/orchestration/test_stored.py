@@ -15,7 +15,8 @@ from tests.refusals import refused
 STORED = {
     "bf16": (torch.zeros(300, 7, dtype=torch.bfloat16), "nan"),
     "fp32": (torch.zeros(5, 3, 2), "-inf"),
-    "fp8": (torch.zeros(4, 4).to(torch.float8_e4m3fn), "nan"),
+    "fp8": (torch.full((4, 4), -448.0).to(torch.float8_e4m3fn), "nan"),
+    "fp8 of gradients": (torch.full((4, 4), 57344.0).to(torch.float8_e5m2), "-inf"),
     "scalar": (torch.tensor(0.0), "inf"),
 }
 
