@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -33,9 +34,9 @@ def make_model(out: Path, size: str, *, experts: bool) -> int:
     if experts:
         config, classes = CONFIG | SIZES[size], (Qwen3MoeConfig, Qwen3MoeForCausalLM)
     else:
-        kept = {key: value for key, value in CONFIG.items() if "expert" not in key and "moe" not in key}
+        kept = {key: value for key, value in (CONFIG | SIZES[size]).items() if not re.search("expert|moe|topk", key)}
         name = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-        config, classes = kept | SIZES[size] | name, (Qwen3Config, Qwen3ForCausalLM)
+        config, classes = kept | name, (Qwen3Config, Qwen3ForCausalLM)
     torch.manual_seed(0)
     classes[1](classes[0](**config)).save_pretrained(out)
     (out / "config.json").write_text(json.dumps(config))
