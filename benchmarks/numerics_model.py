@@ -27,6 +27,8 @@ SIZES = {
     },
 }
 """Differences from the quickstart's model."""
+OF_EXPERTS = re.compile("expert|moe|topk|sparse|mlp_only|router")
+"""Parts of the names of fields that a dense model's config.json does not have."""
 
 
 def make_model(out: Path, size: str, *, experts: bool) -> int:
@@ -34,7 +36,7 @@ def make_model(out: Path, size: str, *, experts: bool) -> int:
     if experts:
         config, classes = CONFIG | SIZES[size], (Qwen3MoeConfig, Qwen3MoeForCausalLM)
     else:
-        kept = {key: value for key, value in (CONFIG | SIZES[size]).items() if not re.search("expert|moe|topk", key)}
+        kept = {key: value for key, value in (CONFIG | SIZES[size]).items() if not OF_EXPERTS.search(key)}
         name = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
         config, classes = kept | name, (Qwen3Config, Qwen3ForCausalLM)
     torch.manual_seed(0)
