@@ -9,11 +9,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
-
-T = TypeVar("T")
 
 
 class QuietLoop(asyncio.SelectorEventLoop):
@@ -28,7 +26,7 @@ class QuietLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumped + time.process_time()
 
-    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor[T](self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         self._calls += 1
         future = super().run_in_executor(executor, func, *args)
         future.add_done_callback(self._returned)

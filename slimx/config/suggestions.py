@@ -41,10 +41,11 @@ def for_key(model: type[BaseModel], path: Sequence[str | int], value: Any, *, ov
         return _keys(model, within, text, override=override, path=path)
     if (found := meaning(FLAGS, last, text)) is not None:
         return answer(found)
-    if near:
+    alike = [key for key in siblings if min(len(key), len(last)) > 2 and (key.startswith(last) or last.startswith(key))]
+    close = difflib.get_close_matches(last, alike, 1, 0)
+    if near and not close:
         return _keys(model, near, text, override=override, path=path)
-    close = [key for key in siblings if min(len(key), len(last)) > 2 and (key.startswith(last) or last.startswith(key))]
-    if close := close[:1] or difflib.get_close_matches(last, siblings, n=1, cutoff=0.5 if section else 0.7):
+    if close := close or difflib.get_close_matches(last, siblings, n=1, cutoff=0.5 if section else 0.7):
         return f"did you mean {'.'.join([*section, close[0]])}?"
     return f"known keys: {', '.join(siblings)}"
 

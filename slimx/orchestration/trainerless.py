@@ -59,6 +59,6 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"engines": tuple(groups)}),
-            "schedule": config.schedule.model_copy(update={"colocate": False}),  # with trainers
+            "schedule": config.schedule.model_copy(update={"colocate": False}),  # no trainers take turns
         }
     )

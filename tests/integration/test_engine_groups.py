@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from slimx.cluster.connection import start_ray, stop_ray
@@ -176,6 +178,16 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         served = FrozenEngine("judge", engine.spec.url, deadline_s=300, retries=0, api_key=engine.spec.keys.api_key)
         await check_vocabulary(served, load_tokenizer(tiny_model))
         assert frozen.metrics()["engines/judge/serving"] == 1
+
+        shutil.copytree(tiny_model, spoilt := tmp_path / "spoilt")
+        save_file({"w": torch.tensor([float("nan")])}, spoilt / "model.safetensors")
+        judge = {"name": "judge", "frozen": True, "model": str(spoilt)}
+        unread = FrozenEngines(
+            config_of(tiny_model, tmp_path, [{"name": "a"}, judge], "memory"), "cpu", tmp_path, note=print
+        )
+        stack.push_async_callback(unread.stop)
+        with refused("checkpoint.finite", about="w"):
+            await unread.start()
 
         other = config_of(tiny_model, tmp_path, [running | {"tensor": 2}], "memory")
         wrong = EngineGroup(other, "cpu", tmp_path, moe=True, note=print)

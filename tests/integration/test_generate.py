@@ -30,6 +30,7 @@ from slimx.orchestration.trainerless import without_trainers
 from slimx.rollout.flow.replay import check_replay
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.runs import write_config
+from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
 
@@ -58,6 +59,10 @@ def test_engines_alone_generate_and_evaluate_with_the_weights_of_a_checkpoint(
     checkpoint.mkdir()
     shutil.copy(tiny_model / "config.json", checkpoint)
     save_file(perturbed(tiny_weights, seed=3), checkpoint / "model.safetensors", metadata={"format": "pt"})
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(checkpoint, spoilt)
+    head = tiny_weights["lm_head.weight"] * float("nan")
+    save_file(tiny_weights | {"lm_head.weight": head}, spoilt / "model.safetensors", metadata={"format": "pt"})
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((task_of_sums / "heldout.jsonl").read_text().splitlines(keepends=True)[:8]))
     file = write_config(
@@ -73,6 +78,8 @@ def test_engines_alone_generate_and_evaluate_with_the_weights_of_a_checkpoint(
     sources = check_sources(config, configured_model(config), "cpu")
     start_ray(config, "cpu", trainers=False)
     try:
+        with refused("checkpoint.finite", about="lm_head.weight"):
+            asyncio.run(both(without_trainers(load_config(file), spoilt), sources, tmp_path / "spoilt-run"))
         found = asyncio.run(both(config, sources, directory))
     finally:
         stop_ray()

@@ -82,9 +82,17 @@ def test_an_override_is_told_the_override_to_write(tmp_path, override, told):
     assert told in str(caught.value) and repr(override) in str(caught.value) and "run.yaml" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("override", "meant"), [("evaluate.every=3", "eval"), ("train.lr=1", "trainer")])
-def test_the_start_or_an_extension_of_a_name_means_that_name(tmp_path, override, meant):
-    with refused("config.unknown_key", about=override.partition(".")[0]) as caught:
+@pytest.mark.parametrize(
+    ("override", "unknown", "meant"),
+    [
+        ("evaluate.every=3", "evaluate", "eval"),
+        ("train.lr=1", "train", "trainer"),
+        ("run.directory=r", "run.directory", "run.dir"),
+        ("rollout.prompt_per=1", "rollout.prompt_per", "rollout.prompts_per_step"),
+    ],
+)
+def test_the_start_or_an_extension_of_a_name_means_that_name(tmp_path, override, unknown, meant):
+    with refused("config.unknown_key", about=unknown) as caught:
         load_config(written(tmp_path), [override])
     assert f"did you mean {meant}?" in str(caught.value)
 
