@@ -23,12 +23,10 @@ import torch
 from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import plugin as sglang_plugin
 from slimx.adapters.sglang.lora import asked
-from slimx.engines.server import control
 from slimx.engines.server.arguments import check_server_args, command_line, server_fields
 from slimx.engines.server.attestation import check_adapters, check_backends
 from slimx.engines.server.engine import TRANSITIONS, Engine, State
 from slimx.engines.server.spec import EngineSpec, ServedLora, server_args, server_argv, server_env
-from slimx.errors import DeadlineError
 from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.ranks import EngineSizes
 from slimx.runtime.process import LOOK_S, SupervisedProcess
@@ -325,22 +323,6 @@ def test_exit_status_and_the_end_of_the_log_are_kept(tmp_path: Path) -> None:
     process.start()
     wait_for(lambda: process.poll() is not None)
     assert process.tail() == "next" and process.log_path.read_text().startswith("0\n1\n")
-
-
-async def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
-    engine = Engine(CPU, tmp_path / "log")
-    engine.process.argv = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    engine.start()
-    with refused("engine.died", about="e") as told:
-        await engine.wait_ready(20)
-    assert engine.process.tail() == str(told.value).splitlines()[-1].strip() == "no such model"
-    assert engine.state is State.DEAD
-
-
-@pytest.mark.costly
-async def test_waiting_for_a_server_has_a_deadline(tmp_path: Path) -> None:
-    with refused("deadline", about="engine e at http://127.0.0.1:9 to become ready", kind=DeadlineError):
-        await control.EngineControl("http://127.0.0.1:9", "e").wait_ready(1)
 
 
 SEMAPHORE = """

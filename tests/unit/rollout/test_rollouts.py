@@ -53,8 +53,7 @@ def poisoned(prompt_id: str, index: int, what: Any, released: threading.Event) -
                 await asyncio.sleep(0.005)
             return 0.5
         if what == "blocks":
-            while not released.is_set():
-                time.sleep(0.005)
+            released.wait()
             return 0.5
         if isinstance(what, BaseException):
             raise what
