@@ -329,8 +329,7 @@ SEMAPHORE = """
 import multiprocessing, time
 if __name__ == "__main__":
     semaphore = multiprocessing.get_context("spawn").Semaphore(1)
-    print("sem." + semaphore._semlock.name.removeprefix("/"), flush=True)
-    time.sleep(60)
+    print("sem." + semaphore._semlock.name.removeprefix("/"), flush=True); time.sleep(60)
 """
 
 
