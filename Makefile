@@ -90,7 +90,7 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 # server or a deadline. A file's tests stay together and share its fixtures. Byte code is kept even where the environment
 # says not to: a run starts a dozen processes that import the same modules.
 TESTS := $(BIN)/python -m pytest -rfEs --durations=20 --dist=loadfile --no-loadscope-reorder
-unit integration test-unit test-all: export PYTHONDONTWRITEBYTECODE =
+unit integration test-all: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: test
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
@@ -115,10 +115,6 @@ $(ENGINE) $(DEEP_EP): $(STAMP) requirements/cu130.txt
 .PHONY: integration
 integration: $(LIBRARY) $(ENGINE)
 	$(TESTS) --numprocesses=2 tests/integration
-
-.PHONY: test-unit
-test-unit: $(LIBRARY) ## unit tests for the edit loop: none that is marked costly
-	$(TESTS) --numprocesses=3 -m "not slow and not costly" tests/unit
 
 .PHONY: test-all
 test-all: $(LIBRARY) $(ENGINE) $(DEEP_EP) lint ## the same and the tests marked slow

@@ -1,4 +1,4 @@
-"""Rules for every test: the programs that it needs of the machine, and its report when its time is over.
+"""Rules for every test: reasons of its markers, programs that it needs, and its report when its time is over.
 
 `@pytest.mark.needs("chromium")` skips a test, with the reason, where that is missing. In CI (CI=true) nothing may be
 missing, so the test fails there: a skipped test would look like a passed one.
@@ -35,6 +35,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     stacks.remove()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Any:
+    """Refuses a marker `slow` or `costly` without its reason, also of a test that `-m` leaves out.
+
+    An error of the collection: an xdist worker would die of a `pytest.UsageError`.
+    """
+    made = yield
+    for item in made if isinstance(made, list) else []:
+        for mark in (*item.iter_markers("slow"), *item.iter_markers("costly")):
+            if mark.kwargs or len(mark.args) != 1 or not isinstance(mark.args[0], str) or not mark.args[0].strip():
+                raise pytest.Collector.CollectError(f"{item.nodeid}: its marker {mark.name} needs the reason, a string")
+    return made
 
 
 def pytest_collection_finish() -> None:

@@ -42,7 +42,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 WAYS: list[dict[str, Any]] = [{}, ALL]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "single" else [pytest.mark.slow]) for n in LAYOUTS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "single" else [pytest.mark.slow("layouts of several ranks")]) for n in LAYOUTS],
+)
 def test_weights_do_not_depend_on_where_activations_wait(name: str, tmp_path: Path):
     model, world = LAYOUTS[name]["model"], LAYOUTS[name]["layout"]["world_size"]
     write_model(tmp_path / model, {"qwen": QWEN, "deepseek": DEEPSEEK}[model], 0, seed=1)

@@ -32,7 +32,7 @@ from tests.integration.runs import TrainProcess, completed_steps, steps, write_c
 from tests.integration.test_run_lora import GAPS, engines, exported
 from tests.refusals import refused
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("a server and whole runs"), pytest.mark.timeout(3600)]
 TARGETS = ["attention", "mlp"]
 ALPHAS = {"actor": 8.0, "judge": 16.0}
 POLICIES = ("", "policy/judge/")

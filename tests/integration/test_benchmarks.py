@@ -79,7 +79,11 @@ def test_the_cheap_benchmarks_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*APART.items(), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW.items())]
+    ("name", "options"),
+    [
+        *APART.items(),
+        *(pytest.param(*row, marks=pytest.mark.slow("minutes of whole benchmarks")) for row in SLOW.items()),
+    ],
 )
 def test_a_benchmark_runs(name: str, options: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -22,7 +22,7 @@ from slimx.orchestration.state.saves import Saves
 from slimx.orchestration.trainerless import without_trainers
 from tests.integration.runs import write_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("a run with a thousand requests")]
 
 LONG = 32_000
 """Tokens of the long prompt, a character each."""

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.victims import matching
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("two whole runs"), pytest.mark.timeout(1800)]
 EVERY_FULL = 5
 
 

@@ -115,7 +115,7 @@ def test_memory_is_a_fraction_of_the_checkpoint_and_a_kill_costs_one_file(tmp_pa
         assert (tmp_path / "k/release" / name).stat().st_mtime_ns == before, "finished files are not written again"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a checkpoint of 4 GB")
 def test_a_checkpoint_of_four_gigabytes_is_converted_in_less_than_two_and_its_largest_tensor(tmp_path):
     source = write_checkpoint(tmp_path / "source", LARGE, file_bytes=1000 * MB)
     assert sizes(source) > 4000

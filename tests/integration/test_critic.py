@@ -45,7 +45,7 @@ SIZES = {
     "CP2xPP2": Sizes(context=2, pipeline=2),
 }
 QUICK = ("single", "TP2xEP2")
-ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow("full grid of layouts")) for name in LAYOUTS]
 SEVERAL = ALL[1:]
 
 

@@ -11,7 +11,7 @@ from examples.levels import WINDOW
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from tests.integration.runs import TrainProcess, write_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("four whole runs"), pytest.mark.timeout(3600)]
 
 PER_STEP, UP_AFTER, STEPS = 4, 4, 7
 assert PER_STEP * UP_AFTER == WINDOW

@@ -19,7 +19,7 @@ from tests.integration.trainer_rank import demonstrations
 pytestmark = pytest.mark.integration
 
 LAYOUTS = [
-    pytest.param(name, marks=[] if quick(name, "V3") else [pytest.mark.slow])
+    pytest.param(name, marks=[] if quick(name, "V3") else [pytest.mark.slow("full grid of layouts")])
     for name, sizes in SIZES.items()
     if sizes.world <= 4
 ]
@@ -57,7 +57,9 @@ def test_the_selection_bias_is_exact_in_a_bfloat16_model_and_no_step_moves_it(fa
 
 
 @pytest.mark.parametrize("model", ["V3", "GLM-4.5", "Ling-2", "V3.2", "GLM-5"])
-@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "TP2xEP2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("single", marks=pytest.mark.slow("one rank repeats what two show")), "TP2xEP2"]
+)
 def test_the_prediction_layer_learns_as_in_transformers_and_leaves_the_policy_alone(families, layout, model):
     ran, oracle = families(layout, model), families.oracle(model)
     oracle.mtp.zero_grad()

@@ -23,7 +23,7 @@ from tests.integration.conftest import START_S, Weights, perturbed, publish
 from tests.integration.engine_families import make_model
 from tests.integration.engine_oracle import logprobs_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("two servers of their own")]
 
 BOUND = 1e-4
 NEW, REQUESTS, CHUNK, ROOM = 80, 8, 16, 256

@@ -41,7 +41,7 @@ from tests.unit.layout.engine_stand import Served, engine_rank
 from tests.unit.layout.layout_stand import Model
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("random strikes at two engines"), pytest.mark.timeout(7200)]
 
 ENGINE = EngineSizes()
 STEP_S = 60.0

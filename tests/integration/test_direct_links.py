@@ -64,7 +64,7 @@ def test_packets_that_a_link_loses_are_sent_again_and_cost_nobody(stand: Stand) 
     assert stand.hosts[2].dropped() > 10
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for a link of 0.5 Mbit/s")
 def test_an_engine_behind_a_link_that_is_too_slow_is_lost_alone_and_told_what_it_lacks(stand: Stand) -> None:
     asyncio.run(stand.publish(0))
     stand.hosts[2].limit(0.5)
@@ -75,7 +75,7 @@ def test_an_engine_behind_a_link_that_is_too_slow_is_lost_alone_and_told_what_it
     assert sum(nbytes > 2**20 for nbytes in numbers(error)) == 2, "the bytes that are missing, and those of the bucket"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for the deadline of a cut link")
 def test_trainer_ranks_whose_link_is_cut_cost_no_engine_and_reach_all_when_it_is_mended(stand: Stand) -> None:
     asyncio.run(stand.publish(0))
     stand.hosts[0].cut()

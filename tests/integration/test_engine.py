@@ -65,7 +65,7 @@ async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, t
     assert parameters["model.layers.0.mlp.experts.w13_weight"] == "float32:8,128,128"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a second server")
 async def test_a_stock_server_is_a_frozen_model_but_no_engine_of_the_policy(
     tiny_model: Path, tiny_weights: Weights, oracle: Qwen3MoeForCausalLM, tmp_path: Path
 ) -> None:

@@ -95,7 +95,7 @@ async def publishing_of(
     return publisher, perturbed(weights, seed=3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a server over two machines, twice")
 @pytest.mark.parametrize("encoding", ["hf", "local"])
 async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_either(
     encoding: Encoding, tiny_model: Path, tiny_weights: Weights, tmp_path: Path

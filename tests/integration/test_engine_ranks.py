@@ -94,10 +94,13 @@ def expected(stand: Stand, weights: Weights, tokens: list[int], out: Path) -> np
 
 STANDS = (
     "deepseek_v3, TP2",
-    pytest.param("qwen3_moe, 2 x EP2", marks=pytest.mark.slow),
-    pytest.param("deepseek_v3, DP2 x EP2", marks=pytest.mark.slow),
-    *(pytest.param(f"{name}, TP2", marks=pytest.mark.slow) for name in engine_families.MODELS),
-    *(pytest.param(f"{name}, DP2 x EP2", marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_moe")),
+    pytest.param("qwen3_moe, 2 x EP2", marks=pytest.mark.slow("full grid of families")),
+    pytest.param("deepseek_v3, DP2 x EP2", marks=pytest.mark.slow("full grid of families")),
+    *(pytest.param(f"{name}, TP2", marks=pytest.mark.slow("full grid of families")) for name in engine_families.MODELS),
+    *(
+        pytest.param(f"{name}, DP2 x EP2", marks=pytest.mark.slow("full grid of families"))
+        for name in ("qwen3_next", "qwen3_5_moe")
+    ),
 )
 
 

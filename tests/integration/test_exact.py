@@ -40,7 +40,7 @@ FOUR: list[dict[str, Any]] = [
 SPOILT = ["weights", "rms_norm", "linear", "silu_and_mul", "attention", "attention order"]
 
 
-@pytest.mark.slow  # test_run_deepseek has a whole run of two engine ranks in exact mode
+@pytest.mark.slow("a whole run; test_run_deepseek has one in exact mode")
 def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
@@ -61,7 +61,7 @@ def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of
         assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a trainer and a server in each mode")
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_the_doctor_says_how_large_the_gap_is_and_where_it_begins(
     mode: str, tiny_model: Path, task_of_sums: Path, tmp_path: Path
@@ -161,7 +161,7 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
             assert stock == exact
 
 
-@pytest.mark.slow
+@pytest.mark.slow("four ranks in two layouts")
 def test_trainers_of_four_ranks_agree_to_the_last_bit(models: dict[str, Path], tmp_path: Path) -> None:
     cases = [{**ONE, "leaves": 2}] + [{"trainer": {"world_size": 4, **sizes}, "leaves": 2} for sizes in FOUR]
     group = {"model": str(models["moe"]), "dtype": "float32", "completions": sequences(), "cases": cases}
@@ -184,7 +184,7 @@ def same_gradients(stock: Path, exact: Path) -> None:
         assert (got[name] - tensor).abs().max().item() <= 1e-5 * scale, name
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid of models")
 @pytest.mark.parametrize(
     ("name", "dtype", "sizes"),
     [
@@ -215,7 +215,7 @@ def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publicat
     assert seen["gap/max"] > 0, "weights of another version must show"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("servers and trainers of four ranks")
 @pytest.mark.parametrize(("name", "dtype"), [("moe", "bfloat16"), ("deepseek", "float32")])
 def test_a_server_and_trainers_of_four_ranks_and_more_threads_agree(
     models: dict[str, Path], tmp_path: Path, name: str, dtype: str

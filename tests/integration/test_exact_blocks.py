@@ -17,7 +17,7 @@ from tests.integration.conftest import Weights
 from tests.integration.exact_runs import DENSE, ONE, TWO, assert_none, gaps
 from tests.integration.runs import TrainProcess, steps, write_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("full grid of models and layouts, two whole runs")]
 
 
 async def in_blocks(engine: Engine, model: Path) -> list[Weights]:

@@ -22,7 +22,7 @@ from tests.full_disk import fill, small_disk
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.victims import command_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run for each failure"), pytest.mark.timeout(3600)]
 
 HOURS = 7200
 """Seconds by which a clock is set."""

@@ -24,7 +24,11 @@ def models(chosen: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("layout", "model"),
         [
-            pytest.param(layout, model, marks=[] if quick(layout, model) else [pytest.mark.slow])
+            pytest.param(
+                layout,
+                model,
+                marks=[] if quick(layout, model) else [pytest.mark.slow("full grid of layouts and families")],
+            )
             for layout, sizes in SIZES.items()
             for model in chosen
             if CASES[model].fits(sizes)
@@ -91,7 +95,9 @@ def test_a_trainers_checkpoint_has_the_names_types_and_shapes_that_megatron_core
     [
         (ENGINE, "V3", {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TELinear"}),
         (ENGINE_STAGES, "Qwen3", {"TELayerNormColumnParallelLinear"}),
-        pytest.param(ENGINE_STAGES, "MiMo", {"TELayerNormColumnParallelLinear"}, marks=pytest.mark.slow),
+        pytest.param(
+            ENGINE_STAGES, "MiMo", {"TELayerNormColumnParallelLinear"}, marks=pytest.mark.slow("full grid of families")
+        ),
     ],
 )
 def test_layers_are_transformer_engines_where_it_is_installed(families, layout, model, own):

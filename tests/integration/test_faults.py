@@ -216,7 +216,7 @@ def scheduler(run: TrainProcess) -> psutil.Process:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole run that loses its engine twice")
 def test_a_run_that_loses_its_only_engine_goes_on_with_it_where_it_was_and_ends_when_it_may_not_be_started_again(
     tiny_model,
     task_of_sums,

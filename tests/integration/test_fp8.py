@@ -88,9 +88,9 @@ def largest(one: dict[str, np.ndarray], other: dict[str, np.ndarray], kind: str 
     ("make", "recipe", "share"),
     [
         (make_block_model, "blockwise", 0.5),
-        pytest.param(make_block_model, "mxfp8", 0.5, marks=pytest.mark.slow),
+        pytest.param(make_block_model, "mxfp8", 0.5, marks=pytest.mark.slow("full grid of recipes")),
         # Latent attention: the projection to the latent and the rotating part has a block and a half.
-        pytest.param(make_block_deepseek, "blockwise", 0.75, marks=pytest.mark.slow),
+        pytest.param(make_block_deepseek, "blockwise", 0.75, marks=pytest.mark.slow("full grid of models")),
     ],
 )
 def test_a_step_in_fp8_is_the_same_in_every_layout_as_far_as_blocks_are(
@@ -125,7 +125,7 @@ def check_unified(found: dict[str, tuple[dict[str, np.ndarray], list[dict]]]) ->
             assert wrong == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid of recipes")
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_interleaved_stages_and_parts_of_sequences_compute_in_fp8_as_one_rank_does(recipe: str, tmp_path: Path) -> None:
     model = make_block_model(tmp_path / "model", layers=4)
@@ -142,7 +142,7 @@ def test_interleaved_stages_and_parts_of_sequences_compute_in_fp8_as_one_rank_do
         check_unified(found)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid of layouts")
 @pytest.mark.parametrize(
     ("make", "layout"),
     [

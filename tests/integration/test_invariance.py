@@ -185,7 +185,12 @@ def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
 
 
 CASES = [
-    pytest.param(case, model, id=f"{name_of(case)}-{model}", marks=[] if (case, model) in QUICK else [pytest.mark.slow])
+    pytest.param(
+        case,
+        model,
+        id=f"{name_of(case)}-{model}",
+        marks=[] if (case, model) in QUICK else [pytest.mark.slow("full grid of layouts and models")],
+    )
     for case in (*COVERING, EIGHT)
     for model in (*MODELS, "next", "nemotron")
     if model != "nemotron" or case["context"] == 1  # Mamba-2 layers are refused otherwise
@@ -205,7 +210,7 @@ def test_packing_changes_the_number_of_microbatches(laboratory, case, model):
     assert 1 < few < many
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid: every layout of up to four ranks")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", [case for case in all_cases(4) if case not in COVERING], ids=name_of)
 def test_every_layout_of_up_to_four_ranks_is_equal_to_one_rank(laboratory, case, model):

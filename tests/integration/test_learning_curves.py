@@ -25,7 +25,7 @@ from slimx.config.sections.presets import PRESETS
 from tests.integration.conftest import ROOT
 from tests.integration.runs import TrainProcess, completed_steps, steps
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(6 * 3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("an hour of whole runs"), pytest.mark.timeout(6 * 3600)]
 
 PLACE = ROOT / "runs" / "learning-curves"
 FEWEST, STEPS, AT_MOST, AT_LEAST, MEAN_OF = 40, 200, 0.4, 0.7, 5

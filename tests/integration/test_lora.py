@@ -139,7 +139,10 @@ def targets(name: str) -> list[str] | None:
 
 
 def each(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names or LAYOUTS]
+    return [
+        pytest.param(name, marks=[pytest.mark.slow("full grid of layouts")] if name in SLOW else [])
+        for name in names or LAYOUTS
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2xPP2": {"world_size": 4, "context": 2, "pipeline": 2},
 }
 NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] if layout["world_size"] > 2 else []) for name, layout in LAYOUTS.items()
+    pytest.param(name, marks=[pytest.mark.slow("layouts of four ranks")] if layout["world_size"] > 2 else [])
+    for name, layout in LAYOUTS.items()
 ]
 
 

@@ -26,7 +26,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
     "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name == "TP2xPP2" else []) for name in LAYOUTS]
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow("full grid of layouts")] if name == "TP2xPP2" else [])
+    for name in LAYOUTS
+]
 SEVERAL = NAMES[1:]
 QUICK = {"single": "float32", "EP2": "bfloat16", "PP2xVPP2": "bfloat16_undistributed"}
 """Layout -> the kind of optimizer whose state leaves and comes back there in `make test`."""
@@ -39,7 +42,11 @@ def each_kind() -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("name", "kind"),
         [
-            pytest.param(name, kind, marks=[] if QUICK.get(name) == kind else [pytest.mark.slow])
+            pytest.param(
+                name,
+                kind,
+                marks=[] if QUICK.get(name) == kind else [pytest.mark.slow("full grid of layouts and kinds")],
+            )
             for name in LAYOUTS
             for kind in KINDS
         ],
@@ -245,7 +252,7 @@ def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, na
     assert all(said[f"offloaded_{kind}"]["trained"] for said in laboratory[name])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs .venv/transformer-engine, a start of ranks")
 def test_moments_in_bf16_are_planned_saved_and_offloaded_by_transformer_engines_adam(laboratory):
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")

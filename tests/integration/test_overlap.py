@@ -19,7 +19,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["DP2", pytest.param("PP2xVPP2xDP2", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["DP2", pytest.param("PP2xVPP2xDP2", marks=pytest.mark.slow("a layout of four ranks"))]
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Answers of each rank about a dense model, all of whose parameters have gradients."""
     layout, out = LAYOUTS[request.param], tmp_path_factory.mktemp(request.param)

@@ -23,7 +23,11 @@ from tests.integration.runs import TrainProcess, completed_steps, steps, write_c
 from tests.integration.victims import Find, command_of, matching
 from tests.processes import lives
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow("a whole run with a strike at each part"),
+    pytest.mark.timeout(3600),
+]
 
 START_S = 900
 BACK_S = 900

@@ -134,7 +134,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LAYOUTS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow("layouts of four ranks and more")] if n in SLOW else []) for n in LAYOUTS],
+)
 def test_a_plan_says_what_trainers_hold(name: str, models: Path, tmp_path: Path):
     job = {
         **LAYOUTS[name],

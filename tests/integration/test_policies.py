@@ -16,7 +16,7 @@ from slimx.orchestration.state.saves import read_state
 from slimx.trainer.checkpoint.files import read_manifest
 from tests.integration.runs import TrainProcess, steps, write_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("whole runs of two policies"), pytest.mark.timeout(3600)]
 HOOKS = "tests.integration.policy_hooks"
 STEPS = 3
 Train = Callable[..., Path]

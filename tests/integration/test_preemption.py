@@ -12,7 +12,7 @@ from tests.integration.recorded import ROWS, recorded, recorded_tokens, recordin
 from tests.integration.runs import TrainProcess, steps
 from tests.refusals import numbers
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("four whole runs")]
 
 
 @pytest.mark.parametrize("colocate", [False, True])

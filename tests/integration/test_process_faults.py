@@ -14,7 +14,11 @@ import pytest
 from slimx.errors import LOST
 from tests.integration.fault_stand import Fault, strike
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow("full grid of processes and signals"),
+    pytest.mark.timeout(1800),
+]
 
 FAULTS = [
     Fault("driver", SIGINT, ends=128 + SIGINT),

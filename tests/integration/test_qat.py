@@ -60,7 +60,7 @@ def test_log_probs_are_equal_to_the_last_bit_between_layouts(tiny_model: Path, t
     assert found[-1]["gap/max"] > 1e-3
 
 
-@pytest.mark.slow  # the layouts above have the trainer's part
+@pytest.mark.slow("a whole run; the layouts have the trainer's part")
 def test_engines_serve_the_rounded_weights_without_any_gap(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from tests.integration.runs import completed_steps
 from tests.integration.struck import Moment, Struck, config_of, ended_as, undisturbed
 from tools.soak.accounts import Ledger
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("whole runs of every kind"), pytest.mark.timeout(3600)]
 
 STRIKES = [
     Moment("train", 1, signal.SIGKILL),

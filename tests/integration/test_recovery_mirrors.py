@@ -11,7 +11,7 @@ from tests.integration.runs import completed_steps
 from tests.integration.struck import Moment, Struck, config_of
 from tests.integration.victims import matching
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("whole runs of 12 steps"), pytest.mark.timeout(3600)]
 
 STEPS = 12
 EVERY = 2

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from tests.integration.runs import completed_steps
 from tests.integration.struck import Moment, Struck, config_of, undisturbed
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("whole runs of 12 steps"), pytest.mark.timeout(3600)]
 
 STEPS = 12
 THREADS = 2

@@ -44,7 +44,7 @@ def test_a_replay_has_bitwise_the_metrics_of_the_run_that_saved_it(uninterrupted
     assert not list((tmp_path / "run" / "logs").glob("engine*")) and not step_files(tmp_path / "run" / "rollouts")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two whole runs")
 def test_a_replay_that_is_resumed_has_them_too(uninterrupted, tmp_path):
     first = replaying(uninterrupted, tmp_path, "schedule.steps=3")
     assert first.wait() == 0, first.text()
@@ -71,7 +71,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid: two whole runs a case")
 @pytest.mark.parametrize("case", CASES)
 def test_a_replay_has_bitwise_the_metrics_also_with(case, tiny_model, task_of_sums, tmp_path):
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
@@ -90,7 +90,7 @@ def test_a_replay_has_bitwise_the_metrics_also_with(case, tiny_model, task_of_su
         assert any(row["staleness/mixed"] > 0 for row in rows), "two versions have sampled a trajectory"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole run")
 def test_the_last_steps_are_trained_again_on_another_layout_from_a_checkpoint(uninterrupted, tmp_path):
     """`make test` has its parts: the replay above, other layouts that go on from a checkpoint with the same losses
     (test_checkpoints), a whole run that forks one (test_run_checkpoints)."""

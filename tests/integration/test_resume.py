@@ -23,7 +23,7 @@ def assert_bitwise_equal(uninterrupted: Path, directory: Path) -> None:
     assert recorded_tokens(directory) == recorded_tokens(uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two whole runs")
 def test_one_request_at_a_time_a_killed_and_resumed_run_has_bitwise_the_same_losses(
     uninterrupted, tiny_model, task_of_sums, tmp_path
 ):
@@ -73,7 +73,7 @@ def test_a_run_whose_driver_is_killed_while_it_saves_has_bitwise_the_same_losses
     assert_bitwise_equal(uninterrupted, directory)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two whole runs")
 def test_killed_while_it_saves_a_run_at_normal_concurrency_resumes_with_the_same_tokens(
     uninterrupted, tiny_model, task_of_sums, tmp_path
 ):

@@ -149,7 +149,7 @@ def difference(found: Weights, expected: Weights) -> tuple[float, str]:
 
 
 every_layout = pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)]
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow("full grid of layouts")) for name in WIDE)]
 )
 
 

@@ -243,7 +243,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_a_trainer_that_is_kill
         assert row["kl/teacher"] > 0 and 0 < row["policy/entropy"] < np.log(128)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two whole runs")
 def test_a_server_that_runs_already_serves_one_run_after_the_other(running, tiny_model, task_of_sums, tmp_path):
     for name in ("first", "second"):
         directory = tmp_path / name

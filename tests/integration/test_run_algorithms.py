@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.runs import TrainProcess, steps, write_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("two whole runs")]
 
 
 def test_penalised_rewards_and_selected_tokens_in_a_run(tiny_model, task_of_sums, tmp_path):

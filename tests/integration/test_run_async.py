@@ -84,7 +84,7 @@ def test_generation_goes_on_through_publications_and_evaluations_and_no_trajecto
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole run and its resumption")
 def test_partial_rollouts_of_colocated_engines_go_on_in_the_next_step_and_after_a_stop(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ):

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.engine_families import make_model
 from tests.integration.runs import TrainProcess, steps, write_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run")]
 
 
 def test_trainers_build_the_family_that_the_configuration_names(tmp_path):

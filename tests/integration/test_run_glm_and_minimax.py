@@ -10,7 +10,7 @@ from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
 from tests.integration.runs import TrainProcess, steps, write_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run of each family")]
 
 
 BIASED = ("e_score_correction_bias", "q_norm", "k_norm", "q_proj.weight")

@@ -24,7 +24,7 @@ from tests.integration.engine_families import make_model
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.refusals import refused
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run of each case")]
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "expert": 1}], ids=["experts", "pipeline"])

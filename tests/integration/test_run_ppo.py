@@ -31,7 +31,7 @@ def test_the_critic_of_a_run_warms_up_and_learns_and_its_reference_is_refreshed(
     assert rows[4]["value/mean"] > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a second whole run")
 def test_a_critic_in_ranks_of_its_own_with_another_layout_trains_beside_the_policy(tiny_model, task_of_sums, tmp_path):
     config = write_config(
         tmp_path,

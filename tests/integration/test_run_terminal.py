@@ -20,7 +20,11 @@ from tests.integration.hooks import IDLE
 from tests.integration.runs import TrainProcess, steps, write_config
 from tests.unit.environments.repairs import EXAMPLES, IN_ONE_CALL
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow("two whole runs, minutes each"),
+    pytest.mark.needs("bwrap", "unshare", "prlimit", "tar"),
+]
 
 TEMPLATE = (
     "{%- if tools -%}<user>tools:{%- for tool in tools -%}{{ ' ' + tool.function.name }}{%- endfor -%}{%- endif -%}"

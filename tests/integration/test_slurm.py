@@ -85,7 +85,7 @@ class Job:
         assert not list(self.jobs.rglob("token"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole run over two nodes")
 def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_the_same_losses(
     slurm: Slurm, uninterrupted: Path, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ):

@@ -31,7 +31,7 @@ def outcomes(out: Path) -> dict[str, tuple[str, str]]:
     return {row[0].removeprefix("| "): (row[1], row[3]) for row in rows[2:]}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole smoke test")
 def test_a_sound_node_passes_every_check(tmp_path: Path):
     done = smoke(tmp_path / "smoke", "rollout.prompts_per_step=8", "rollout.group_size=4")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.conftest import ROOT
 from tools.soak.accounts import Ledger
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run of 60 steps"), pytest.mark.timeout(3600)]
 
 STEPS = 60
 

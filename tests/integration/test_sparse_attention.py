@@ -94,7 +94,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return out
 
 
-@pytest.fixture(scope="module", params=["CP2", pytest.param("TP2xPP2xVPP2", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["CP2", pytest.param("TP2xPP2xVPP2", marks=pytest.mark.slow("a layout of four ranks"))]
+)
 def trained(request: pytest.FixtureRequest, models: dict[str, Pair], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """NAME.safetensors: gradients of a step whose weights move between the choice and the update."""
     out, cases = tmp_path_factory.mktemp("replay"), []

@@ -17,7 +17,7 @@ from tests.integration.runs import TrainProcess, steps, write_config
 from tests.integration.trainer_oracle import write_model
 
 TOP = 16
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run with two teachers")]
 
 
 def scores(model: Path, trajectory: Trajectory) -> np.ndarray:

@@ -50,7 +50,7 @@ RESTORES = {"TP2": ["DP2"], "EP2": ["DP2"], "EP2xTP2": ["EP2"]}
 SLOW = ("PP2", "EP2xTP2")
 """In `make test` test_families has every model's logits and gradients in pipeline stages, test_checkpoints their
 checkpoints, and test_invariance layouts of four ranks."""
-ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+ALL = [pytest.param(name, marks=[pytest.mark.slow("full grid of layouts")] if name in SLOW else []) for name in LAYOUTS]
 SEVERAL = ALL[1:]
 
 
@@ -349,7 +349,9 @@ def test_a_restored_trainer_repeats_the_same_steps_bit_for_bit(laboratory, name)
     assert first["loss/sft"] != laboratory[name].last["steps"][-1]["loss/sft"]
 
 
-@pytest.mark.parametrize(("name", "other"), [("TP2", "DP2"), pytest.param("EP2xTP2", "EP2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "other"), [("TP2", "DP2"), pytest.param("EP2xTP2", "EP2", marks=pytest.mark.slow("full grid of layouts"))]
+)
 def test_a_checkpoint_of_another_layout_continues_with_the_same_losses(laboratory, name, other):
     """The first loss shows the weights, the second one the optimizer's state too."""
     found = laboratory[name].last[f"after_restore_of_{other}"]

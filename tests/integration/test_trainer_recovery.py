@@ -24,7 +24,7 @@ RANDOM_STEPS = 220
 STRIKES = 50
 
 MOMENTS = [
-    pytest.param(Moment("generate", 1, signal.SIGKILL), marks=pytest.mark.slow),
+    pytest.param(Moment("generate", 1, signal.SIGKILL), marks=pytest.mark.slow("full grid of moments")),
     Moment("train", 0, signal.SIGKILL),
     Moment("train", 1, signal.SIGSTOP),
     Moment("publish", 0, signal.SIGKILL),
@@ -53,7 +53,7 @@ def test_a_rank_that_is_killed_or_stopped_is_replaced_while_the_run_goes_on(mome
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two whole runs")
 def test_struck_at_random_moments_a_run_has_the_metrics_of_one_that_was_left_alone(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:

@@ -97,13 +97,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(HF, tmp_path_factory.mktemp("drafted"))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("hf", "fused"),
     [
-        pytest.param(HF, False, id="V3", marks=pytest.mark.slow),
+        pytest.param(HF, False, id="V3", marks=pytest.mark.slow("full grid of families")),
         pytest.param(HF, True, id="V3-fused"),
-        pytest.param(GLM, False, id="GLM-4.5", marks=pytest.mark.slow),
+        pytest.param(GLM, False, id="GLM-4.5", marks=pytest.mark.slow("full grid of families")),
     ],
 )
 def test_sglangs_own_draft_gets_the_trained_layer_and_one_wrong_number_in_it_is_seen(

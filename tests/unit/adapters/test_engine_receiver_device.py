@@ -25,8 +25,6 @@ from tests.unit.adapters.engine_model import DEEPSEEK, ServerModel, Weights, che
 from tests.unit.adapters.receiver_stand import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 
-pytestmark = pytest.mark.costly
-
 
 @pytest.fixture(autouse=True)
 def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:

@@ -18,8 +18,6 @@ from slimx.reshard.plan.precision import Quantisation
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from tests.unit.sglang_process import SGLang
 
-pytestmark = pytest.mark.costly
-
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(ROOT.glob("configs/moe/*.yaml"))
 OFTEN = {"kimi-k2", "glm-4.5", "qwen3-30b-a3b-async-fp8"}
@@ -104,7 +102,7 @@ def test_every_parameter_of_an_engine_in_fp8_is_reached_in_the_encoding_of_its_c
     check(engines)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid of shipped configurations")
 def test_so_is_every_other_configurations(tmp_path: Path, sglang: SGLang) -> None:
     engines = built([file for file in CONFIGS if file.stem not in OFTEN], tmp_path, sglang)
     assert engines

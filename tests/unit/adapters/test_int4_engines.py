@@ -26,7 +26,6 @@ from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_t
 from tests.unit.reshard.packer_stand import is_bias, pack_all
 from tests.unit.sglang_process import SGLang
 
-pytestmark = pytest.mark.costly
 QWEN3 = WIDE | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
 DEEPSEEK = DEEPSEEK_V3 | {
     "hidden_size": 128,

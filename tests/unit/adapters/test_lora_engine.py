@@ -52,7 +52,6 @@ def told(tmp_path_factory: pytest.TempPathFactory, sglang: SGLang) -> dict[str, 
     return json.loads(done.stdout) | {"weights": len(weights)}
 
 
-@pytest.mark.costly
 def test_sglang_pins_memory_for_adapters_and_computes_what_merged_weights_do_without_that(
     told: dict[str, Any],
 ) -> None:
@@ -62,7 +61,6 @@ def test_sglang_pins_memory_for_adapters_and_computes_what_merged_weights_do_wit
     assert told["distance"] <= 1e-5 < 0.1 < told["effect"], told
 
 
-@pytest.mark.costly
 def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_with_it(told: dict[str, Any]) -> None:
     """Each policy's publication writes its slot alone, and vouches for the base and for every slot. Requests that name
     no adapter get the first policy's; another policy cannot bring another base."""

@@ -9,7 +9,6 @@ import pytest
 from tests.unit.sglang_process import SGLang
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("hook", "same"), [("with", True), ("without", False)])
 def test_a_seed_draws_one_token_in_any_batch_where_the_plugin_carries_it(hook: str, same: bool, sglang: SGLang) -> None:
     done = sglang.run("-m", "tests.unit.adapters.sampled_seeds", hook)

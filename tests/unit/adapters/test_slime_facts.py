@@ -266,7 +266,6 @@ def keep(args, samples):
 """
 
 
-@pytest.mark.costly
 async def test_hooks_of_miles_run_where_its_modules_are_slimes_by_another_name(mine):
     """The reward runs in a process, since its module has rules of the hub; it is told of the run there too."""
     name = mine(MILES)

@@ -57,13 +57,11 @@ def test_a_model_that_a_processor_lacks_kernels_for_costs_servers_no_other(monke
     assert found["EntryClass"] == [f"sglang.srt.models.{name}" for name in others]
 
 
-@pytest.mark.costly
 def test_a_process_that_trains_nothing_imports_megatron_core_without_compiler_and_trackers():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNCOMPILED], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "False", "True"] and done.returncode == 0, done.stderr
 
 
-@pytest.mark.costly
 def test_a_tokenizer_is_loaded_without_the_generation_of_text_and_models_complete_in_a_trainer_too(tmp_path: Path):
     script = """
 import sys
@@ -93,7 +91,6 @@ print(torch.equal(loaded(tokens).logits, saved(tokens).logits))
     assert done.stdout.split() == ["False"] * 3 + ["True"] * 4 and done.returncode == 0, done.stderr
 
 
-@pytest.mark.costly
 def test_commands_that_plan_or_only_look_at_a_run_import_nothing_heavy():
     script = """
 import sys
@@ -111,14 +108,12 @@ def test_a_rank_that_is_asked_where_it_runs_imports_no_torch_yet():
     assert done.stdout.split() == ["False"], done.stderr
 
 
-@pytest.mark.costly
 def test_a_run_with_agents_compiles_no_grammars_before_one_forces_a_tool():
     script = "import sys, slimx.rollout.agent, slimx.rollout.proxy.server; print('xgrammar' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["False"], done.stderr
 
 
-@pytest.mark.costly
 def test_packages_are_mapped_by_their_records_as_by_their_files():
     found, by_files = recorded_packages(), importlib.metadata.packages_distributions()
     assert {name: sorted(found[name]) for name in by_files} == {n: sorted(packages) for n, packages in by_files.items()}

@@ -12,8 +12,6 @@ import pytest
 
 from slimx.runtime.running_clock import STALL_S, TICK_S, RunningClock, RunningLoop
 
-pytestmark = pytest.mark.costly
-
 
 class Source:
     """Monotonic seconds that a test sets."""

@@ -116,7 +116,7 @@ def test_an_option_out_of_its_range_is_refused_by_name(qwen, tmp_path, monkeypat
 VALUES = (None, -1, 0, 3.5, 1e30, 10**12, True, "x", [], {})
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid of fields and values")
 @pytest.mark.parametrize("field", QWEN3_MOE)
 def test_any_value_of_any_field_is_converted_or_refused_in_one_sentence(qwen, tmp_path, monkeypatch, capsys, field):
     """Fields that no tensor depends on may say anything here: trainers ask for them."""
@@ -130,7 +130,6 @@ def test_any_value_of_any_field_is_converted_or_refused_in_one_sentence(qwen, tm
         assert out.exists() == (code == 0), value
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "name", [".metadata", "common.pt", "metadata.json", "__0_0.distcp", "../latest_checkpointed_iteration.txt"]
 )

@@ -134,7 +134,6 @@ def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_not
     assert all(each in problem(screen, "note", "ray") for each in ("2.59.0", "2.60.0", "cpu.txt"))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "absent",
     ["torch", "numpy", "pynvml", "packaging", "torch,numpy,pynvml,packaging,rich,typer,pydantic,omegaconf,yaml"],

@@ -152,7 +152,6 @@ NOTES = [
 ]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("overrides", "code", "about", "named"), NOTES, ids=str)
 def test_what_may_be_meant_is_a_note(run_file, overrides, code, about, named):
     found = examine(run_file, *[override.removeprefix("+") for override in overrides])
@@ -172,7 +171,6 @@ def test_all_hooks_that_cannot_be_loaded_are_named_at_once(run_file):
     assert result.output.count("  note  ") == 1, "that no hook was tried"
 
 
-@pytest.mark.costly
 def test_a_hook_that_never_yields_is_given_up(run_file, monkeypatch):
     monkeypatch.setattr(hook_trial, "STUCK_S", 1.0)
     found = examine(run_file, f"rollout.generate={STAND}.stuck")
@@ -221,7 +219,6 @@ def test_words_need_hooks_to_hear_them(run_file):
     ],
     ids=["image that is not there", "files that are not there", "bad task"],
 )
-@pytest.mark.costly
 @pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")
 def test_a_task_that_cannot_begin_is_a_problem_with_its_line(run_file, tmp_path, row, code, about):
     tests = {"command": ["true"]}

@@ -10,7 +10,6 @@ from tools.docs import mistakes
 from tools.docs.make_messages import CASES, GOLDEN, page
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("command", CASES)
 def test_a_command_says_what_its_golden_file_shows(command):
     shown = (GOLDEN / f"{command}.txt").read_text()

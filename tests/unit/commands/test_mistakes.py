@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tools.docs import mistakes
 
 LEAST = 250
 
 
-@pytest.mark.costly
 def test_every_mistake_is_told_as_the_page_shows():
     shown = mistakes.PAGE.read_text().rstrip("\n").split("\n\n# ")
     told = mistakes.page().rstrip("\n").split("\n\n# ")

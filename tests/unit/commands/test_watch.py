@@ -326,7 +326,6 @@ class Live(Content):
         return super().status()
 
 
-@pytest.mark.costly
 @pytest.mark.needs("chromium")
 def test_a_browser_follows_a_run(run, tmp_path):
     content = Live(run)
@@ -337,7 +336,6 @@ def test_a_browser_follows_a_run(run, tmp_path):
     assert charts and all('class="main-svg"' in chart for chart in charts)
 
 
-@pytest.mark.costly
 @pytest.mark.needs("chromium")
 def test_a_browser_filters_compares_and_colours_tokens_and_text_of_a_run_is_no_markup(page, tmp_path):
     chosen = drawn(f"{page.address}/?token=secret&dataset=math#rollouts", tmp_path)

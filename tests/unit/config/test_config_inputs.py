@@ -160,7 +160,6 @@ def slimx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", ["train", "doctor"])
 def test_the_process_prints_the_sentence_alone_and_exits_with_2(file, name):
     done = slimx(name, file, "run.nmae=x")
@@ -168,7 +167,6 @@ def test_the_process_prints_the_sentence_alone_and_exits_with_2(file, name):
     assert re.fullmatch(r"slimx: override 'run\.nmae=x': .*run\.nmae.*run\.name.*\n", done.stderr)
 
 
-@pytest.mark.costly
 def test_debug_adds_the_traceback(file):
     done = slimx("train", file, "run.nmae=x", "--debug")
     assert done.returncode != 0 and "Traceback" in done.stderr

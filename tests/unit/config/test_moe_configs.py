@@ -15,8 +15,6 @@ from slimx.preflight.hardware import MARGIN
 from slimx.preflight.plan.report import plan_report
 from tools.docs import make_phases
 
-pytestmark = pytest.mark.costly
-
 ROOT = Path(__file__).parents[3]
 FILES = sorted(file for file in (ROOT / "configs/moe").glob("*.yaml") if not file.stem.startswith("quickstart"))
 FILES += sorted((ROOT / "configs/recipes").glob("*.yaml"))

@@ -29,8 +29,6 @@ from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.refusals import numbers, refused
 from tests.unit.convert.convert_stand import LAYOUT, QWEN3, change, dtypes_of, fields, go
 
-pytestmark = pytest.mark.costly
-
 MINIMAX_M2 = {key: value for key, value in QWEN3_MOE.items() if key not in ("num_experts", "moe_intermediate_size")} | {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "model_type": "minimax_m2",

@@ -24,8 +24,6 @@ from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoi
 from tests.refusals import refused
 from tests.unit.convert.convert_stand import LAYOUT, WIDE, change, go
 
-pytestmark = pytest.mark.costly
-
 BLOCK = 16
 
 

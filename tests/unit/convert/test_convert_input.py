@@ -25,8 +25,6 @@ from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.refusals import refused
 from tests.unit.convert.convert_stand import LAYOUT, QWEN3, fields, go
 
-pytestmark = pytest.mark.costly
-
 
 def spoil(source: Path, how: str) -> None:
     files = sorted(source.glob("*.safetensors"))

@@ -20,8 +20,6 @@ from tests.refusals import refused
 from tests.unit.convert.convert_stand import LAYOUT, QWEN3, WIDE, dtypes_of, go
 from tests.unit.models.gpt_oss_stand import HF as GPT_OSS
 
-pytestmark = pytest.mark.costly
-
 GROUPED = WIDE | {"hidden_size": 160, "moe_intermediate_size": 96, "num_experts": 4}
 SCHEME = QuantizationScheme(
     targets=["Linear"],

@@ -23,8 +23,6 @@ from tests.checkpoint_stand import write_checkpoint
 from tests.refusals import refused
 from tests.unit.convert.convert_stand import WIDE, content
 
-pytestmark = pytest.mark.costly
-
 
 class Numbered:
     """A file of bytes that may fail, or end the process, in its middle."""

@@ -281,7 +281,6 @@ async def servers(count: int) -> AsyncIterator[tuple[list[str], list[tuple[int, 
         yield urls, requests
 
 
-@pytest.mark.costly
 async def test_a_request_goes_to_a_prefill_and_a_decode_server_that_are_told_of_each_other(tmp_path: Path) -> None:
     """The real router, servers that only listen."""
     router = Router(free_port(), free_port(), tmp_path / "log", disaggregated=True)

@@ -50,7 +50,6 @@ async def test_the_collector_of_a_server_that_slimx_starts_is_frozen_when_it_is_
     assert engine.state is State.READY and called == ([] if external else ["/freeze_gc"])
 
 
-@pytest.mark.costly
 async def test_waiting_for_a_server_has_a_deadline(tmp_path: Path) -> None:
     with refused("deadline", about="engine e at http://127.0.0.1:9 to become ready", kind=DeadlineError):
         await control.EngineControl("http://127.0.0.1:9", "e").wait_ready(1)

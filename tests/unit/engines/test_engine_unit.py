@@ -224,7 +224,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.costly
 def test_stop_ends_a_stubborn_tree_with_its_orphans(tmp_path: Path) -> None:
     process = SupervisedProcess("stubborn", [sys.executable, "-c", STUBBORN], tmp_path / "log")
     process.start()
@@ -238,7 +237,6 @@ def test_stop_ends_a_stubborn_tree_with_its_orphans(tmp_path: Path) -> None:
     process.stop()
 
 
-@pytest.mark.costly
 def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom slimx.runtime.process import SupervisedProcess\n"
@@ -274,7 +272,6 @@ def test_a_guard_that_was_stopped_is_continued_to_end_its_tree(tmp_path: Path) -
     assert process.poll() is not None and not command.is_running()
 
 
-@pytest.mark.costly
 def test_a_stopped_process_of_a_server_is_named_in_its_log_and_the_tree_ends(tmp_path: Path) -> None:
     process = SupervisedProcess("tree", ["sh", "-c", "sleep 600 & echo up; wait"], tmp_path / "log")
     process.start()
@@ -293,7 +290,6 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("end", ["its own", "stop", "a killed guard"])
 def test_temporary_files_go_with_the_command_however_it_ends(tmp_path: Path, end: str) -> None:
     seconds = "0" if end == "its own" else "600"
@@ -333,7 +329,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.costly
 def test_a_killed_tree_leaves_no_semaphore_in_shared_memory(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(SEMAPHORE)

@@ -146,7 +146,6 @@ async def test_a_wrong_key_is_named_as_the_reason() -> None:
         await EngineControl(url, keys=Keys("k", "admin")).server_info()
 
 
-@pytest.mark.costly
 async def test_the_router_serves_and_obeys_nobody_without_its_key(tmp_path: Path) -> None:
     router = Router(free_port(), free_port(), tmp_path / "log")
     async with server({"/generate", "/server_info"}, router.keys.api_key) as url:

@@ -26,7 +26,6 @@ class Away(FakeEngine):
         return await super().generate(request)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("key", ["rollout_deadline", "schedule__step_deadline"])
 async def test_an_outage_longer_than_the_deadlines_fails_no_rollout_and_no_batch(key):
     engine = Away()
@@ -42,7 +41,6 @@ async def test_an_outage_longer_than_the_deadlines_fails_no_rollout_and_no_batch
         assert len(batch.groups) == 4 and not batch.dropped and not stand.dropped
 
 
-@pytest.mark.costly
 async def test_what_the_deadline_had_left_before_an_outage_is_what_is_left_after_it():
     async with Stand(config_of(schedule__step_deadline=0.4), engine=Away()) as stand:
         stand.maker.outage.begin()
@@ -54,7 +52,6 @@ async def test_what_the_deadline_had_left_before_an_outage_is_what_is_left_after
             await asyncio.wait_for(waiting, 10)
 
 
-@pytest.mark.costly
 async def test_a_straggler_is_not_given_up_because_no_engine_serves():
     engine = Away()
     asked: list[int] = []
@@ -77,7 +74,6 @@ async def test_a_straggler_is_not_given_up_because_no_engine_serves():
         assert not (await asyncio.wait_for(waiting, 10)).dropped and not stand.dropped
 
 
-@pytest.mark.costly
 async def test_a_clock_stands_still_in_outages_that_began_before_it_and_after_it_and_counts_between():
     outage, clock, loop = Outage(), Clock(0.4), asyncio.get_running_loop()
     outage.begin()

@@ -10,7 +10,6 @@ from slimx.config import load_config
 from tests.unit.sglang_process import SGLang
 from tools.docs.make_backends import PAGE, SHIPPED
 
-pytestmark = pytest.mark.costly
 SERVED = [file for file in SHIPPED if load_config(file, []).rollout.policy_engines]
 OFTEN = {"deepseek-v3-gb300", "qwen3-30b-a3b-async-fp8"}
 
@@ -31,7 +30,7 @@ def test_rows_of_the_table_are_what_sglang_resolves(sglang: SGLang) -> None:
     check([file for file in SHIPPED if file.stem in OFTEN], sglang)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid of shipped configurations")
 def test_so_are_all_others(sglang: SGLang) -> None:
     check([file for file in SHIPPED if file.stem not in OFTEN], sglang)
 

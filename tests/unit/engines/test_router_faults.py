@@ -20,8 +20,6 @@ from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port
 from tests.unit.engines.recovery_stand import FakeEngine
 
-pytestmark = pytest.mark.costly
-
 META = {
     "output_token_logprobs": [[-1.5, 4, None]],
     "finish_reason": {"type": "stop"},

@@ -26,7 +26,7 @@ from tests.needed import missing
 SMALL = Limits(seconds=60.0, memory_mib=128, processes=8, disk_mib=8)
 START_S = 300.0
 """Seconds for a server to listen; for hangs only."""
-KINDS = ["bubblewrap", "remote", pytest.param("container", marks=pytest.mark.slow)]
+KINDS = ["bubblewrap", "remote", pytest.param("container", marks=pytest.mark.slow("needs podman"))]
 
 
 def archive(path: Path, *members: tarfile.TarInfo) -> Path:

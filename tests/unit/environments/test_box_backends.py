@@ -23,9 +23,9 @@ from tests.refusals import refused
 from tests.unit.environments import box_stand
 from tests.unit.environments.box_stand import KINDS, SMALL, needed_engine, served
 
-pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm")]
+pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm")
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("remote", "container")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow("full grid of back ends")) for kind in ("remote", "container")]
 of_bubblewrap = pytest.mark.parametrize("begin", ["bubblewrap", *SLOW], indirect=True)
 """Marks a test whose promise is kept by the same lines of code for a box that a server has."""
 

@@ -35,7 +35,7 @@ from tests.unit.environments.calls import calling
 from tests.unit.environments.test_terminal import TERMINAL
 from tests.unit.environments.tool_stand import context
 
-pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm", "tar")]
+pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm", "tar")
 
 LEASE_S = 2.0
 WORDS = ("--memory-mib", "128", "--disk-mib", "8", "--seconds", "60", "--boxes", "2", "--uploads-mib", "1")

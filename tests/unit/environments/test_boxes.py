@@ -16,7 +16,7 @@ from slimx.environments.boxes.bubblewrap import BubblewrapBox
 from tests.refusals import refused
 from tests.unit.environments.box_stand import SMALL, archive, link, plain
 
-pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm")]
+pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm")
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_a_label_says_whether_its_process_has_died():
     assert not has_died(f"elsewhere-1/{gone.pid}/1") and not has_died("") and not has_died("x/y/z")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs podman")
 def test_what_a_killed_run_left_is_removed_and_a_living_box_is_not(tmp_path):
     engine = needed_engine()
     program = (

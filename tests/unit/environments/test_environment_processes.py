@@ -26,8 +26,6 @@ from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import config_of
 from tests.unit.rollout.scripted_engine import PROMPT, ScriptedEngine, context
 
-pytestmark = pytest.mark.costly
-
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = "tests.unit.environments.environment_stand.Misbehaving"
 

@@ -89,7 +89,6 @@ def test_an_environment_that_cannot_work_is_refused_before_the_run(options, code
         load_hooks(config_of(generate="slimx.rollout.multi_turn.generate", options=options))
 
 
-@pytest.mark.costly
 @pytest.mark.needs("bwrap")
 async def test_the_python_tool_runs_the_last_program_and_an_answer_ends_it():
     tool = PythonTool(seconds=2.0)

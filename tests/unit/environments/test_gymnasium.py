@@ -210,7 +210,6 @@ async def test_an_environment_that_breaks_is_named(made_with, said, code):
     assert caught.value.code == code
 
 
-@pytest.mark.costly
 async def test_an_environment_that_hangs_is_killed_with_its_process():
     environments = Environments()
     world = environments.make(PATH, OLD, deadline_s=3.0, rollout="g/0", processes=1)

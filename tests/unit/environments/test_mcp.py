@@ -30,8 +30,6 @@ from tests.unit.environments.tool_stand import context
 from tests.unit.rollout.proxy_stand import PROMPT, Script
 from tests.unit.rollout.rollout_stand import config_of
 
-pytestmark = pytest.mark.costly
-
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = {"command": [sys.executable, SERVER]}
 BOX = "slimx.environments.hubs.mcp.McpTools"

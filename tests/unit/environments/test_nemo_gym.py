@@ -61,7 +61,7 @@ async def play(url: str, *says: str, row: dict[str, Any] = ROW, **options: Any) 
     return trajectory, script, await tools.reward(RewardContext(prompt, None, "", False), trajectory)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs build/hubs")
 async def test_a_session_counts_and_its_verdict_is_the_reward(server):
     add = [calling("increment_counter", count=number) for number in (1, 2)]
     right = play(server, *add, calling("increment_counter", count="many"), calling("get_counter_value"), "6")

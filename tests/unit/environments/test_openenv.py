@@ -51,7 +51,7 @@ async def play(url: str, *says: str, prompt: Prompt = PROMPT, **options: Any) ->
     return ctx, trajectory
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs build/hubs")
 async def test_a_session_is_played_to_its_end(server):
     wrong = 9 if NUMBER < 9 else 0
     ctx, trajectory = await play(server, f"<answer>{wrong}</answer>", "perhaps", str(NUMBER), str(NUMBER))
@@ -63,7 +63,7 @@ async def test_a_session_is_played_to_its_end(server):
     assert keys[1] == keys[2] != keys[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs build/hubs")
 async def test_rollouts_of_a_prompt_begin_alike_in_sessions_of_their_own(server):
     prompt = Prompt(id="p", messages=PROMPT.messages, metadata={"seed": 5, "reset": {"least": 3}})
     wrong = str(9 if NUMBER < 9 else 0)
@@ -73,7 +73,7 @@ async def test_rollouts_of_a_prompt_begin_alike_in_sessions_of_their_own(server)
     assert all("From 3 to 9." in spans(trajectory)[1][2] for _, trajectory in both)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs build/hubs")
 async def test_an_environment_that_raises_and_a_server_that_ends_are_named(server, tmp_path):
     with pytest.raises(SlimxError) as caught:
         await play(server, "13")

@@ -18,7 +18,7 @@ from tests.refusals import refused
 from tests.unit.environments.sandbox_stand import Marked
 from tests.unit.rewards.reward_stand import context, trajectory
 
-pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit")]
+pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit")
 
 QUICK = Limits(seconds=2.0, memory_mib=256, processes=4, disk_mib=4, output_kib=4)
 PATIENT = replace(QUICK, seconds=120.0)

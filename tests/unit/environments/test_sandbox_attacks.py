@@ -19,7 +19,7 @@ from slimx.environments.sandbox import Limits, Sandbox
 from slimx.errors import SlimxError
 from tests.unit.environments.sandbox_stand import Marked
 
-pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit")]
+pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit")
 
 SMALL = Limits(seconds=60.0, memory_mib=128, processes=8, disk_mib=8)
 CALL = """

@@ -26,7 +26,7 @@ from tests.unit.environments.repairs import EXAMPLES, FAILED, SOLVED, edit, shel
 from tests.unit.environments.tool_stand import context
 from tests.unit.rollout.rollout_stand import config_of
 
-pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")]
+pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")
 
 TERMINAL = "slimx.environments.terminal.toolbox.Terminal"
 KEY = "rollout.options.toolbox_options"
@@ -59,7 +59,9 @@ FEW = ("cache", "matrix", "leap")
 """Repairs by each of the tools, one of which has failed."""
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param((*SOLVED, *FAILED), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param((*SOLVED, *FAILED), marks=pytest.mark.slow("all ten repairs"))], ids=["few", "all"]
+)
 async def test_ten_repairs_are_judged_by_tests_that_the_model_does_not_see(prompts, base, names):
     assert {*prompts} == {*SOLVED, *FAILED} and len(prompts) == 10
     played = [play(prompts[name], base, *(SOLVED | FAILED)[name]) for name in names]
@@ -100,7 +102,7 @@ def task(tmp_path):
 
 
 def slow(says: list[str], passes: bool) -> Any:
-    return pytest.param(says, passes, marks=pytest.mark.slow)
+    return pytest.param(says, passes, marks=pytest.mark.slow("full grid of leftovers"))
 
 
 RIGHT = edit("sums.py", "a - b", "a + b")
@@ -132,14 +134,14 @@ async def test_what_a_model_leaves_beside_its_work_does_not_decide(task, tmp_pat
     assert "unjudged" in trajectory.metadata or "7000000" not in says[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two whole tasks")
 async def test_more_work_than_the_tests_may_get_has_failed(task, tmp_path, base):
     fill = shell("head -c 100000 /dev/urandom > large")
     assert (await play(task(), base, RIGHT, fill, tasks=str(tmp_path), work_mib=0.05))[2] == {"tests": 0.0}
     assert (await play(task(), base, RIGHT, fill, tasks=str(tmp_path), work_mib=1))[2] == {"tests": 1.0}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole task")
 async def test_tests_that_do_not_end_have_failed(task, tmp_path, base):
     tests = {"command": ["sleep", "600"], "seconds": 0.5}
     assert (await play(task(tests=tests), base, RIGHT, tasks=str(tmp_path)))[2] == {"tests": 0.0}

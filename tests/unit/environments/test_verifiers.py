@@ -60,7 +60,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs build/hubs")
 @pytest.mark.parametrize("server", ["verifiers_adding"], indirect=True)
 async def test_its_tools_are_called_and_its_rubric_is_the_reward(server):
     right = play(server, f"So {calling('add', a=1, b=1)}", "It is 2.")
@@ -72,7 +72,7 @@ async def test_its_tools_are_called_and_its_rubric_is_the_reward(server):
     assert await verifiers.reward(None, other) == {"right": 0.0, "by_tool": 0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs build/hubs")
 @pytest.mark.parametrize("server", ["verifiers_asking"], indirect=True)
 async def test_an_environment_that_is_the_user_asks_again_in_the_same_trajectory(server):
     (found,) = await play(server, "2", "2")
@@ -83,7 +83,7 @@ async def test_an_environment_that_is_the_user_asks_again_in_the_same_trajectory
     assert caught.value.reason == "agent failed"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("needs build/hubs")
 def test_its_tasks_are_a_file_of_prompts(tmp_path):
     env = json.dumps({"taskset": {"id": "verifiers_adding"}})
     command = [hub_python("verifiers"), str(SERVER), env, "--prompts", str(tmp_path / "p.jsonl"), "--tasks", "2"]

@@ -137,7 +137,6 @@ def test_routers_are_published_in_fp32_and_matrices_in_fp8_where_that_is_asked_f
     assert layer["attention.query_layernorm.weight"] == sent["model.word_embeddings.weight"] == "bfloat16"
 
 
-@pytest.mark.costly
 def test_sglangs_own_model_holds_the_checkpoint_as_the_table_says(tmp_path: Path, sglang: SGLang):
     """On ranks of tensor and expert parallel engines, every parameter after `load_weights`."""
     torch.manual_seed(0)

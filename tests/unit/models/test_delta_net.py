@@ -125,7 +125,6 @@ SPLITS = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2,
 """Sizes of an engine, and the rank that is built."""
 
 
-@pytest.mark.costly
 def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path, sglang: SGLang):
     """SGLang's classes as it builds them for CUDA, on one rank and on the last of two, also with copies of the
     attention that have two ranks each: names, shapes, dtypes, and which part of which tensor is where, by the loaded

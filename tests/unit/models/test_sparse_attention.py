@@ -78,7 +78,6 @@ def test_an_engine_takes_every_tensor_of_the_checkpoint(hf: dict[str, Any]):
     assert taken == set(family.weight_table(small(hf)).checkpoint_shapes())
 
 
-@pytest.mark.costly
 def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path, sglang: SGLang):
     """SGLang's classes as it builds them for CUDA: names, shapes and dtypes of all parameters, and where they are."""
     specs = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.unit.sglang_process import SGLang
 
 UNCOVERED = """
@@ -44,7 +42,6 @@ print(*uncovered(model), sep="|")
 """
 
 
-@pytest.mark.costly
 def test_a_model_with_other_arithmetic_is_refused_by_the_server(sglang: SGLang) -> None:
     done = sglang.run("-c", UNCOVERED)
     assert done.returncode == 0, done.stderr

@@ -23,8 +23,6 @@ from tests.exact_batches import check_attention, check_rows
 from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
 
-pytestmark = pytest.mark.costly
-
 CSRC = Path(__file__).parents[3] / "csrc"
 EMULATION = Path(__file__).with_name("exact_emulation")
 THREADS = Path(__file__).parents[1] / "emulated_threads.h"

@@ -22,7 +22,7 @@ LESSER = {
 """Variables that limit torch's own kernels, and oneDNN's; ours take every instruction set in turn in these tests."""
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs six files of tests again for each processor")
 @pytest.mark.parametrize("processor", LESSER)
 def test_numerics_hold_with_fewer_instructions(processor):
     files = [str(UNIT / file) for file in FILES]

@@ -57,7 +57,6 @@ def test_events_come_in_order_with_what_they_are_about(server, alerts, tmp_path)
         assert abs(event["time"] - time.time()) < 600
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("error", "kind", "about"),
     [

@@ -181,7 +181,6 @@ def test_a_report_loads_nothing_from_anywhere(report):
     assert "@import" not in report and "url(http" not in report
 
 
-@pytest.mark.costly
 @pytest.mark.needs("chromium")
 def test_a_browser_draws_every_chart(report, tmp_path):
     (tmp_path / "report.html").write_text(report, encoding="utf-8")

@@ -82,7 +82,6 @@ def test_the_newest_step_is_served_under_names_that_prometheus_takes(sink, tmp_p
     assert (found["slimx_a_b_c", "a/b-c"], found["slimx_a_b_c", "a/b_c"]) == (1, 2)
 
 
-@pytest.mark.costly
 def test_engines_are_scraped_through_and_one_that_does_not_answer_is_down(sink, engine, tmp_path):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -72,7 +72,6 @@ def test_mlflow_has_each_name_the_samples_and_the_configuration(tmp_path, monkey
     assert found == {"samples/training/step-0000000.txt", "samples/held-out/step-0000003.txt"}
 
 
-@pytest.mark.costly
 def test_wandb_has_each_name_the_samples_and_the_configuration(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -92,7 +91,6 @@ def test_wandb_has_each_name_the_samples_and_the_configuration(tmp_path, monkeyp
     assert len(tables) == 2 and all("# <b>3</b>" in table for table in tables)
 
 
-@pytest.mark.costly
 def test_swanlab_has_each_name_the_samples_and_the_configuration(tmp_path, monkeypatch):
     pytest.importorskip("swanlab", reason="the package swanlab is not installed")
     monkeypatch.setenv("SWANLAB_MODE", "offline")

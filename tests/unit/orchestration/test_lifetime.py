@@ -20,8 +20,6 @@ from slimx.orchestration.lifetime.signals import TWICE_S, Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
 from slimx.runtime.threads import in_thread
 
-pytestmark = pytest.mark.costly
-
 PRELUDE = """
 import asyncio, ctypes, os, sys, threading, time
 from types import SimpleNamespace

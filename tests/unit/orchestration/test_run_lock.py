@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import pytest
-
 from slimx.errors import SlimxError
 from slimx.observability.live.run_lock import LOCK, held, is_held
 
@@ -32,7 +30,6 @@ def test_a_removed_lock_file_lets_nobody_in(tmp_path):
         assert refused(tmp_path)
 
 
-@pytest.mark.costly
 def test_whoever_looks_never_keeps_a_run_from_starting(tmp_path):
     (tmp_path / LOCK).touch()
     over, looks = threading.Event(), []

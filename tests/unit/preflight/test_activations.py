@@ -202,7 +202,7 @@ def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
     assert all(peak <= gib for peak, gib in zip(peaks, (100, 90, 70, 50), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid of shipped configurations")
 @pytest.mark.parametrize("file", sorted((ROOT / "configs/moe").glob("*.yaml")), ids=lambda file: file.stem)
 def test_what_is_suggested_for_a_shipped_configuration_fits(file):
     config = load_config(file, [])

@@ -218,7 +218,6 @@ def test_the_model_holds_if_the_median_pair_is_within_a_quarter(measured, off, h
     assert trial.off == pytest.approx(off) and trial.holds is holds
 
 
-@pytest.mark.costly
 def test_a_rehearsal_publishes_for_real_and_predicts_its_order_of_magnitude():
     # Not within a quarter: a test must not fail because the machine is busy.
     trial = rehearse()

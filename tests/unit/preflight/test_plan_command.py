@@ -36,7 +36,6 @@ RUN_671B = (
 IN_FP8 = ("publish.quantise=ieee", "rollout.engines=[{tensor: 4, expert: 4, count: 2, model: a-copy-in-fp8}]")
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("hf", "run", "parameters", "tensors"),
     [(QWEN3_30B, RUN_30B, 30.5, 18867), (QWEN3_235B, RUN_235B, 235.1, 36945), (DEEPSEEK_V3, RUN_671B, 671.0, 45000)],
@@ -59,7 +58,6 @@ def test_the_published_models_are_planned_from_config_json_alone(plan, hf, run, 
     assert publication["compile_seconds"] < 30
 
 
-@pytest.mark.costly
 def test_the_text_tells_layouts_bytes_work_and_proof(plan):
     code, text = plan(QWEN3_30B, *RUN_30B, *IN_FP8)
     assert code == 0, text
@@ -80,7 +78,6 @@ def test_the_text_tells_layouts_bytes_work_and_proof(plan):
     assert "predicted" not in text
 
 
-@pytest.mark.costly
 def test_memory_for_buckets_follows_transport_and_staging(plan):
     def memory(*overrides: str) -> tuple[float, float]:
         _, text = plan(QWEN3_30B, *RUN_30B, "publish.bucket_mib=256", *overrides, "--json")
@@ -98,7 +95,6 @@ def test_memory_for_buckets_follows_transport_and_staging(plan):
     assert memory("publish.transport=cuda_ipc", "publish.staging=model") == (each, staged)
 
 
-@pytest.mark.costly
 def test_fp8_halves_the_bytes_and_counts_the_quantised_tensors(plan):
     plain, quantised = (
         json.loads(plan(QWEN3_30B, *RUN_30B, *more, "--json")[1])["publication"] for more in ((), IN_FP8)
@@ -159,7 +155,6 @@ def test_a_run_without_engines_publishes_nothing(plan):
     assert code == 0 and "publication none" in text
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("overrides", "code", "about", "values"),
     [
@@ -303,7 +298,6 @@ def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
 CHANGES = ("publish.transport=nixl", "publish.bucket_mib=64", "publish.delta={every_full: 10}")
 
 
-@pytest.mark.costly
 def test_direct_transfers_take_memory_at_every_rank_and_engine_not_at_trainer_rank_0(plan):
     def figures(*overrides: str) -> tuple[dict, int]:
         arguments = ("cluster.device=cpu", "publish.bucket_mib=64", *overrides, "--json")

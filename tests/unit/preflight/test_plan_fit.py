@@ -17,7 +17,6 @@ from tests.unit.preflight.published_models import QWEN3_30B
 FULL = "trainer.recompute.granularity=full"
 
 
-@pytest.mark.costly
 def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
     layout = "trainer={world_size: 16, tensor: 2, pipeline: 2, expert: 8, expert_tensor: 1}"
     report = json.loads(plan(QWEN3_30B, layout, "rollout.engines=[{tensor: 4, count: 3}]", "--json")[1])
@@ -32,7 +31,6 @@ def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
     assert all(each in stage for each in ("ranks 8-15", "nodes 1,", "layers 24-47", "experts 0-15, 16-31, 32-47, ..."))
 
 
-@pytest.mark.costly
 def test_a_run_that_does_not_fit_is_refused_with_the_nearest_layout_that_does(plan):
     code, text = plan(QWEN3_30B, *RUN_30B, H100)
     assert code == 2
@@ -79,7 +77,6 @@ def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):
         assert part in text
 
 
-@pytest.mark.costly
 def test_suggested_layouts_pass_the_plan(plan):
     """Each of them, with everything that a run checks."""
     code, text = plan(QWEN3_30B, *RUN_30B, H100, "--suggest", "--json")
@@ -100,7 +97,6 @@ def test_suggested_layouts_pass_the_plan(plan):
     assert engine["concurrency"] >= 2 * 1000, "more than the two servers as configured"
 
 
-@pytest.mark.costly
 def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
     ppo = ("algorithm.name=ppo", "critic={}", H100, FULL)
     code, text = plan(QWEN3_30B, *RUN_30B, *ppo)
@@ -157,7 +153,6 @@ def test_engines_on_blackwell_name_kernels_that_keep_the_published_layout(plan, 
     assert problems == [f"rollout.engines.sglang.{key}" for key in refused]
 
 
-@pytest.mark.costly
 def test_engines_that_the_transport_cannot_reach_are_refused_before_anything_starts(plan):
     """Trainers fill the first node, so that engines are on the second."""
     code, text = plan(SHALLOW, *RUN_30B, H100, "publish.transport=cuda_ipc")
@@ -166,7 +161,6 @@ def test_engines_that_the_transport_cannot_reach_are_refused_before_anything_sta
     assert plan(SHALLOW, *RUN_30B, H100, "publish.transport=cuda_ipc", "schedule.colocate=true")[0] == 0
 
 
-@pytest.mark.costly
 def test_colocated_ranks_are_weighed_in_turns(plan):
     run = ("trainer={world_size: 8, expert: 8, expert_tensor: 1}", "schedule.colocate=true", FULL, "cluster.gpu=h200")
     shared = "rollout.engines=[{tensor: 8, expert: 8, sglang: {mem_fraction_static: %s}}]"
@@ -190,7 +184,6 @@ def test_colocated_ranks_are_weighed_in_turns(plan):
     assert small["rank_map"]["gpus"] == 8
 
 
-@pytest.mark.costly
 def test_host_memory_is_counted_per_node(plan):
     offload = "trainer.optimizer.offload_fraction=1"
     fits, short = (plan(SHALLOW, *RUN_30B, H100, offload, f"cluster.host_memory_gib={gib}") for gib in (1000, 20))

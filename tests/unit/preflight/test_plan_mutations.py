@@ -12,8 +12,6 @@ import pytest
 from slimx import cli
 from tests.unit.config.config_mutations import ROOT, Case, case
 
-pytestmark = pytest.mark.costly
-
 CPU_SECONDS = 20.0
 """CPU seconds that one plan may take: twice what docs/planning.md promises of a quiet core, since those of a core whose
 sibling is busy hold less work."""
@@ -59,7 +57,7 @@ def test_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
     answers((case(seed, small=True) for seed in range(50)), tmp_path, capsys, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("5000 configurations")
 @pytest.mark.timeout(6 * 3600)
 def test_thousands_of_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
     answers((case(seed) for seed in range(5000)), tmp_path, capsys, monkeypatch)
@@ -86,7 +84,13 @@ SELDOM = {"an engine without room", "bf16 engines"}
 
 
 @pytest.mark.timeout(900)  # for hangs: seconds are counted by the processor's clock
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SELDOM else []) for n in TOO_LARGE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow("full grid of configurations")] if n in SELDOM else [])
+        for n in TOO_LARGE
+    ],
+)
 def test_a_run_that_cannot_fit_is_answered_too(name: str, tmp_path, capsys, monkeypatch):
     stem, *overrides = TOO_LARGE[name]
     text = (ROOT / "configs" / "moe" / f"{stem}.yaml").read_text()

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.costly
-
 ROOT = Path(__file__).parents[3]
 PATH = f"{os.environ['PATH']}:/usr/local/cuda/bin"
 ARCHITECTURES = {"sm_90", "sm_100"}

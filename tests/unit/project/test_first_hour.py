@@ -35,7 +35,6 @@ def test_a_step_that_fails_says_why(tmp_path: Path) -> None:
         work(step("raise SystemExit('no NVLink')"), options(), tmp_path)
 
 
-@pytest.mark.costly
 def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     child = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     with pytest.raises(Failed, match="3 s"):
@@ -60,7 +59,6 @@ def test_every_probe_is_a_step(tmp_path: Path) -> None:
     assert sorted(probes) == sorted(PROBES)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("mode", runs.MODES)
 def test_the_runs_of_a_real_model_fit_the_gpus_that_they_are_for(mode: str, tmp_path: Path) -> None:
     file, *overrides = runs.arguments(mode, tmp_path, str(ROOT / "configs/moe/models/Qwen3-30B-A3B"), [])

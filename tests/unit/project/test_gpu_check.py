@@ -21,7 +21,6 @@ def step(program: str, name: str = "one", seconds: float = 60, **values: object)
     return Step(name, (sys.executable, "-c", program), seconds, **values)
 
 
-@pytest.mark.costly
 def test_the_tests_of_a_gpu_are_collected_where_there_is_nothing_but_what_they_need(tmp_path: Path) -> None:
     collection = without_gpu(no_trainer="")[0]
     found = take(collection, tmp_path / "output.txt", 120, dict(os.environ))
@@ -31,7 +30,6 @@ def test_the_tests_of_a_gpu_are_collected_where_there_is_nothing_but_what_they_n
     assert [name for name in FILES if f"tests/gpu/{name}::" not in collected and name not in asking_first] == []
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("package", ["pydantic", "msgspec", "megatron.core", "psutil"])
 def test_a_test_of_a_gpu_that_imports_more_is_not_collected(tmp_path: Path, package: str) -> None:
     (tmp_path / "test_more.py").write_text(f"import {package}\ndef test_one(): pass\n")

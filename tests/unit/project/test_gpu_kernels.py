@@ -25,7 +25,7 @@ def test_a_kernel_that_fails_ends_no_other_and_is_named(capsys: pytest.CaptureFi
     assert lines == ["bad: RuntimeError: ptxas", "good: 0 s"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles every kernel by nvcc")
 @pytest.mark.needs("nvcc")
 def test_every_kernel_compiles_and_is_found_again(tmp_path: Path) -> None:
     paths = (ROOT, ROOT / "tools" / "gpu" / "stand_ins", *filter(None, [os.environ.get("PYTHONPATH")]))

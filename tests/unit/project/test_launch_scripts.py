@@ -16,8 +16,6 @@ import yaml
 from slimx.config.load import load_config
 from tests.refusals import numbers
 
-pytestmark = pytest.mark.costly
-
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "scripts/launch").glob("*.s*"))
 
@@ -237,7 +235,7 @@ def test_a_first_node_whose_ray_ends_does_not_wait_for_the_others(tmp_path, seco
     assert (job / "over").read_text() == "1\n" and not (job / "token").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray and waits 25 s")
 @pytest.mark.integration
 def test_a_first_node_to_which_the_others_do_not_come_says_how_many_did_and_ends_its_ray(tmp_path):
     done = launch("node.sh", "x.yaml", NODE_RANK="0", NODES="2", JOB_DIR=str(tmp_path), SLIMX_JOIN_S="25")

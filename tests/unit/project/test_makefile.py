@@ -89,7 +89,7 @@ def write_wheel(directory: Path, version: str) -> None:
         wheel.writestr(f"{about}/RECORD", "")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("creates an environment")
 @pytest.mark.parametrize(
     ("reachable", "version"), [(True, f"{TORCH}+cpu"), (False, TORCH)], ids=["an index of CPU builds", "none"]
 )
@@ -110,7 +110,7 @@ def test_torch_is_the_cpu_build_where_an_index_has_it_and_else_pips_own(
     assert (index in done.stdout) is not reachable, "said where it was not"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("creates an environment")
 @pytest.mark.parametrize("hashes", ["", f" --hash=sha256:{'0' * 64}"], ids=["no hash", "another file"])
 def test_nothing_is_installed_that_is_not_the_file_of_the_lock(tmp_path: Path, indices: str, hashes: str):
     lock, venv = tmp_path / "lock.txt", tmp_path / "venv"

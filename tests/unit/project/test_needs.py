@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.costly
-
 ROOT = Path(__file__).parents[3]
 TESTS = """
 import pytest

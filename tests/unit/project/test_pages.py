@@ -53,7 +53,6 @@ def desk(made_desk: Path, monkeypatch: pytest.MonkeyPatch):
             del sys.modules[name]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_page_is_right(page: str, desk: Path) -> None:
     found = blocks(page)

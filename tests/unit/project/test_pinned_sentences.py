@@ -48,7 +48,6 @@ def pinned(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(side)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("folder", ["unit", "integration", "gpu"])
 def test_no_test_pins_a_sentence(folder):
     found = [

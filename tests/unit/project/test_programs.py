@@ -7,13 +7,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from tests.documents import COMMANDS
 from tests.forked import ROOT, Run, run_all
 from tests.unit.project.page_stand import python_program
-
-pytestmark = pytest.mark.costly
 
 
 def programs() -> list[list[str]]:

@@ -20,8 +20,6 @@ from slimx.data.records import Prompt
 from slimx.data.tokens import check_prompts, encode_prompt, load_tokenizer
 from slimx.errors import SlimxError
 
-pytestmark = pytest.mark.costly
-
 QUICKSTART = Path(__file__).resolve().parents[3] / "tools" / "quickstart"
 # By path, as a user runs them: `tools` is not installed, and pytest does not always find it beside the tests.
 MODEL_TOOL = runpy.run_path(str(QUICKSTART / "make_model.py"))

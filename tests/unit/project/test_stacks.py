@@ -8,10 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.costly
-
 ROOT = Path(__file__).parents[3]
 # The deadline's alarm comes when both children, of which one was forked, are where they hang.
 HANGS = """

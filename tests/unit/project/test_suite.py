@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tools import suite
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +36,6 @@ def test_with_a_child():
 """
 
 
-@pytest.mark.costly
 def test_cpu_seconds_belong_to_the_fixture_the_test_and_the_role(tmp_path: Path) -> None:
     (tmp_path / "test_burning.py").write_text(MODULE)
     written = tmp_path / "tables.json"

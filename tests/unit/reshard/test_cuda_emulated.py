@@ -22,8 +22,6 @@ from tests.gpu.running import OnDevice, on_cpu
 from tests.refusals import refused
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 
-pytestmark = pytest.mark.costly
-
 PATHS = 9
 """Of slimx::Path in csrc/tiles.cuh."""
 

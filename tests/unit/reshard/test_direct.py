@@ -25,7 +25,6 @@ from tests.unit.reshard.direct_stand import DEADLINE_S, EDGES, ENGINES, HOST, RA
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, WORLD, dressed
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
-pytestmark = pytest.mark.costly
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,6 @@ from tests.unit.layout.layout_stand import Tensors, held_by_trainers
 from tests.unit.reshard.direct_stand import EDGES, ENGINES, RANKS, MemoryAgent, Stand, take
 from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, dressed
 
-pytestmark = pytest.mark.costly
-
 
 class Both:
     """The same trainers with engines that get whole runs, and engines that get what has changed."""
@@ -70,7 +68,7 @@ def publish(stand: Stand, engines: range = range(ENGINES), *, missing: frozenset
     return held
 
 
-@pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.slow("100 publications"))])
 def test_step_after_step_changes_bring_what_whole_runs_bring(both: Both, steps: int) -> None:
     draw, sent = np.random.default_rng(0), []
     lost, incomplete = steps * 2 // 5, steps * 3 // 5

@@ -22,7 +22,6 @@ from tests.unit.reshard.direct_stand import ENGINES, RANKS, Stand, take
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, dressed
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
-pytestmark = pytest.mark.costly
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,6 @@ from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
 from tests.unit.reshard.gather_stand import DEADLINE_S, ENGINE, MODEL, REMOTE, SIZES, WORLD, dressed, plan
 
-pytestmark = pytest.mark.costly
-
 
 def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, torch.Tensor]]:
     """What every rank of a publication does; the publisher yields each bucket and its memory."""

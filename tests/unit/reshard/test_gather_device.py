@@ -31,8 +31,6 @@ from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.gather_stand import DEADLINE_S, ENGINE, MODEL, REMOTE, SIZES, WORLD, dressed, plan
 
-pytestmark = pytest.mark.costly
-
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -137,7 +137,6 @@ def test_another_dtype_is_refused() -> None:
         int4.quantise(torch.zeros(4, 32, dtype=torch.float16))
 
 
-@pytest.mark.costly
 def test_the_kernel_for_gpus_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix()
     expected, narrow = int4.quantise(weight), weight.clone()

@@ -102,7 +102,6 @@ def test_the_number_of_threads_does_not_matter() -> None:
     assert torch.equal(one, four)
 
 
-@pytest.mark.costly
 def test_the_emulated_device_makes_the_same_frames(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator: ctypes.CDLL = use_emulator(emulator_library, monkeypatch)
     for number, (before, after, item) in enumerate(cases()):

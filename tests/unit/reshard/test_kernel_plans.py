@@ -51,7 +51,6 @@ def check(tensors: list[Tensor], made: Plan, *, by_piece: bool) -> np.ndarray:
     return flags
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(24))
 def test_random_plans(seed: int) -> None:
     rng = random.Random(seed)
@@ -86,7 +85,6 @@ LARGE = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", LARGE)
 def test_large_tensors_are_cut_into_tiles_without_a_trace(name: str) -> None:
     op, item, rule, block, shape = LARGE[name]

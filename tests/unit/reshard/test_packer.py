@@ -64,7 +64,6 @@ ENGINES = [
 DTYPE_PAIRS = [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("served", "engine", "dtypes", "number"),
     [(*engine, dtypes, k + 3 * j) for k, engine in enumerate(ENGINES) for j, dtypes in enumerate(DTYPE_PAIRS)],

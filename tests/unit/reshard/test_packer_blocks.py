@@ -64,7 +64,6 @@ def quantised(tensors: Tensors, parts: dict[str, Part], rule: Quantisation, bloc
     return out
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("rule", "block"),

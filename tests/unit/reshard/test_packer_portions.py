@@ -75,7 +75,6 @@ def test_portions_are_bounded_and_cover_every_byte_of_a_run_once(rule, limit):
     assert not written[padding].any() and len(packed)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("limit", [3000, 2**16])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_in_portions_is_the_run_of_the_cpu_kernel(

@@ -18,8 +18,6 @@ from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.dealing import deal, link_load
 from slimx.reshard.plan.precision import Precision, Quantisation
 
-pytestmark = pytest.mark.costly
-
 GOAL_S, GOAL_MB = 5.0, 1024.0
 """Of reshard.md section 6, on one core."""
 V3 = {

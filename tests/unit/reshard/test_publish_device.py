@@ -32,8 +32,6 @@ from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed, plan
 
-pytestmark = pytest.mark.costly
-
 
 @pytest.fixture(autouse=True)
 def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:

@@ -13,7 +13,6 @@ from tests.refusals import numbers, refused
 from tests.unit.reshard.publication_stand import STEPS, TENSORS, Calls, FakeEngine, Stand, died, lost
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("step", "how"),
     [(step, how) for step in STEPS for how in ("refuses", "hangs") if (step, how) != ("admit", "hangs")],

@@ -19,8 +19,6 @@ from slimx.reshard.transports.memory import MemoryFile, open_memory
 from tests.refusals import refused
 from tests.unit.reshard.transport_peer import Peer
 
-pytestmark = pytest.mark.costly
-
 MANIFEST = Manifest(policy="actor", version=7, trainer_step=7, membership_epoch=3)
 
 

@@ -20,8 +20,6 @@ from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.device_peer import DeviceRank
 from tests.unit.reshard.transport_peer import Peer
 
-pytestmark = pytest.mark.costly
-
 SIZE = 5000
 
 

@@ -10,7 +10,7 @@ from slimx.errors import SlimxError
 from slimx.rewards import code
 from tests.unit.rewards.reward_stand import context, trajectory
 
-pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit")]
+pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit")
 
 FORGED_ANSWER = r'{"value": 4, "changed": []}\n'
 WRONG = "def f(x): return 0\n"
@@ -83,7 +83,7 @@ def test_a_forged_verdict_earns_nothing(name):
     assert worth(FORGERIES[name], "assert f(2) == 47", seconds=limit) == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full grid of forgeries")
 @pytest.mark.parametrize("name", FORGERIES)
 def test_nothing_makes_a_false_assertion_true(name):
     assert worth(FORGERIES[name], "assert False") == 0.0

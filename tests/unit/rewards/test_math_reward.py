@@ -23,7 +23,6 @@ def differing(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in rows if judged(math.reward, row["response"], row["gold"]) != float(row["verdict"])]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("group", sorted({row["group"] for row in ROWS} - {LIMITS}))
 def test_every_answer_of_a_group_is_judged_as_mathematics_judges_it(group):
     assert differing([row for row in ROWS if row["group"] == group]) == []
@@ -48,7 +47,6 @@ def test_words_are_refused_as_answers(answer):
     assert (refused.value.code, refused.value.about) == ("reward.answer", "p7")
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "response",
     [

@@ -49,9 +49,8 @@ def test_math_refuses_an_answer_without_a_value():
         judged(math.reward, "18", "as you like")
 
 
-@pytest.mark.costly
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K files beside the repository")
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow("every answer of GSM8K"))])
 def test_math_agrees_with_the_graders_of_gsm8k_and_pays_every_gold_answer(every):
     agreed = seen = 0
     for line in (GSM8K / "example_model_solutions.jsonl").read_text().splitlines()[::every]:

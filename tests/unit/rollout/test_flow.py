@@ -27,8 +27,6 @@ from tests.refusals import numbers, refused
 from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, expected_tokens, kept, run_virtually
 from tests.unit.rollout.rollout_stand import config_of
 
-pytestmark = pytest.mark.costly
-
 STEPS, SIZE = 7, 4
 PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7]) for n in range(23)]
 
@@ -182,7 +180,7 @@ def test_no_trajectory_is_too_old_no_prompt_is_lost_and_none_is_trained_twice(co
     check_run(config, seed, kills)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("500 random runs")
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(*RUNS)
 def test_so_it_is_in_hundreds_of_runs(config, seed, kills):

@@ -42,7 +42,6 @@ async def make(**reward: Any) -> GroupOutcome:
         maker.close()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 async def test_every_trajectory_gets_its_place_in_the_group(isolation):
     outcome = await make(function=f"{HERE}.ranks", scope="group", isolation=isolation, workers=1)

@@ -147,7 +147,6 @@ def test_held_out_answers_have_parts_and_numbers_of_their_own():
     assert [name for name in found if find(name) is None] == []
 
 
-@pytest.mark.costly
 async def test_a_reward_in_a_process_logs_as_one_in_a_thread_does():
     logged = {}
     for isolation in ("thread", "process"):

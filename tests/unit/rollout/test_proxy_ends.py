@@ -175,7 +175,6 @@ async def test_a_prompt_of_token_ids_is_nothing_for_an_agent():
         )
 
 
-@pytest.mark.costly
 async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along():
     shared = client_of("http://127.0.0.1:1/v1")  # a client takes long to be made
 

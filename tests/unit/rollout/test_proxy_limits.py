@@ -16,8 +16,6 @@ from slimx.rollout.proxy.server import ChatProxy
 from slimx.rollout.proxy.session import TOKEN_CHARACTERS
 from tests.unit.rollout.proxy_stand import PROMPT, Script, bare, context
 
-pytestmark = pytest.mark.costly
-
 USER = [{"role": "user", "content": "1+1="}]
 
 

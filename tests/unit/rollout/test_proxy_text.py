@@ -145,7 +145,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("ends", ["by itself", "at the deadline"])
 async def test_a_program_ends_with_its_rollout_and_so_does_what_it_started(tmp_path, ends):
     """The shell leaves a child behind, which ignores SIGTERM, and a daemon in a session of its own."""

@@ -69,7 +69,6 @@ async def client_of(
         await runner.cleanup()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("retries", [0, 1, 2])
 async def test_a_lost_request_is_sent_again_as_often_as_allowed_with_the_same_seed(retries):
     for lost in range(retries + 2):
@@ -92,7 +91,6 @@ async def test_a_lost_request_is_sent_again_as_often_as_allowed_with_the_same_se
             assert client.retried == len(looks) == min(lost, retries)
 
 
-@pytest.mark.costly
 async def test_a_request_that_finds_no_engine_waits_for_one_and_that_is_no_retry():
     async with client_of(NO_ENGINE, LOST, NO_ENGINE, NO_ENGINE, GOOD, retries=1) as (client, bodies):
         await client.generate(GenerationRequest([1], {}, seed=1))
@@ -119,7 +117,6 @@ async def test_a_request_that_an_engine_refuses_is_final_and_one_that_it_fails_i
             assert len(bodies) == sent and len(looks) == sent - 1
 
 
-@pytest.mark.costly
 async def test_while_no_engine_serves_a_request_waits_and_neither_its_deadline_nor_its_retries_pass():
     outage = Outage()
     outage.begin()
@@ -132,7 +129,6 @@ async def test_while_no_engine_serves_a_request_waits_and_neither_its_deadline_n
         assert client.retried == 1
 
 
-@pytest.mark.costly
 async def test_a_stream_that_waits_for_an_engine_has_its_deadline_left():
     outage = Outage()
     outage.begin()

@@ -24,8 +24,6 @@ from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner
 from slimx.rollout.hook_loading import load_reward
 from tests.unit.rewards.reward_stand import context, trajectory
 
-pytestmark = pytest.mark.costly
-
 HOOK = "tests.unit.rewards.reward_stand.misbehaving"
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -39,7 +39,6 @@ async def until(condition: Callable[[], bool]) -> None:
 # Order, staleness, deadlines ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("max_staleness", [0, 1])
 async def test_groups_come_in_the_order_of_their_tickets_whatever_the_timing(max_staleness):
     def keep(group: Group) -> bool:
@@ -56,7 +55,6 @@ async def test_groups_come_in_the_order_of_their_tickets_whatever_the_timing(max
     assert all(run == runs[0] for run in runs)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("seed", range(12))
 async def test_no_trajectory_is_older_than_the_bound_when_it_is_trained(max_staleness, seed):

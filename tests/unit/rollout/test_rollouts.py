@@ -77,7 +77,6 @@ BROKEN = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("case", BROKEN)
 async def test_a_broken_reward_fails_its_trajectory_and_drops_its_group_only(released, case):
     what, reason, text = BROKEN[case]
@@ -141,7 +140,6 @@ async def test_a_reward_sees_the_sampled_text_of_its_own_prompt():
                 assert seen[t.id] == (group.prompt.answer, the_tokenizer().decode(t.token_ids[-3:].tolist()))
 
 
-@pytest.mark.costly
 async def test_waiting_for_a_free_worker_does_not_count_against_the_deadline():
     async def slow(ctx: RewardContext, trajectory: Trajectory) -> float:
         time.sleep(0.25)
@@ -157,7 +155,6 @@ def reward_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "slimx-reward"]
 
 
-@pytest.mark.costly
 async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_manager(released):
     before = set(reward_threads())
 
@@ -288,7 +285,6 @@ BROKEN_ROLLOUTS = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("case", BROKEN_ROLLOUTS)
 async def test_a_broken_rollout_drops_its_group_only(case):
     what, reason, text = BROKEN_ROLLOUTS[case]

@@ -60,7 +60,6 @@ async def test_rollouts_in_flight_have_a_bound_of_their_own():
         assert tools.most == 3
 
 
-@pytest.mark.costly
 async def test_waiting_for_a_place_at_the_engines_does_not_count_against_a_rollouts_deadline():
     engine = FakeEngine()
 
@@ -111,7 +110,6 @@ async def test_a_place_given_to_one_that_is_cancelled_at_that_moment_is_not_lost
             pass
 
 
-@pytest.mark.costly
 async def test_the_clock_goes_on_with_what_was_left_when_the_last_waiter_leaves():
     clock, loop = Clock(0.3), asyncio.get_running_loop()
 

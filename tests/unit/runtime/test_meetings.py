@@ -21,8 +21,6 @@ from slimx.runtime.private import private_directory, private_token
 from tests.refusals import invalid
 from tests.unit.sglang_process import SGLang
 
-pytestmark = pytest.mark.costly
-
 LIMIT = timedelta(seconds=60)
 
 

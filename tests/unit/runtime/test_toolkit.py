@@ -124,7 +124,7 @@ def test_a_toolkit_whose_library_is_absent_links_nothing(tmp_path: Path) -> None
     assert link_error(tmp_path, driver=True) is None
 
 
-@pytest.mark.slow
+@pytest.mark.slow("installs CUDA's wheels and compiles")
 def test_sglang_makes_its_kernels_where_cuda_comes_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolkit, "USUAL", tmp_path / "usual")
     lock = (ROOT / "requirements" / "cu130.txt").read_text()

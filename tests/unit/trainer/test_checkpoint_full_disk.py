@@ -19,8 +19,6 @@ from tests.full_disk import fill, small_disk
 from tests.unit.orchestration.checkpointing_stand import Bench, state
 from tests.unit.trainer.full_disk_rank import NBYTES
 
-pytestmark = pytest.mark.costly
-
 
 @dataclass(frozen=True)
 class Written:

@@ -74,7 +74,7 @@ def test_without_the_package_nothing_is_done() -> None:
     assert deep_ep.install(needed=False) == []
 
 
-@pytest.mark.slow  # imports megatron-core once more
+@pytest.mark.slow("needs .venv/deep-ep, imports megatron-core")
 def test_megatrons_calls_fit_the_pinned_package() -> None:
     """On sgl-deep-ep's own Python, with copies in the place of its kernels (deep_ep_calls.py)."""
     if not PACKAGE.is_dir():

@@ -13,7 +13,7 @@ from tests.integration import transformer_engine_stand
 from tests.needed import missing
 from tests.unit.trainer.engine_recipes import SHAPE
 
-pytestmark = pytest.mark.slow  # imports the whole of it
+pytestmark = pytest.mark.slow("needs .venv/transformer-engine, imports the whole of it")
 
 
 def test_quantisers_have_the_blocks_and_the_rule_that_slimx_rounds_by() -> None:

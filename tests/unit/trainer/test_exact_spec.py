@@ -6,10 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.costly
-
 SPECS = """
 from types import SimpleNamespace
 from slimx.trainer.process import install_adapters

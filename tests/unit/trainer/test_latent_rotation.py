@@ -31,7 +31,7 @@ def test_rotation_is_fused_where_a_kernel_computes_it(model: str, fused: bool) -
     assert fused_rotation(read_model(ROOT / "configs" / "moe" / "models" / model)) is fused
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a process that imports megatron-core")
 def test_the_fused_rotation_of_latent_attention_is_the_plain_one_to_the_last_bit() -> None:
     """Packed sequences, alone and as both ranks of context parallelism; also where the query is written in place."""
     ran = subprocess.run(

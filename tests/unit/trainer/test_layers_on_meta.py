@@ -12,7 +12,7 @@ import pytest
 from tests.integration import transformer_engine_stand
 from tests.needed import missing
 
-pytestmark = pytest.mark.slow  # imports the whole of it
+pytestmark = pytest.mark.slow("needs .venv/transformer-engine, imports the whole of it")
 
 GROUPED = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
 NORMED = {"TELayerNormColumnParallelLinear"}

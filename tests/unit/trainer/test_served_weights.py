@@ -26,7 +26,6 @@ def single_threaded():
         yield
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("rule", "dtype"), [("ieee", "bfloat16"), ("te", "float32"), ("ue8m0", "bfloat16")])
 def test_every_rank_rounds_its_shards_as_the_whole_tensors_are_rounded(rule: Any, dtype: Any) -> None:
     model, sizes, how = (
