@@ -36,7 +36,7 @@ CPU_WHEEL = $(and $(filter cpu,$(LOCK)),$(if $(TORCH_INDEX),,yes),$(if $(wildcar
 .PHONY: help
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
-	  printf '  make %-11s %s\n' "$$name" "$$text"; done
+	  printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 .PHONY: venv
 venv: $(STAMP) ## create .venv with every package of the lock
@@ -90,7 +90,7 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 # server or a deadline. A file's tests stay together and share its fixtures. Byte code is kept even where the environment
 # says not to: a run starts a dozen processes that import the same modules.
 TESTS := $(BIN)/python -m pytest -rfEs --durations=20 --dist=loadfile --no-loadscope-reorder
-unit integration test-all: export PYTHONDONTWRITEBYTECODE =
+unit integration test-all test-changed: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: test
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
@@ -119,6 +119,10 @@ integration: $(LIBRARY) $(ENGINE)
 .PHONY: test-all
 test-all: $(LIBRARY) $(ENGINE) $(DEEP_EP) lint ## the same and the tests marked slow
 	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/unit tests/integration tests/gpu/test_exact_trainer.py
+
+.PHONY: test-changed
+test-changed: $(LIBRARY) ## tests that this change can reach, slow ones too (BASE=HEAD; ARGS=-x, --list)
+	$(BIN)/python -m tools.changed $(if $(BASE),--base $(BASE)) -rfEs $(ARGS)
 
 .PHONY: lint
 lint: $(LIBRARY) ## style of Python and C++, and who imports whom
