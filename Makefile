@@ -121,8 +121,8 @@ test-all: $(LIBRARY) $(ENGINE) $(DEEP_EP) lint ## the same and the tests marked 
 	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/unit tests/integration tests/gpu/test_exact_trainer.py
 
 .PHONY: test-changed
-test-changed: $(LIBRARY) ## tests that this change can reach, slow ones too (BASE=HEAD; ARGS=-x, --list)
-	$(BIN)/python -m tools.changed $(if $(BASE),--base $(BASE)) -rfEs $(ARGS)
+test-changed: $(LIBRARY) ## tests that this change can reach, slow ones too (BASE=HEAD; ARGS=-x; LIST=1: print them)
+	$(BIN)/python -m tools.changed $(if $(BASE),--base $(BASE)) $(if $(LIST),--list) -- -rfEs $(ARGS)
 
 .PHONY: lint
 lint: $(LIBRARY) ## style of Python and C++, and who imports whom

@@ -1,8 +1,8 @@
 """Runs the tests that the working tree's change can reach: `make test-changed`.
 
-`python -m tools.changed [--base REV] [--list] [ARGUMENTS OF PYTEST]`. The change is what git sees between REV, HEAD
-unless it is named, and the working tree, with untracked files. Slow tests run, too. Nearest tests come first: with the
-argument -x the first failure ends the run.
+`python -m tools.changed [--base REV] [--list] [-- ARGUMENTS OF PYTEST]`. The change is what git sees between REV,
+HEAD unless it is named, and the working tree, with untracked files. Slow tests run, too. Nearest tests come first: with
+the argument -x of pytest the first failure ends the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def git(root: Path, *arguments: str) -> set[str]:
     """Returns the paths that git lists."""
     done = subprocess.run(["git", *arguments, "-z"], cwd=root, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"git {' '.join(arguments)} failed in {root}: {done.stderr.strip()}")
+        sys.exit(f"git {' '.join(arguments)} failed in {root}: {done.stderr.partition(chr(10))[0]}")
     return {*done.stdout.split("\0")} - {""}
 
 
@@ -52,7 +52,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="python -m tools.changed")
     parser.add_argument("--base", default="HEAD", metavar="REV", help="what the working tree is compared with")
     parser.add_argument("--list", action="store_true", help="print the test files with their distances, run none")
-    given, arguments = parser.parse_known_args()
+    parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="of pytest, behind --")
+    given = parser.parse_args()
     root = Path.cwd()
     changed, distances = reached(root, given.base)
     if not changed:
@@ -65,7 +66,7 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{distance:3} {test}" for test, distance in distances.items()))
         return 0
-    return pytest.main(["-m", "slow or not slow", *arguments, *distances], plugins=[Nearest(distances, root)])
+    return pytest.main(["-m", "slow or not slow", *given.pytest, *distances], plugins=[Nearest(distances, root)])
 
 
 if __name__ == "__main__":

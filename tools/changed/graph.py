@@ -12,7 +12,7 @@ from tools.changed.names import MODULE, Names, fixtures
 
 CALLS_MODULES = (".sh", ".yaml")
 READS_REPOSITORY = ("tests/", "tools/", "benchmarks/", "setup.py")
-"""What names files anywhere in the repository; others name files of their package, and in their messages any."""
+"""Beginnings of files whose strings name files of the whole repository; in slimx/ such strings are messages."""
 LOADER, LIBRARIES = "slimx/library.py", "csrc/"
 """The module that loads the native libraries, and the directory of their sources."""
 FAR = 3

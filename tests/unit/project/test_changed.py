@@ -152,7 +152,7 @@ def test_nearest_tests_run_first_and_slow_ones_too(root: Path) -> None:
     git(root, "add", ".")
     git(root, "commit", "--message=second")
     (root / "slimx/low.py").write_text("# changed\n")
-    done = run(root, "-v", "-p", "no:cacheprovider", "-x")
+    done = run(root, "--", "-v", "-p", "no:cacheprovider", "-x")
     assert "2 tests of `make test` and 1 slow" in done.stdout, done.stdout + done.stderr
     ran = [line.split()[0].rpartition("::")[2] for line in done.stdout.splitlines() if line.endswith("%]")]
     assert done.returncode == 1 and ran == ["test_last", "test_slow"], done.stdout
