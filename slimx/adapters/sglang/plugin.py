@@ -69,7 +69,7 @@ def register() -> None:
     # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
     # runs. SGLang calls this after a spawned child has imported its own main module, and in the server's process before
     # any of them. Where that process forks the others, these find everything in its place.
-    server = SCHEDULER not in sys.modules and DETOKENIZER not in sys.modules
+    server = multiprocessing.parent_process() is None
     forks = server and is_cpu() and SPAWN not in sys.argv
     if server:
         HookRegistry.register(GENERATE, partial(take_fields, policies), HookType.BEFORE)
