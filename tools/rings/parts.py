@@ -10,8 +10,9 @@ NAMES = tuple(f"{number}/{PARTS}" for number in range(1, PARTS + 1))
 FOLDERS = ("tests/unit", "tests/integration")
 GPU_FILE = "tests/gpu/test_exact_trainer.py"
 """The one file of tests/gpu that also runs without a GPU."""
-SALT = 0
-"""Chosen among the first 100,000 numbers so that the largest part had least tests above the mean on 2026-11-27."""
+SALT = 53414
+"""Of the first 100,000 numbers the one with which parts differed least on 2026-11-27: 829 to 1,254 of 10,234 tests, and
+6 to 11 files of integration tests. Another number would mix the results of parts."""
 
 
 def test_files(root: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration import conftest
 from tests.processes import lives, wait_for
 from tools.rings import machine, parts
 from tools.rings.execute import execute
@@ -51,7 +53,7 @@ def test_every_file_is_in_one_part_and_parts_are_about_equal() -> None:
 
 def test_a_file_keeps_its_part_when_others_are_added() -> None:
     """Another hash or salt would mix old and new results of a part."""
-    assert parts.part_of("tests/unit/project/test_rings.py") == "7/10"
+    assert parts.part_of("tests/unit/project/test_rings.py") == "1/10"
 
 
 @pytest.mark.parametrize("part", ["0/10", "11/10", "3/9", "3", "x"])
@@ -224,3 +226,23 @@ def test_a_session_counts_by_file_and_what_it_deselects(tmp_path: Path) -> None:
     assert found["left_out"] == {"tests": 6}
     shown = {file: (row["passed"], row["failed"]) for file, row in found["files"].items()}
     assert shown == {"tests/test_one.py": (1, 1), "tests/test_two.py": (1, 1)}
+
+
+def test_a_seed_repeats_an_order_in_which_files_of_whole_runs_are_first(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    sorting = inspect.getsource(conftest.pytest_collection_modifyitems)
+    (tmp_path / "conftest.py").write_text(f"import pytest\n\n{sorting}")
+    for name in "abcdef":
+        text = "TrainProcess = None\n" if name in "ef" else ""
+        (tmp_path / f"test_{name}.py").write_text(text + "def test_one(): ...\ndef test_two(): ...\n")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    started = [
+        subprocess.Popen([*command, f"--randomly-seed={seed}"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for seed in (1, 1, 2)
+    ]
+    first, again, other = (
+        [line for line in process.communicate()[0].splitlines() if "::" in line] for process in started
+    )
+    assert first == again != other and len(first) == 12 and set(first) == set(other)
+    for order in (first, other):
+        assert {line.partition("::")[0] for line in order[:4]} == {"test_e.py", "test_f.py"}
