@@ -1,4 +1,4 @@
-"""What a run prints at its end: outcomes, machine, order, and what it left out."""
+"""Words the end of a run: outcomes, machine, order, and what it left out."""
 
 from __future__ import annotations
 
