@@ -25,11 +25,11 @@ def execute(
     A session that did not come to its end leaves no result.
     """
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    before, load = machine.loop_seconds(), [os.getloadavg()[0]]
+    before, load = machine.loop_seconds(), [round(os.getloadavg()[0], 1)]
     began = time.monotonic()
     outcomes = run()
     seconds = time.monotonic() - began
-    load.append(os.getloadavg()[0])
+    load.append(round(os.getloadavg()[0], 1))
     factor = machine.factor(before, machine.loop_seconds())
     if all(outcome.status in (0, 1) and outcome.files for outcome in outcomes):
         rows = _parts(outcomes) if by_part else {RING_ONE: _ring(outcomes, seconds)}
