@@ -66,7 +66,7 @@ def run(sessions: Sequence[Session]) -> list[Outcome]:
     Raises KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once every process that a session started has ended.
     """
     adopt_orphans()
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.default_int_handler)
     processes: dict[str, subprocess.Popen[bytes]] = {}
     ended: dict[str, float] = {}
