@@ -19,7 +19,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from slimx.runtime.process import adopt_orphans, end_with_parent
 from tests.forked import run_and_end
