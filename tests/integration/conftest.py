@@ -28,6 +28,8 @@ from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.runtime.ports import free_port
 from tests.integration.recorded import recording_config
 from tests.integration.runs import TrainProcess
+from tests.warm import guards
+from tests.warm.interpreter import interpreter
 from tests.workers import SharedFixtures, made_once
 
 if TYPE_CHECKING:
@@ -83,6 +85,20 @@ def _cache_of_model_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "modules"))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_servers(_cache_of_model_code: None) -> Iterator[None]:
+    """Servers are forks of a process that has imported SGLang, but for tests about their start (`cold_servers`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        guards.install(patch, interpreter().parent)
+        yield
+
+
+@pytest.fixture
+def cold_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers of a test are started as programs."""
+    guards.remove(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,8 @@ from slimx.rollout.flow.tickets import SavedTicket
 from slimx.runtime.process import PR_SET_CHILD_SUBREAPER, shared_memory_inodes
 from tests import stacks
 from tests.processes import lives
+from tests.warm.interpreter import MARK, interpreter, is_client, programs
 
-MARK = "SLIMX_TEST_RUN"
-"""Every process of a run inherits this variable: what a run leaves behind is found by it."""
 DEADLINE_S = 600
 """Seconds for whatever a run is waited for, and for each step of its own: who is late hangs. Under a load of 15 some
 runs took longer than 300."""
@@ -71,11 +70,14 @@ class TrainProcess:
         self,
         config: Path,
         *overrides: str,
-        program: Sequence[str] = (sys.executable, "-m", "slimx.cli"),
+        program: Sequence[str | Path] | None = None,
         directory: Path = Path(__file__).parents[2],
         variables: Mapping[str, str] | None = None,
+        cold: bool = False,
     ):
-        """`directory`: the working directory. `variables`: added to the environment."""
+        """`directory`: the working directory. `variables`: added to the environment. `cold`: whether its processes are
+        programs that import what they need, below the driver, instead of forks (tests.warm); so is `program`."""
+        program = program or (sys.executable if cold else interpreter(), "-m", "slimx.cli")
         # What a run leaves behind becomes a child of this process: the router, say, overwrites its environment.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.before = {process.pid for process in psutil.Process().children()}
@@ -137,7 +139,9 @@ class TrainProcess:
                     found |= {one.pid: one for one in [process, *_children(process)]}
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return [process for process in found.values() if lives(process)]
+        for process in programs(self.mark):
+            found |= {one.pid: one for one in [process, *_children(process)]}
+        return [process for process in found.values() if lives(process) and not is_client(process)]
 
     def assert_nothing_left(self) -> None:
         """No process (so no port that one of them listens on) and no shared-memory file of the run remains."""

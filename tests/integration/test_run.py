@@ -94,9 +94,9 @@ def ahead(
         },
         checkpoint={"every": 4, "keep": 100},
         reward={"function": "tests.integration.hooks.judged"},
-        track={"rollouts": {"every": 1}, "prometheus": {"port": (port := free_port())}},
+        track={"rollouts": {"every": 1, "keep": 10_000}, "prometheus": {"port": (port := free_port())}},
     )
-    run = TrainProcess(config)
+    run = TrainProcess(config, cold=True)
     run.until(lambda: completed_steps(directory / "run") >= 5)
     run.until((directory / "run" / "checkpoints" / "iter_0000004").exists)
     scraped = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text

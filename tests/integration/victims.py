@@ -25,8 +25,7 @@ def matching(pattern: str, *, guard: bool = False) -> Find:
     are asked for."""
 
     def find(run: TrainProcess) -> list[psutil.Process]:
-        family = psutil.Process(run.process.pid).children(recursive=True)
-        found = [(process, command_of(process)) for process in family]
+        found = [(process, command_of(process)) for process in run.processes()]
         return [p for p, command in found if re.search(pattern, command) and ("runtime.process" in command) == guard]
 
     return find

@@ -57,8 +57,8 @@ def request(
 ) -> int:
     """Has a zygote run `python ARGUMENTS` and returns its process id.
 
-    `files`: its open files, which have `numbers` there, the same by default. `parent`: the process that it takes for its
-    parent. `tied`: whether it is killed when the connection closes."""
+    `files`: its open files, which have `numbers` there, the same by default. `parent`: the process that it takes for
+    its parent. `tied`: whether it is killed when the connection closes."""
     message = {
         "arguments": arguments,
         "environment": dict(os.environ) if environment is None else environment,

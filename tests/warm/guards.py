@@ -11,19 +11,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from setproctitle import setproctitle
+
 from slimx.runtime import process
 from tests.warm.client import connected, request, status_from
 
 SERVER = "slimx.engines.server.launch"
 
 
-def install(directory: Path) -> None:
+def install(patch: pytest.MonkeyPatch, directory: Path) -> None:
     """Has this process, and its forks, start engines by the zygote in `directory`."""
 
     def start(argv: list[str], **options: Any) -> Any:
         return Guard(directory, argv, **options) if SERVER in argv else subprocess.Popen(argv, **options)
 
-    process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start})
+    patch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
+
+
+def remove(patch: pytest.MonkeyPatch) -> None:
+    """Has this process start engines as programs again."""
+    patch.setattr(process, "subprocess", subprocess)
 
 
 class Guard:
@@ -80,6 +88,7 @@ def fork_commands(run: Callable[[list[str], dict[str, str]], object]) -> None:
             subprocess.Popen = start
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             preexec_fn()
+            setproctitle(" ".join(argv))
             run(argv[1:], dict(env))
         return SimpleNamespace(pid=command)
 

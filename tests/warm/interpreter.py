@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -9,11 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from slimx.runtime.private import private_directory
 from tests.processes import wait_for
 
+MARK = "SLIMX_TEST_RUN"
+"""Variable of every process of a run, by which what it leaves behind is found."""
 ROOT = Path(__file__).parents[2]
-TEXT = """#!{python} -IS
+OPTIONS = "-IS"
+"""Options of the interpreter of a client: nothing of the user's or of the environment's is imported."""
+TEXT = """#!{python} {options}
 import sys
 sys.path.insert(0, {package!r})
 from client import main
@@ -35,11 +42,28 @@ def interpreter() -> Path:
     return directory / "python"
 
 
+def programs(mark: str) -> list[psutil.Process]:
+    """Returns the programs that were forked with this value of `MARK` and have not ended."""
+    found = []
+    for file in (interpreter().parent / "programs").iterdir():
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):  # ended meanwhile
+            if file.read_text() == mark:
+                found.append(psutil.Process(int(file.name)))
+    return found
+
+
+def is_client(process: psutil.Process) -> bool:
+    """Returns True for a process that stands for a program."""
+    with contextlib.suppress(psutil.Error):
+        return OPTIONS in process.cmdline()[1:2]
+    return False
+
+
 def _start(directory: Path, owner: int) -> None:
     (directory / "programs").mkdir(parents=True)
     executable = directory / "python"
     package = str(Path(__file__).parent)
-    executable.write_text(TEXT.format(python=sys.executable, zygotes=str(directory), package=package))
+    executable.write_text(TEXT.format(python=sys.executable, options=OPTIONS, zygotes=str(directory), package=package))
     executable.chmod(0o700)
     variables = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.warm.zygote", str(directory), str(executable), str(owner)]

@@ -21,15 +21,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import pytest
+from setproctitle import setproctitle
+
 from slimx.runtime.process import adopt_orphans, end_with_parent
 from tests.forked import run_and_end
 from tests.warm import guards
 from tests.warm.client import BYTES, RAY_WORKER
+from tests.warm.interpreter import MARK
 
 FILES = 200
 """Files that a program inherits, at most."""
-MARK = "SLIMX_TEST_RUN"
-"""Variable that every process of a run has: kept in the program's file, as a fork does not show it."""
 
 
 def load_driver() -> None:
@@ -45,7 +47,7 @@ def load_driver() -> None:
 
 def load_rank() -> None:
     """Imports what trainers need but for Ray, whose library reads a worker's variables when it is imported."""
-    guards.install(Path(sys.argv[1]))
+    guards.install(pytest.MonkeyPatch(), Path(sys.argv[1]))
     from slimx.trainer import process
 
     names = process.install_adapters()
@@ -189,6 +191,8 @@ def become(
         os.close(high + index)
     os.setsid()
     os.chdir(directory)
+    if not any("/ray/" in word for word in arguments):  # which sets titles by another library
+        setproctitle(" ".join([sys.executable, *arguments]))
     take_for_parent(parent)
     if "slimx.runtime.process" in arguments:
         guards.fork_commands(run)
