@@ -34,8 +34,8 @@ ROLES = {
     "router": ("sglang_router", "sgl-router", "engines.server.guard"),
     "server": ("sglang", "slimx.engines.server", "stock_server", "engine_oracle", "exact_server"),
     "Ray worker": ("ray::",),
-    "rank": ("_rank", "ranks", "oracle"),
-    "driver": ("slimx train", "bin/slimx", "slimx.commands", "orchestration"),
+    "rank": ("_rank", "rank_", "ranks", "oracle"),
+    "driver": ("slimx.cli", "slimx train", "bin/slimx", "slimx.commands", "orchestration", "tests.warm"),
     "browser": ("chromium", "chrome"),
     "compiler": ("nvcc", "g++", "cc1plus", "cicc", "ptxas", "ruff", "mypy"),
     "pytest": ("pytest", "import sys;exec(eval(sys.stdin.readline()))"),
@@ -91,7 +91,7 @@ def run(arguments: list[str], events: Path) -> tuple[int, Samples]:
     command = [sys.executable, "-m", "pytest", "-p", "tools.timing.events", f"--events={events}", *arguments]
     process = subprocess.Popen(command, cwd=ROOT)
     while process.poll() is None:
-        samples.look()
+        samples.look(process.pid)
         time.sleep(PERIOD)
     return process.returncode, samples
 
@@ -171,7 +171,10 @@ def main() -> int:
     options = parser.parse_args()
     began = time.time()
     with tempfile.TemporaryDirectory() as directory:
-        status, samples = run(options.arguments or ["--numprocesses=2", "--dist=loadfile", "tests"], Path(directory))
+        status, samples = run(
+            options.arguments or ["--numprocesses=2", "--dist=loadfile", "tests/unit", "tests/integration"],
+            Path(directory),
+        )
         events = read_events(Path(directory))
     wall = time.time() - began
     tables = shares(list(samples.processes.values()), events)

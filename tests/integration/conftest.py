@@ -1,8 +1,7 @@
-"""Shared by all integration tests: one tiny model, and one real SGLang server for the whole session.
+"""Shared by all integration tests: one tiny model, and one real SGLang server for each worker of the session.
 
-The server takes 15 to 45 s to start, so every test uses the same one and leaves it READY with the weights of its own
-choice: a test that needs particular weights publishes them first (`publish`), and none relies on what an earlier test
-left.
+Every test uses the same server and leaves it READY, with any weights: a test that needs particular weights publishes
+them first (`publish`), and none relies on what an earlier test left.
 """
 
 from __future__ import annotations
@@ -37,23 +36,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 START_S = 600
-"""Seconds for one server to start, for hangs: it takes 20 to 50 s on two idle cores, ten times that on busy ones."""
+"""Seconds for one server to start, for hangs: as a program it takes 20 to 50 s on two idle cores, ten times that on busy
+ones."""
 Weights = dict[str, torch.Tensor]
 
 
-SHARED = (
-    {"test_deepseek_v3.py", "test_families.py"},  # families
-    {  # engine
-        "test_agents.py",
-        "test_control.py",
-        "test_engine.py",
-        "test_engine_groups.py",
-        "test_examples.py",
-        "test_interruption.py",
-        "test_run.py",
-    },
-)
-"""Files whose tests share an expensive fixture of the session, which the comment names."""
+SHARED = ({"test_deepseek_v3.py", "test_families.py"},)
+"""Files whose tests share an expensive fixture of the session, `families`."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedFixtures:

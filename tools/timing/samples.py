@@ -39,13 +39,17 @@ class Samples:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.processes: dict[tuple[int, int], Process] = {}
 
-    def look(self) -> None:
-        """Adds the CPU time of each process since the look before."""
+    def look(self, keep: int) -> None:
+        """Adds the CPU time of each process since the look before, and collects ended children but `keep`: a test that
+        looks for an orphan's end waits for that."""
         now = time.time()
         stats = _stats()
         children = defaultdict(list)
         for pid, (parent, _, _) in stats.items():
             children[parent].append(pid)
+        for pid in children[os.getpid()]:
+            if pid != keep:
+                os.waitpid(pid, os.WNOHANG)
         waiting = [(pid, 0) for pid in children[os.getpid()]]
         while waiting:
             pid, worker = waiting.pop()

@@ -1,0 +1,66 @@
+"""Programs that are forked by `tests.warm` behave as programs that are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import lives, wait_for
+from tests.warm.interpreter import MARK, interpreter, programs
+
+pytestmark = pytest.mark.integration
+
+PROGRAM = """
+import json, os, sys, time
+file = os.fstat(int(sys.argv[1])).st_ino
+print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("SLIMX_WARM"), os.getppid(), file]), flush=True)
+if sys.argv[2] == "sleep":
+    time.sleep(600)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+def test_a_program_has_the_arguments_directory_variables_files_and_parent_of_its_start(program: Path) -> None:
+    with program.open() as file:
+        process = subprocess.Popen(
+            [interpreter(), "-u", program, str(file.fileno()), "3"],
+            cwd=program.parent,
+            env=os.environ | {"SLIMX_WARM": "yes"},
+            stdout=subprocess.PIPE,
+            pass_fds=[file.fileno()],
+        )
+        output, _ = process.communicate(timeout=300)
+        expected = [[str(file.fileno()), "3"], str(program.parent), "yes", os.getpid(), os.fstat(file.fileno()).st_ino]
+    assert json.loads(output) == expected and process.returncode == 3
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=lambda signum: signum.name)
+def test_a_signal_ends_the_program_and_its_client(program: Path, signum: signal.Signals) -> None:
+    mark = f"{signum}-{os.getpid()}"
+    command = [interpreter(), program, "0", "sleep"]
+    process = subprocess.Popen(command, env=os.environ | {MARK: mark}, stdout=subprocess.PIPE)
+    assert process.stdout.readline()
+    (forked,) = programs(mark)
+    process.send_signal(signum)
+    assert process.wait(300) == -signum
+    wait_for(lambda: not lives(forked) and not programs(mark))
+    process.stdout.close()
+
+
+def test_what_no_zygote_runs_is_started(tmp_path: Path) -> None:
+    code = "import sys; print(sys.executable)"
+    done = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert Path(done.stdout.strip()).resolve() == Path(sys.executable).resolve()
