@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 START_S = 600
-"""Seconds for one server to start, for hangs: as a program it takes 20 to 50 s on two idle cores, ten times that on busy
-ones."""
+"""Seconds for one server to start, for hangs: as a program it takes 20 to 50 s on two idle cores."""
 Weights = dict[str, torch.Tensor]
 
 

@@ -16,10 +16,17 @@ END_S = 100
 """Seconds for an end that takes up to 9 on a quiet machine."""
 
 
-def test_ctrl_c_ends_a_start_in_one_line(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
+# Imports of the command line, of the run, checks, Ray, trainers and engines, on a quiet machine.
+@pytest.mark.parametrize(
+    "moments",
+    [(0.3, 2.0, 6.0), pytest.param((0.0, 0.8, 4.5, 9.0), marks=pytest.mark.slow("more moments"))],
+    ids=len,
+)
+def test_ctrl_c_ends_a_start_in_one_line(
+    moments: tuple[float, ...], tiny_model: Path, task_of_sums: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, tiny_model, task_of_sums / "train.jsonl")
-    # Imports of the command line, of the run, checks, Ray, trainers and engines, on a quiet machine.
-    for seconds in (0.0, 0.3, 0.8, 2.0, 4.5, 9.0):
+    for seconds in moments:
         run = TrainProcess(config, program=(sys.executable, "-m", "slimx"))
         maps = Path(f"/proc/{run.process.pid}/maps")
         run.until(lambda maps=maps: "pydantic_core" in maps.read_text())  # its imports have begun

@@ -96,7 +96,7 @@ def ahead(
         reward={"function": "tests.integration.hooks.judged"},
         track={"rollouts": {"every": 1, "keep": 10_000}, "prometheus": {"port": (port := free_port())}},
     )
-    run = TrainProcess(config, cold=True)
+    run = TrainProcess(config)
     run.until(lambda: completed_steps(directory / "run") >= 5)
     run.until((directory / "run" / "checkpoints" / "iter_0000004").exists)
     scraped = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text

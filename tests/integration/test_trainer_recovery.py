@@ -20,10 +20,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 STEPS = 24
 
 MOMENTS = [
-    pytest.param(Moment("generate", 1, signal.SIGKILL), marks=pytest.mark.slow("full grid of moments")),
-    Moment("train", 0, signal.SIGKILL),
+    *(
+        pytest.param(Moment(phase, rank, signal.SIGKILL), marks=pytest.mark.slow("full grid of moments"))
+        for phase, rank in (("generate", 1), ("train", 0), ("publish", 0))
+    ),
     Moment("train", 1, signal.SIGSTOP),
-    Moment("publish", 0, signal.SIGKILL),
     Moment("save", 1, signal.SIGKILL),
 ]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,10 @@ from tests.processes import wait_for
 
 MARK = "SLIMX_TEST_RUN"
 """Variable of every process of a run, by which what it leaves behind is found."""
+TEST = "PYTEST_CURRENT_TEST"
+"""Pytest's variable with the test that runs."""
+PREFIX = "warm-"
+"""Of the directory of a session."""
 ROOT = Path(__file__).parents[2]
 OPTIONS = "-IS"
 """Options of the interpreter of a client: nothing of the user's or of the environment's is imported."""
@@ -33,7 +39,7 @@ def interpreter() -> Path:
     """Returns the executable, one for all workers of a session; the first caller starts what stands behind it, which
     ends with the session."""
     worker = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    directory = private_directory() / f"warm-{worker[:8] if worker else os.getpid()}"
+    directory = private_directory() / f"{PREFIX}{worker[:8] if worker else secrets.token_hex(4)}"
     with directory.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.exists():
@@ -45,10 +51,19 @@ def interpreter() -> Path:
 def programs(mark: str) -> list[psutil.Process]:
     """Returns the programs that were forked with this value of `MARK` and have not ended."""
     found = []
-    for file in (interpreter().parent / "programs").iterdir():
-        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):  # ended meanwhile
-            if file.read_text() == mark:
-                found.append(psutil.Process(int(file.name)))
+    for process, variables in variables_of(interpreter().parent).items():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            if variables.get(MARK) == mark:
+                found.append(psutil.Process(process))
+    return found
+
+
+def variables_of(directory: Path) -> dict[int, dict[str, str]]:
+    """Returns `MARK` and `TEST` of each forked program by process id; `directory`: that of the executable."""
+    found = {}
+    for file in (directory / "programs").iterdir():
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # ended, or about to be written
+            found[int(file.name)] = json.loads(file.read_text())
     return found
 
 

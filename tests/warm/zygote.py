@@ -28,7 +28,7 @@ from slimx.runtime.process import adopt_orphans, end_with_parent
 from tests.forked import run_and_end
 from tests.warm import guards
 from tests.warm.client import BYTES, RAY_WORKER
-from tests.warm.interpreter import MARK
+from tests.warm.interpreter import MARK, TEST
 
 FILES = 200
 """Files that a program inherits, at most."""
@@ -147,7 +147,9 @@ class Zygote:
         self._connections[program] = connection
         if request["tied"]:
             self._selector.register(connection, selectors.EVENT_READ, program)
-        (self._programs / str(program)).write_text(request["environment"].get(MARK, ""))
+        # A fork does not show its variables.
+        kept = {name: value for name, value in request["environment"].items() if name in (MARK, TEST)}
+        (self._programs / str(program)).write_text(json.dumps(kept))
         with contextlib.suppress(OSError):  # ended meanwhile
             connection.send(str(program).encode())
 

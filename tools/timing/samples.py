@@ -9,6 +9,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slimx.runtime.private import private_directory
+from tests.warm.interpreter import PREFIX, TEST, variables_of
+
+FORKED = 0
+"""In place of the worker of a program that tests.warm has forked, and of what it starts: their test is known."""
 TICK = os.sysconf("SC_CLK_TCK")
 PR_SET_CHILD_SUBREAPER = 36
 PERIOD = 0.2
@@ -50,13 +55,17 @@ class Samples:
         for pid in children[os.getpid()]:
             if pid != keep:
                 os.waitpid(pid, os.WNOHANG)
-        waiting = [(pid, 0) for pid in children[os.getpid()]]
+        forked = _forked_tests()
+        waiting = [(pid, 0, "") for pid in children[os.getpid()]]
         while waiting:
-            pid, worker = waiting.pop()
+            pid, worker, above = waiting.pop()
             _, started, seconds = stats[pid]
             process = self.processes.get((pid, started))
             if process is None:
-                process = self.processes[pid, started] = Process(pid, _command(pid), worker or pid, _test(pid))
+                # A fork shows the variables of the process that it was forked from, in whichever worker that began.
+                test = forked.get(pid) or above
+                belongs = (FORKED, test) if test else (worker or pid, _test(pid))
+                process = self.processes[pid, started] = Process(pid, _command(pid), *belongs)
             elif not process.command or " " not in process.command:
                 process.command = _command(pid) or process.command
             if seconds > process.seconds:
@@ -65,7 +74,16 @@ class Samples:
             # Workers of pytest-xdist count for themselves; what was reparented keeps its first worker.
             mine = pid if _is_xdist(process.command) else process.worker
             process.worker = mine
-            waiting += [(child, mine) for child in children[pid]]
+            waiting += [(child, mine, process.test if mine == FORKED else "") for child in children[pid]]
+
+
+def _forked_tests() -> dict[int, str]:
+    """Returns the tests of programs that tests.warm has forked, by process id."""
+    found = {}
+    for directory in private_directory().glob(f"{PREFIX}*/"):
+        for pid, variables in variables_of(directory).items():
+            found[pid] = _name(variables.get(TEST, ""))
+    return found
 
 
 def _is_xdist(command: str) -> bool:
@@ -98,6 +116,11 @@ def _test(pid: int) -> str:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return ""
-    name = b"PYTEST_CURRENT_TEST="
+    name = f"{TEST}=".encode()
     found = next((value.removeprefix(name) for value in variables if value.startswith(name)), b"")
-    return found.decode(errors="replace").rpartition(" (")[0]
+    return _name(found.decode(errors="replace"))
+
+
+def _name(value: str) -> str:
+    """Returns the test in a value of pytest's variable, which has the phase too."""
+    return value.rpartition(" (")[0]
