@@ -56,9 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hugging Face directory of the quickstart's Qwen3-MoE (float32, 2 layers, 8 experts, vocabulary 128)."""
-    out = tmp_path_factory.mktemp("tiny_model")
-    runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](out, seed=1)
-    return out
+
+    def make(out: Path) -> None:
+        runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](out, seed=1)
+
+    return made_once(tmp_path_factory, "tiny_model", make)
 
 
 @pytest.fixture(scope="session")
@@ -77,24 +79,20 @@ def _cache_of_model_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_servers(_cache_of_model_code: None) -> Iterator[None]:
-    """Servers are forks of a process that has imported SGLang, but for tests about their start (`cold_servers`)."""
+    """Servers are forks of a process that has imported SGLang, but where a program of a test starts them."""
     with pytest.MonkeyPatch.context() as patch:
         guards.install(patch, interpreter().parent)
         yield
 
 
-@pytest.fixture
-def cold_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The servers of a test are started as programs."""
-    guards.remove(monkeypatch)
-
-
 @pytest.fixture(scope="session")
 def task_of_sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the quickstart's task."""
-    out = tmp_path_factory.mktemp("task")
-    runpy.run_path(str(ROOT / "tools/quickstart/make_task.py"))["make_task"](out, seed=1)
-    return out
+
+    def make(out: Path) -> None:
+        runpy.run_path(str(ROOT / "tools/quickstart/make_task.py"))["make_task"](out, seed=1)
+
+    return made_once(tmp_path_factory, "task", make)
 
 
 @pytest.fixture(scope="session")

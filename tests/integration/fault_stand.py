@@ -65,7 +65,7 @@ def config_of(fault: Fault, directory: Path, model: Path, prompts: Path) -> Path
 def strike(fault: Fault, directory: Path, model: Path, prompts: Path) -> TrainProcess:
     """Do what `fault` says to a run after its second step; returns when what must follow has been seen."""
     config, out = config_of(fault, directory, model, prompts), directory / "run"
-    run = TrainProcess(config)
+    run = TrainProcess(config, cold=True)
     run.until(lambda: completed_steps(out) >= 2 and any((out / "checkpoints").glob("iter_???????")))
     if fault.ends is not None:
         lost_with(run, fault.victim, fault.signum, fault.ends, fault.names)
@@ -105,7 +105,7 @@ def lost_with(run: TrainProcess, victim: str, signum: signal.Signals, code: int,
 def resumes(config: Path, out: Path) -> None:
     """The same command goes on from the newest checkpoint, to one step more than was written."""
     done = completed_steps(out)
-    again = TrainProcess(config, f"schedule.steps={done + 1}")
+    again = TrainProcess(config, f"schedule.steps={done + 1}", cold=True)
     assert again.wait() == 0, again.text()
     assert "resumed at step" in again.text()
     again.assert_nothing_left()

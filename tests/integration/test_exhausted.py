@@ -51,7 +51,7 @@ def test_a_run_whose_disk_fills_up_ends_in_one_sentence_and_goes_on_when_there_i
     left_kib: int, tiny_model: Path, task_of_sums: Path, disk: Path, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, tiny_model, task_of_sums, run={"dir": str(disk / "run")})
-    run = TrainProcess(config)
+    run = TrainProcess(config, cold=True)
     run.until(lambda: completed_steps(disk / "run") >= 3)
     newest = max((disk / "run" / "checkpoints").glob("iter_*"))
     fill(disk, left_kib)
@@ -64,7 +64,7 @@ def test_a_run_whose_disk_fills_up_ends_in_one_sentence_and_goes_on_when_there_i
     assert not left_kib or completed_steps(disk / "run") % 2 == 0, "a step that saves was the last one"
     (disk / "filler").unlink()
     before = completed_steps(disk / "run")
-    again = TrainProcess(config, f"schedule.steps={before + MORE}")
+    again = TrainProcess(config, f"schedule.steps={before + MORE}", cold=True)
     assert again.wait() == 0, again.text()
     again.assert_nothing_left()
     assert sorted(steps(disk / "run")) == list(range(1, before + MORE + 1))
@@ -83,7 +83,8 @@ def test_a_run_whose_disk_fills_up_ends_in_one_sentence_and_goes_on_when_there_i
 def test_a_process_without_file_descriptors_ends_the_run_in_one_sentence_or_goes_on(
     victim: str, ends: int | None, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:
-    run = TrainProcess(config_of(tmp_path, tiny_model, task_of_sums, reward={"isolation": "process", "workers": 1}))
+    config = config_of(tmp_path, tiny_model, task_of_sums, reward={"isolation": "process", "workers": 1})
+    run = TrainProcess(config, cold=True)
     directory = tmp_path / "run"
     run.until(lambda: completed_steps(directory) >= 2)
     process = run.driver
@@ -117,7 +118,7 @@ def test_a_clock_that_is_set_two_hours_ahead_and_back_changes_nothing(
     with monkeypatch.context() as inherited:
         inherited.setenv("LD_PRELOAD", str(library))
         inherited.setenv("SET_CLOCK", str(clock))
-        run = TrainProcess(config_of(tmp_path, tiny_model, task_of_sums))
+        run = TrainProcess(config_of(tmp_path, tiny_model, task_of_sums), cold=True)
     directory = tmp_path / "run"
     run.until(lambda: completed_steps(directory) >= 2)
     for ahead in (HOURS, 0, -HOURS):

@@ -111,7 +111,8 @@ def run(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathF
             "health": {"restarts": 50},
         },
     }
-    process = TrainProcess(write_config(directory, tiny_model, task_of_sums / "train.jsonl", **sections))
+    config = write_config(directory, tiny_model, task_of_sums / "train.jsonl", **sections)
+    process = TrainProcess(config, cold=True)
     run = Struck(process, directory / "run")
     process.until(lambda: run.steps() >= 2)
     yield run

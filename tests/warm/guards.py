@@ -29,11 +29,6 @@ def install(patch: pytest.MonkeyPatch, directory: Path) -> None:
     patch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
 
 
-def remove(patch: pytest.MonkeyPatch) -> None:
-    """Has this process start engines as programs again."""
-    patch.setattr(process, "subprocess", subprocess)
-
-
 class Guard:
     """A guard, with the part of Popen's interface that `SupervisedProcess` uses."""
 
