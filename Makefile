@@ -86,22 +86,8 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 	$(BIN)/slimx train configs/moe/quickstart.yaml
 	$(BIN)/slimx report runs/quickstart-sft runs/quickstart --out runs/quickstart/report.html --title "slimx quickstart"
 
-# Unit tests run beside integration tests, each in a session of its own: the ones compute while the others wait for Ray, a
-# server or a deadline. A file's tests stay together and share its fixtures. Byte code is kept even where the environment
-# says not to: a run starts a dozen processes that import the same modules.
-TESTS := $(BIN)/python -m pytest -rfEs --durations=20 --dist=loadfile --no-loadscope-reorder
-unit integration test-all test-changed: export PYTHONDONTWRITEBYTECODE =
-
-.PHONY: test
-test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 unit integration
-
-# Integration tests take longest and wait often, so unit tests have what these leave of the cores: without `nice`, whole
-# runs would wait for them, as Ray's workers have a niceness of 15. What they print comes at their end, in one piece.
-.PHONY: unit
-unit: $(LIBRARY)
-	@mkdir -p build; code=0; nice -n 19 $(TESTS) --numprocesses=2 tests/unit > build/unit-tests.txt 2>&1 || code=$$?; \
-	  echo; cat build/unit-tests.txt; exit $$code
+# Byte code is kept even where the environment says not to: a run starts a dozen processes that import the same modules.
+test test-all test-changed: export PYTHONDONTWRITEBYTECODE =
 
 # Their Python alone, outside what the environment imports: what they compute needs a GPU.
 ENGINE := $(VENV)/transformer-engine
@@ -112,13 +98,20 @@ $(ENGINE) $(DEEP_EP): $(STAMP) requirements/cu130.txt
 	@$(PIP) --no-deps --require-hashes --upgrade --target $@ -r $(VENV)/package-$(@F).txt
 	@touch $@
 
-.PHONY: integration
-integration: $(LIBRARY) $(ENGINE)
-	$(TESTS) --numprocesses=2 tests/integration
+# docs/suite.md explains rings, parts, order and results.
+RINGS := $(BIN)/python -m tools.rings
+
+.PHONY: test
+test: $(LIBRARY) $(ENGINE) lint ## lint, then all tests that are not slow: ring one (SEED: an order again)
+	@$(RINGS) test $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-all
-test-all: $(LIBRARY) $(ENGINE) $(DEEP_EP) lint ## the same and the tests marked slow
-	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/unit tests/integration tests/gpu/test_exact_trainer.py
+test-all: $(LIBRARY) $(ENGINE) $(DEEP_EP) lint ## the same and the tests marked slow: ring two (PART=3/10: a tenth; SEED)
+	@$(RINGS) all $(if $(PART),--part '$(PART)') $(if $(SEED),--seed $(SEED))
+
+.PHONY: test-record
+test-record: $(LIBRARY) ## carry the results of both into docs/suite.md
+	@$(RINGS) record
 
 .PHONY: test-changed
 test-changed: $(LIBRARY) ## tests that this change can reach, slow ones too (BASE=HEAD; ARGS=-x; LIST=1: print them)

@@ -106,7 +106,7 @@ class Laboratory:
 
     def _run(self, layout: str) -> None:
         if layout in ENGINES and not transformer_engine_stand.PACKAGE.is_dir():
-            missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
+            missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
         out = self.directory / layout
         out.mkdir()
         cases = []

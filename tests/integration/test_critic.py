@@ -111,6 +111,8 @@ class ValueOracle:
             self.head.bias.zero_()
         model.zero_grad()
         self.loss().backward()
+        parameters = (*self.trunk.parameters(), *self.head.parameters())
+        self.gradient_norm = float(sum(p.grad.double().square().sum() for p in parameters if p.grad is not None)) ** 0.5
 
     def values(self) -> list[torch.Tensor]:
         """[n] per row, with gradient."""
@@ -130,10 +132,6 @@ class ValueOracle:
             worst = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
             total = total + 0.5 * (torch.from_numpy(row.loss_weight) * worst).sum()
         return total
-
-    def gradient_norm(self) -> float:
-        parameters = (*self.trunk.parameters(), *self.head.parameters())
-        return float(sum(p.grad.double().square().sum() for p in parameters if p.grad is not None)) ** 0.5
 
 
 class PairOracle:
@@ -169,6 +167,11 @@ class Models:
         scored = write_model(directory / "scored", tiny_model, {**weights, SCORE: self.head})
         self.paths["scored"] = scored
         self.oracles = {QWEN: ValueOracle(self.qwen.model), DEEPSEEK: ValueOracle(deepseek.model)}
+        self.gradients = self.trunk_gradients()
+        """Of QWEN's value loss, before those of pairs take their place in the model."""
+
+    def trunk_gradients(self) -> Weights:
+        return {name: value for name, value in self.qwen.named(lambda p: p.grad).items() if name != "lm_head.weight"}
 
 
 @pytest.fixture(scope="module")
@@ -193,13 +196,12 @@ def test_values_and_loss_are_those_of_transformers_trunk_and_a_linear_head(labor
         assert np.abs(found[row] - values.numpy()).max() <= 1e-5
     step = laboratory[name].last[f"{family}.step"]
     assert step["value/loss"] == pytest.approx(loss, rel=1e-5) and 0.05 < step["value/clip_fraction"] < 0.95
-    assert step["critic/grad_norm"] == pytest.approx(oracle.gradient_norm(), rel=1e-4)
+    assert step["critic/grad_norm"] == pytest.approx(oracle.gradient_norm, rel=1e-4)
 
 
 def test_gradients_of_one_rank_are_those_of_transformers_and_torch(laboratory, models):
     single, head = laboratory["single"], models.oracles[QWEN].head
-    trunk = {name: value for name, value in models.qwen.named(lambda p: p.grad).items() if name != "lm_head.weight"}
-    worst, name = difference(single.gradients(), trunk)
+    worst, name = difference(single.gradients(), models.gradients)
     assert worst <= 1e-5, name
     found = single.last["head"]
     assert found["value_head.weight"] == pytest.approx(head.weight.grad[0].tolist(), rel=1e-4, abs=1e-6)
@@ -213,8 +215,7 @@ def test_a_reward_model_has_the_scores_and_gradients_of_the_bradley_terry_loss_i
     assert ran.last["pairs.scores"] == pytest.approx(oracle.scores.tolist(), abs=1e-5)
     assert step["preference/loss"] == pytest.approx(oracle.loss.item(), rel=1e-5)
     assert step["preference/accuracy"] == oracle.accuracy and 0 < oracle.accuracy < 1
-    trunk = {name: value for name, value in models.qwen.named(lambda p: p.grad).items() if name != "lm_head.weight"}
-    worst, tensor = difference(load_file(ran.directory / "pair_gradients.safetensors"), trunk)
+    worst, tensor = difference(load_file(ran.directory / "pair_gradients.safetensors"), models.trunk_gradients())
     assert worst <= 1e-5, tensor
     (head,) = ran.last["pairs.head"]
     assert head == pytest.approx(oracle.head.grad[0].tolist(), rel=1e-4, abs=1e-6)

@@ -29,7 +29,7 @@ from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.runtime.ports import free_port
 from tests.integration import engine_families
-from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, publish
+from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, present, publish
 from tests.integration.deepseek_checkpoint import DEEPSEEK, make_deepseek
 from tests.refusals import refused
 
@@ -186,7 +186,7 @@ async def test_a_publication_equals_a_cold_load(stand: Stand, encoding: str, sta
 async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, encoding: str) -> None:
     before = await answer(stand.engine)
     targets = stand.targets(perturbed(stand.weights, 4), encoding)
-    await stand.engine.begin(manifest(9, encoding))
+    await stand.engine.begin(await present(stand.engine, 9, encoding))
     with Bucket(*(targets if encoding == "local" else [targets])) as bucket:
         wrong = bucket.packed.targets[-1][5]
         bucket.flip(wrong.offset + wrong.nbytes - 1)
@@ -211,20 +211,22 @@ async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
         ("receiver.tensor", query, [{query: torch.ones(2)}, ranks[1]], ["rank 0"]),
     ]
     for code, about, targets, values in cases:
-        await stand.engine.begin(manifest(9, "local"))
+        await stand.engine.begin(await present(stand.engine, 9, "local"))
         with Bucket(*targets) as bucket, refused(code, about=about) as caught:
             await stand.engine.stage(bucket.packed, 0)
         assert all(value in str(caught.value) for value in values), caught.value
     if not stand.layout.table.experts:
         return
-    await stand.engine.begin(manifest(9))
+    await stand.engine.begin(await present(stand.engine, 9))
     eighth = next(name for name in stand.weights if ".experts.7." in name).replace(".7.", ".8.")
     with Bucket({eighth: torch.ones(64, 128)}) as bucket, refused("receiver.tensor", about=eighth):
         await stand.engine.stage(bucket.packed, 0)
 
 
 async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
-    engine, first = stand.engine, manifest(20, "local", epoch=3)
+    engine = stand.engine
+    epoch = (await present(engine, 20)).membership_epoch + 1
+    first = manifest(20, "local", epoch)
 
     async def stage(of: Manifest, packed: PackedBucket) -> None:
         """Past the engine, which would refuse it before its ranks are asked."""
@@ -238,14 +240,14 @@ async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
         with refused("receiver.not_open", about="version 20"):
             await stage(first, bucket.packed)
         await engine.begin(first)
-        late, early = manifest(21, "local", epoch=3), manifest(21, "local", epoch=2)
+        late, early = manifest(21, "local", epoch), manifest(21, "local", epoch - 1)
         for other, code, about in ((late, "receiver.open", str(first)), (early, "receiver.late", str(early))):
             with refused(code, about=about):
                 await engine.begin(other)
             with refused("receiver.not_open", about="version 21") as caught:
                 await stage(other, bucket.packed)
             assert str(first) in str(caught.value), "the one that is open"
-        await engine.begin(manifest(21, "local", epoch=4))
+        await engine.begin(manifest(21, "local", epoch + 1))
         await engine.stage(bucket.packed, 0)
         with refused("receiver.not_verified"):
             await commit(21)
@@ -259,7 +261,7 @@ async def test_a_part_of_the_weights_is_never_served(stand: Stand) -> None:
     name = next(name for name in ranks[0] if name.endswith(("o_proj.weight", "attention.dense.weight")))
     short = [ranks[0], {n: w for n, w in ranks[1].items() if n != name}]
     with Bucket(*short) as bucket:
-        await engine.begin(manifest(30, "local", epoch=5))
+        await engine.begin(await present(engine, 30, "local"))
         await engine.stage(bucket.packed, 0)
         await engine.pause()
         with refused("engine.not_staged", about=name) as caught:
@@ -267,7 +269,7 @@ async def test_a_part_of_the_weights_is_never_served(stand: Stand) -> None:
         assert "rank 1" in str(caught.value)
         assert engine.state is State.PAUSED
         await engine.abort()
-        await engine.begin(manifest(30, "local", epoch=5), "bucket")
+        await engine.begin(await present(engine, 30, "local"), "bucket")
         await engine.stage(bucket.packed, 0)
         await engine.load()
         with refused("engine.unverified", about=name):

@@ -158,7 +158,7 @@ def test_transformer_engines_layers_compute_in_fp8_what_torchs_do(
 ) -> None:
     """By megatron-core's contexts, with the padding of experts and copies of weights, and passes with other weights."""
     if not transformer_engine_stand.PACKAGE.is_dir():
-        missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
+        missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
     # The stand ends a rank whose scales are powers of two, whose tokens are too few for a product, or which computes
     # with a copy that is out of date; `run` then raises what it said.
     model = make(tmp_path / "model")

@@ -103,7 +103,7 @@ class Trained:
         world = layout["world_size"]
         before = self[TAKES_OVER[name]][0] if name in TAKES_OVER else None
         if name.startswith("engine") and not transformer_engine_stand.PACKAGE.is_dir():
-            missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
+            missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
         directory.mkdir()
         job = {
             "layout": layout,

@@ -255,7 +255,7 @@ def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, na
 @pytest.mark.slow("needs .venv/transformer-engine, a start of ranks")
 def test_moments_in_bf16_are_planned_saved_and_offloaded_by_transformer_engines_adam(laboratory):
     if not transformer_engine_stand.PACKAGE.is_dir():
-        missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
+        missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
     for said in laboratory.run_in("EP2", ["short"], transformer_engine_stand.__name__):
         assert (said["short_moments"], said["long_moments"]) == (["torch.bfloat16"], ["torch.float32"])
         assert said["short_steps"] != said["long_steps"]

@@ -5,7 +5,6 @@ All moments strike one run: a start takes longer than a recovery.
 
 from __future__ import annotations
 
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -19,9 +18,6 @@ from tests.integration.struck import Moment, Struck, config_of, ended_as, undist
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 
 STEPS = 24
-RANDOM_STEPS = 220
-"""Steps of the run that is struck at random: enough for all strikes to fall into it."""
-STRIKES = 50
 
 MOMENTS = [
     pytest.param(Moment("generate", 1, signal.SIGKILL), marks=pytest.mark.slow("full grid of moments")),
@@ -51,29 +47,3 @@ def test_a_rank_that_is_killed_or_stopped_is_replaced_while_the_run_goes_on(mome
     print(
         f"{moment}: the next step after {time.monotonic() - began:.1f} s; {run.recoveries()[-1]['seconds']:.1f} s down"
     )
-
-
-@pytest.mark.slow("two whole runs")
-def test_struck_at_random_moments_a_run_has_the_metrics_of_one_that_was_left_alone(
-    tiny_model: Path, task_of_sums: Path, tmp_path: Path
-) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    config = config_of(tmp_path / "struck", tiny_model, task_of_sums, count=RANDOM_STEPS, replaced=4 * STRIKES)
-    run = Struck(config)
-    for number in range(STRIKES):
-        # Without regard to phases, and now and then into the recovery before.
-        time.sleep(chance.uniform(0, 4))
-        before, seen = run.recovered(), completed_steps(run.directory)
-        rank, signum = chance.randrange(2), chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        run.process.until(lambda rank=rank: run.rank(rank) is not None)
-        phase = run.phases()[-1]
-        run.rank(rank).send_signal(signum)
-        if chance.random() < 0.8:
-            run.goes_on(before, seen)
-        print(f"{number}: {signum.name} to rank {rank} after {phase['name']} of step {phase['step']}", flush=True)
-    alone = config_of(tmp_path / "alone", tiny_model, task_of_sums, count=RANDOM_STEPS, replaced=1)
-    ended_as(run, undisturbed(alone))
-    down = sorted(line["seconds"] for line in run.recoveries() if line["name"] == "restart")
-    print(f"{len(down)} recoveries, {down[0]:.1f} to {down[-1]:.1f} s, median {down[len(down) // 2]:.1f} s")

@@ -63,6 +63,21 @@ def test_make_finds_the_interpreter_wherever_it_is(tmp_path: Path, place: str | 
     assert len(refused.stdout.splitlines()) == 1 and "PYTHON=" in refused.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        (["test"], "tools.rings test"),
+        (["test", "SEED=7"], "tools.rings test --seed 7"),
+        (["test-all", "PART=3/10", "SEED=7"], "tools.rings all --part 3/10 --seed 7"),
+        (["test-record"], "tools.rings record"),
+    ],
+)
+def test_make_hands_part_and_seed_to_the_runner(words: list[str], runs: str):
+    done = make("--dry-run", *words, path=os.environ["PATH"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].replace("'", "").split()[2:] == runs.split(), done.stdout
+
+
 @pytest.fixture
 def indices(tmp_path: Path) -> Iterator[str]:
     """A server of two package indices, /cpu and /own, with a package that is named torch."""

@@ -39,7 +39,7 @@ class Both:
                 tensor.add_(moved * torch.randn(tensor.shape, generator=draw))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def both() -> Iterator[Both]:
     """Linked by memory. One thread: waking another takes longer than these tensors."""
     threads = torch.get_num_threads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,17 +12,20 @@ import pytest
 from slimx.errors import SlimxError
 from slimx.runtime import ports
 
+FIRST = 31000 + 16 * (os.getpid() % 60)
+AMONG = range(FIRST, FIRST + 16)
+"""Ports for one process of tests: it claims some of them until it ends."""
 DRAWS = "from slimx.runtime.ports import free_port; print(*(free_port() for _ in range(8)), flush=True); input()"
 
 
 def test_no_two_processes_are_given_one_port_and_a_process_that_ends_gives_its_own_back(monkeypatch):
-    monkeypatch.setattr(ports, "LISTENING", range(31000, 31016))
+    monkeypatch.setattr(ports, "LISTENING", AMONG)
     monkeypatch.setattr(ports, "TRIES", 16)
-    command = f"from slimx.runtime import ports; ports.LISTENING = range(31000, 31016); ports.TRIES = 16; {DRAWS}"
+    command = f"from slimx.runtime import ports; ports.LISTENING = {AMONG}; ports.TRIES = 16; {DRAWS}"
     other = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with other:
         theirs = {int(port) for port in other.stdout.readline().split()}
-        ours = {ports.free_port() for _ in range(16 - len(theirs) - _taken(range(31000, 31016)))}
+        ours = {ports.free_port() for _ in range(16 - len(theirs) - _taken(AMONG))}
         assert len(theirs) == 8 and ours and not ours & theirs
         with pytest.raises(SlimxError) as none:
             ports.free_port()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow("needs .venv/transformer-engine, imports the whole
 
 def test_quantisers_have_the_blocks_and_the_rule_that_slimx_rounds_by() -> None:
     if not transformer_engine_stand.PACKAGE.is_dir():
-        missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
+        missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
     command = [sys.executable, "-m", "tests.unit.trainer.engine_recipes"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     made = json.loads(done.stdout.splitlines()[-1])

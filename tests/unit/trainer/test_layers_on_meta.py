@@ -26,7 +26,7 @@ OWN = {
 
 def test_layers_have_the_names_and_shapes_of_the_weight_table_on_every_stage() -> None:
     if not transformer_engine_stand.PACKAGE.is_dir():
-        missing(f"needs {transformer_engine_stand.PACKAGE}: `make integration` installs it")
+        missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
     files = [f"configs/moe/{name}.yaml" for name in OWN]
     command = [sys.executable, "-m", "tests.unit.trainer.layers_on_meta", *files]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}

@@ -1,0 +1,27 @@
+"""The sessions of pytest that ring one and ring two are."""
+
+from __future__ import annotations
+
+from tools.rings.parts import part_of, test_files
+from tools.rings.sessions import ROOT, Session, pytest_session
+
+SIDE_BY_SIDE = ("-rfEs", "--durations=20", "--dist=loadfile", "--no-loadscope-reorder", "--numprocesses=2")
+"""A file's tests stay together and share its fixtures."""
+
+
+def ring_one(seed: int) -> list[Session]:
+    """Returns two sessions, as unit tests compute while integration tests wait for Ray, a server or a deadline.
+
+    Integration tests take longest, so unit tests have what these leave of the cores: without `nice`, whole runs would
+    wait for them, as Ray's workers have a niceness of 15.
+    """
+    return [
+        pytest_session("integration", seed, [*SIDE_BY_SIDE, "tests/integration"]),
+        pytest_session("unit", seed, [*SIDE_BY_SIDE, "tests/unit"], nice=True),
+    ]
+
+
+def ring_two(seed: int, part: str | None) -> list[Session]:
+    """Returns one session of all tests, the slow ones too; of those of the files of `part` where it is not None."""
+    files = [file for file in test_files(ROOT) if part in (None, part_of(file))]
+    return [pytest_session("all", seed, ["-rs", "-m", "slow or not slow", *files])]
