@@ -162,7 +162,7 @@ class OptimizerRank(Rank):
         """A third step whose advantages are all 0: alone, and with each other term that a loss may have."""
         from slimx.config.sections.algorithm import Algorithm
 
-        for name in ("alone", *self.job["terms"]):
+        for name in ("alone", *WITH_TERMS):
             algorithm, moe = WITH_TERMS.get(name, ({}, {}))
             config = self.config(moe=moe).model_copy(update={"algorithm": Algorithm(name="grpo", **algorithm)})
             trainer = self.trainer(config)
@@ -379,14 +379,12 @@ def main() -> None:
         rank.offloaded()
         rank.finish()
         return
-    rank.gradients_without_freezing()
-    rank.frozen()
-    rank.skipped()
-    rank.without_signal()
+    if "frozen" in rank.job["parts"]:
+        rank.gradients_without_freezing()
+    for part in rank.job["parts"]:
+        getattr(rank, part)()
     rank.host_moments()
     rank.saved_before_a_step()
-    if rank.job["gathered"]:
-        rank.gathered()
     rank.offloaded()
     if rank.sizes.world == 1:
         rank.against_adamw("bfloat16", dtype="bfloat16", optimizer={"no_weight_decay": UNDECAYED})
