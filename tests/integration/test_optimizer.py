@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
 PARTS = ("frozen", "skipped", "without_signal", "gathered")
-QUICK_PARTS = {"single": PARTS, "EP2": ("skipped", "without_signal", "gathered"), "PP2xVPP2": ("frozen",)}
+QUICK_PARTS = {"single": PARTS, "EP2": ("skipped", "gathered"), "PP2xVPP2": ("frozen",)}
 """Layout -> the parts of `optimizer_rank` that it has in `make test`."""
 QUICK = {"single": "float32", "EP2": "bfloat16", "PP2xVPP2": "bfloat16_undistributed"}
 """Layout -> the kind of optimizer whose state leaves and comes back there in `make test`."""
