@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PARTS = ("frozen", "skipped", "without_signal", "gathered")
 QUICK_PARTS = {"single": PARTS, "EP2": ("skipped", "gathered"), "PP2xVPP2": ("frozen",)}
 """Layout -> the parts of `optimizer_rank` that it has in `make test`."""
-QUICK = {"single": "float32", "EP2": "bfloat16", "PP2xVPP2": "bfloat16_undistributed"}
+QUICK = {"single": "float32", "EP2": "bfloat16"}
 """Layout -> the kind of optimizer whose state leaves and comes back there in `make test`."""
 FREEZING = {"single": {"recompute": {"granularity": "full"}}, "PP2xVPP2": {"recompute": {"granularity": "selective"}}}
 """Recomputed layers get no gradient if their input, a frozen embedding's output, needs none."""
