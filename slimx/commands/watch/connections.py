@@ -19,8 +19,10 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         self._since = asyncio.get_running_loop().time()
         self._timer = asyncio.get_running_loop().call_later(self.idle, self._end)
-        if len(self.connections) > self.most:
-            waiting = [each for each in self.connections if isinstance(each, BoundedConnection) and not each._answers()]
+        # One that was aborted is listed until the loop's next turn, and several connections may come in one turn.
+        alive = [each for each in self.connections if not each.transport.is_closing()]
+        if len(alive) > self.most:
+            waiting = [each for each in alive if isinstance(each, BoundedConnection) and not each._answers()]
             min(waiting, key=lambda each: each._since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
