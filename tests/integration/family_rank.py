@@ -25,7 +25,7 @@ from slimx.data.saved.codec import load_groups
 from tests.integration import rank_start
 from tests.integration.saving import begin_save, finish_save
 
-MAX_TOKENS = 80
+MAX_TOKENS = 160
 
 
 class Rank:

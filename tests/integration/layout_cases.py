@@ -51,8 +51,8 @@ COVERING: tuple[Case, ...] = (
 )
 """Every pair of settings of layouts of up to four ranks."""
 MODELS = ("qwen", "deepseek")
-QUICK = tuple((case, MODELS[number >= len(COVERING) // 2]) for number, case in enumerate(COVERING))
-"""Each of them with one of the models, so that every setting meets both."""
+QUICK = (COVERING[0], COVERING[5], COVERING[6], COVERING[10])
+"""The one of one rank, and three of four ranks in which every setting occurs."""
 
 EIGHT = _case(2, 2, 2, None, 2, 1, 4, 1, "selective", 200)
 

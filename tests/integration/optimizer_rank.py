@@ -39,6 +39,15 @@ SHORT: dict[str, Any] = {"dtype": "bfloat16", "optimizer": {"moments_dtype": "bf
 """The one of Transformer Engine that keeps its moments in bf16."""
 
 
+WITH_TERMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "kl": ({"reference": True, "kl_coef": 0.5}, {}),
+    "entropy": ({"entropy_coef": 0.1}, {}),
+    "balance": ({}, {"aux_loss_coef": 0.01}),
+    "z": ({}, {"z_loss_coef": 0.01}),
+}
+"""Sections `algorithm` and `trainer.moe` of losses with another term."""
+
+
 class OptimizerRank(Rank):
     @property
     def kinds(self) -> dict[str, dict[str, Any]]:
@@ -153,13 +162,8 @@ class OptimizerRank(Rank):
         """A third step whose advantages are all 0: alone, and with each other term that a loss may have."""
         from slimx.config.sections.algorithm import Algorithm
 
-        for name, algorithm, moe in (
-            ("alone", {}, {}),
-            ("kl", {"reference": True, "kl_coef": 0.5}, {}),
-            ("entropy", {"entropy_coef": 0.1}, {}),
-            ("balance", {}, {"aux_loss_coef": 0.01}),
-            ("z", {}, {"z_loss_coef": 0.01}),
-        ):
+        for name in ("alone", *WITH_TERMS):
+            algorithm, moe = WITH_TERMS.get(name, ({}, {}))
             config = self.config(moe=moe).model_copy(update={"algorithm": Algorithm(name="grpo", **algorithm)})
             trainer = self.trainer(config)
             for step in range(2):
@@ -375,13 +379,12 @@ def main() -> None:
         rank.offloaded()
         rank.finish()
         return
-    rank.gradients_without_freezing()
-    rank.frozen()
-    rank.skipped()
-    rank.without_signal()
+    if "frozen" in rank.job["parts"]:
+        rank.gradients_without_freezing()
+    for part in rank.job["parts"]:
+        getattr(rank, part)()
     rank.host_moments()
     rank.saved_before_a_step()
-    rank.gathered()
     rank.offloaded()
     if rank.sizes.world == 1:
         rank.against_adamw("bfloat16", dtype="bfloat16", optimizer={"no_weight_decay": UNDECAYED})

@@ -15,6 +15,7 @@ from slimx.models.families import load_family
 from slimx.runtime.ports import free_port
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, same, tensors_of, write_checkpoint
 from tests.integration.family_cases import CASES
+from tests.integration.family_laboratory import TIED
 from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -33,12 +34,25 @@ MODELS = {
 """Under every layout."""
 FAMILIES = [name for name in CASES if name not in ("V3", "Qwen3-MoE")]
 """The others, as transformers writes them, on one rank."""
+TRAINED = [(layout, model) for model in MODELS for layout in LAYOUTS] + [("single", model) for model in FAMILIES]
+TAKEN = [
+    pytest.param(
+        layout,
+        model,
+        marks=[pytest.mark.slow("full grid of layouts and tied models")] if layout == "EP2" or model in TIED else [],
+    )
+    for layout, model in TRAINED
+]
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """With the layouts and models of the chosen tests."""
+    params = [item.callspec.params for item in request.session.items if "said" in item.fixturenames]
+    layouts = {name: layout for name, layout in LAYOUTS.items() if any(each["layout"] == name for each in params)}
+    chosen = {each["model"] for each in params}
     out = tmp_path_factory.mktemp("convert")
-    job: dict[str, Any] = {"out": str(out), "layouts": LAYOUTS, "models": {}}
+    job: dict[str, Any] = {"out": str(out), "layouts": layouts, "models": {}}
 
     def add(name: str, cut: str, mtp: int, dtype: str, layouts: list[str], family: str | None) -> None:
         path, megatron = out / name, out / f"{name}-m"
@@ -54,27 +68,28 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
         }
 
     for name, (config, cut, mtp) in MODELS.items():
+        if name not in chosen:
+            continue
         write_checkpoint(out / name, config, file_bytes=100_000)
         add(name, cut, mtp, "bfloat16", list(LAYOUTS), None)
     for seed, name in enumerate(FAMILIES):
+        if name not in chosen:
+            continue
         CASES[name].make(out / name, seed)
         add(name, "", CASES[name].mtp, "float32", ["single"], CASES[name].family)
-    job["ports"] = {name: free_port() for name in LAYOUTS}
+    job["ports"] = {name: free_port() for name in layouts}
     (out / "job.json").write_text(json.dumps(job))
     run_ranks("tests.integration.convert_rank", out, 4)
     return out, [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
 
 
-TRAINED = [(layout, model) for model in MODELS for layout in LAYOUTS] + [("single", model) for model in FAMILIES]
-
-
-@pytest.mark.parametrize(("layout", "model"), TRAINED)
+@pytest.mark.parametrize(("layout", "model"), TAKEN)
 def test_a_trainer_loads_from_the_converted_checkpoint_what_it_loads_from_the_original(said, layout, model):
     for rank in range(LAYOUTS[layout]["world_size"]):
         assert said[1][rank][layout][model] == []
 
 
-@pytest.mark.parametrize(("layout", "model"), TRAINED)
+@pytest.mark.parametrize(("layout", "model"), TAKEN)
 def test_a_checkpoint_that_a_trainer_saved_becomes_the_original_bit_for_bit(said, layout, model, tmp_path):
     out, _ = said
     family = load_family(CASES[model].family) if model in FAMILIES and CASES[model].family else None

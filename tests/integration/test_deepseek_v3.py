@@ -18,17 +18,21 @@ from tests.integration.trainer_rank import demonstrations
 
 pytestmark = pytest.mark.integration
 
-LAYOUTS = [
-    pytest.param(name, marks=[] if quick(name, "V3") else [pytest.mark.slow("full grid of layouts")])
-    for name, sizes in SIZES.items()
-    if sizes.world <= 4
-]
-only_v3 = pytest.mark.parametrize("model", ["V3"])
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+def every_layout(*models: str) -> pytest.MarkDecorator:
+    """Each of the models in every layout of up to four ranks."""
+    return pytest.mark.parametrize(
+        ("layout", "model"),
+        [
+            pytest.param(name, model, marks=[] if quick(name, model) else [pytest.mark.slow("full grid of layouts")])
+            for name, sizes in SIZES.items()
+            if sizes.world <= 4
+            for model in models
+        ],
+    )
 
 
-@pytest.mark.parametrize("model", [*MODELS, "GLM-4.5", "Ling-2"])
-@every_layout
+@every_layout(*MODELS, "GLM-4.5", "Ling-2")
 def test_every_layer_routes_as_transformers_does_and_one_wrong_route_is_found_where_it_is(families, layout, model):
     ran = families(layout, model)
     wrong = tuple(demonstrations(0)[WRONG[0]].token_ids.tolist())
@@ -40,8 +44,7 @@ def test_every_layer_routes_as_transformers_does_and_one_wrong_route_is_found_wh
             assert np.flatnonzero(differs).tolist() == expected, rank
 
 
-@only_v3
-@every_layout
+@every_layout("V3")
 def test_the_selection_bias_is_exact_in_a_bfloat16_model_and_no_step_moves_it(families, layout, model):
     ran = families(layout, model)
     for rank in range(ran.sizes.world):

@@ -6,21 +6,21 @@ Each layout is one start of real processes (`family_rank.py`) that load the mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from tests.integration.family_cases import CASES
-from tests.integration.family_laboratory import ENGINE, ENGINE_STAGES, SIZES, difference, quick
+from tests.integration.family_laboratory import ENGINE, ENGINE_STAGES, SIZES, difference, quick, thorough
 from tests.integration.saved_tensors import saved_tensors, written_by_0_16
 
 pytestmark = pytest.mark.integration
 
 
-def models(chosen: Iterable[str]) -> pytest.MarkDecorator:
-    """Each of them in every layout that it can be split into."""
+def models(chosen: Callable[[str, str], bool]) -> pytest.MarkDecorator:
+    """Every model in every layout that it can be split into, and that is chosen for it."""
     return pytest.mark.parametrize(
         ("layout", "model"),
         [
@@ -30,13 +30,13 @@ def models(chosen: Iterable[str]) -> pytest.MarkDecorator:
                 marks=[] if quick(layout, model) else [pytest.mark.slow("full grid of layouts and families")],
             )
             for layout, sizes in SIZES.items()
-            for model in chosen
-            if CASES[model].fits(sizes)
+            for model, case in CASES.items()
+            if case.fits(sizes) and chosen(layout, model)
         ],
     )
 
 
-every_model = models(CASES)
+every_model = models(lambda *_: True)
 
 
 @every_model
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_transformers(families, layout, model):
             assert np.load(ran.directory / f"{model}.norm.{rank}.npy") == pytest.approx(norm.item(), rel=1e-5)
 
 
-thorough_models = models([name for name, case in CASES.items() if case.thorough])
+thorough_models = models(thorough)
 
 
 @thorough_models

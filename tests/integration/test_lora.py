@@ -40,6 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "dense-TP2": {"world_size": 2, "tensor": 2, "recompute": {"granularity": "selective", "modules": ["mlp"]}},
     "dense": {"world_size": 1},
+    "PP2": {"world_size": 2, "pipeline": 2, "recompute": {"granularity": "full"}},
     "PP2-CP2-EP2": {"world_size": 4, "pipeline": 2, "context": 2, "expert": 2, "recompute": {"granularity": "full"}},
     "shared-TP2-ETP2": {"world_size": 2, "tensor": 2, "expert_tensor": 2},
     "shared-TP2-EP2-ETP2": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 2},
@@ -52,7 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TAKES_OVER = {"latent-DP2-EP2": "latent-TP2-EP2", "dense": "dense-TP2", "shared-DP2-EP2": "shared-TP2-EP2-ETP2"}
 SLOW = (
     *("latent-DP2-EP2", "shared-TP2-ETP2", "shared-TP2-EP2-ETP2", "shared-DP2-EP2", "EP2-ETP2"),
-    *("exact-TP2-ETP2", "engine-TP2-EP2"),
+    *("PP2-CP2-EP2", "exact-TP2-ETP2", "engine-TP2-EP2"),
 )
 MODELS = {"latent": "deepseek", "dense": "qwen2", "shared": "glm4_moe", "engine": "glm4_moe", "exact": "deepseek"}
 """By the beginning of a layout's name; the quickstart's Qwen3-MoE for others. The layers of `engine` are Transformer

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.integration import transformer_engine_stand
 from tests.integration.conftest import Weights, free_port
-from tests.integration.optimizer_rank import KINDS, OPTIMIZER
+from tests.integration.optimizer_rank import KINDS, OPTIMIZER, WITH_TERMS
 from tests.integration.rank_processes import run_ranks
 from tests.needed import missing
 
@@ -26,15 +26,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
     "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow("full grid of layouts")] if name == "TP2xPP2" else [])
-    for name in LAYOUTS
-]
-SEVERAL = NAMES[1:]
-QUICK = {"single": "float32", "EP2": "bfloat16", "PP2xVPP2": "bfloat16_undistributed"}
+PARTS = ("frozen", "skipped", "without_signal", "gathered")
+QUICK_PARTS = {"single": PARTS, "EP2": ("skipped", "gathered"), "PP2xVPP2": ("frozen",)}
+"""Layout -> the parts of `optimizer_rank` that it has in `make test`."""
+QUICK = {"single": "float32", "EP2": "bfloat16"}
 """Layout -> the kind of optimizer whose state leaves and comes back there in `make test`."""
 FREEZING = {"single": {"recompute": {"granularity": "full"}}, "PP2xVPP2": {"recompute": {"granularity": "selective"}}}
 """Recomputed layers get no gradient if their input, a frozen embedding's output, needs none."""
+
+
+def each_layout(part: str, *, several: bool = False) -> pytest.MarkDecorator:
+    """Every layout with a part of `optimizer_rank`. `several`: without that of one rank."""
+    return pytest.mark.parametrize(
+        ("name", "part"),
+        [
+            pytest.param(
+                name,
+                part,
+                marks=[] if part in QUICK_PARTS.get(name, ()) else [pytest.mark.slow("full grid of layouts and parts")],
+            )
+            for name in LAYOUTS
+            if name != "single" or not several
+        ],
+    )
 
 
 def each_kind() -> pytest.MarkDecorator:
@@ -56,9 +70,9 @@ def each_kind() -> pytest.MarkDecorator:
 class Laboratory:
     """Runs each layout once, when it is first asked for."""
 
-    def __init__(self, directory: Path, model: Path, kinds: set[tuple[str, str]]):
-        """`kinds`: the layouts and kinds of optimizers that will be asked for."""
-        self.directory, self.model, self.kinds = directory, model, kinds
+    def __init__(self, directory: Path, model: Path, chosen: set[tuple[str, str]]):
+        """`chosen`: layouts and kinds of optimizers or parts; one rank takes all parts."""
+        self.directory, self.model, self.chosen = directory, model, chosen
         self._done: dict[str, list[dict[str, Any]] | AssertionError] = {}
 
     def run_in(self, name: str, kinds: list[str], machine: str | None = None) -> list[dict[str, Any]]:
@@ -69,6 +83,7 @@ class Laboratory:
             "model": str(self.model),
             "layout": LAYOUTS[name],
             "freezing": FREEZING.get(name, {}),
+            "parts": [part for part in PARTS if name == "single" or (name, part) in self.chosen],
             "kinds": kinds,
             "engine": machine is not None,
             "out": str(out),
@@ -83,7 +98,7 @@ class Laboratory:
         """What the ranks said."""
         if name not in self._done:
             try:
-                self._done[name] = self.run_in(name, [kind for kind in KINDS if (name, kind) in self.kinds])
+                self._done[name] = self.run_in(name, [kind for kind in KINDS if (name, kind) in self.chosen])
             except AssertionError as error:
                 self._done[name] = error
         if isinstance(done := self._done[name], AssertionError):
@@ -107,11 +122,9 @@ def laboratory(
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).to(torch.float32)
     model.save_pretrained(directory / "model")
     (directory / "model" / "config.json").write_text(json.dumps(config))
-    asked = [getattr(item, "callspec", None) for item in request.session.items]
-    kinds = {
-        (each.params["name"], each.params["kind"]) for each in asked if each and {"name", "kind"} <= {*each.params}
-    }
-    return Laboratory(directory, directory / "model", kinds)
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = {(each["name"], each[key]) for each in params if "name" in each for key in ("kind", "part") if key in each}
+    return Laboratory(directory, directory / "model", chosen)
 
 
 # Frozen parameters ----------------------------------------------------------------------------------------------------
@@ -121,8 +134,8 @@ def is_frozen(name: str) -> bool:
     return name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_frozen_parameters_keep_their_bits_and_have_neither_gradient_nor_state(laboratory, name):
+@each_layout("frozen")
+def test_frozen_parameters_keep_their_bits_and_have_neither_gradient_nor_state(laboratory, name, part):
     seen = set()
     for said in laboratory[name]:
         for parameter, (unchanged, trainable, has_gradient) in said["frozen"].items():
@@ -136,8 +149,8 @@ def test_frozen_parameters_keep_their_bits_and_have_neither_gradient_nor_state(l
             assert said["state_elements"] == said["trainable_elements"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_freezing_changes_no_other_gradient_also_where_layers_are_recomputed(laboratory, name):
+@each_layout("frozen")
+def test_freezing_changes_no_other_gradient_also_where_layers_are_recomputed(laboratory, name, part):
     plain, frozen = (laboratory.tensors(name, file) for file in ("gradients", "frozen_gradients"))
     assert plain.keys() == frozen.keys()
     for parameter, gradient in plain.items():
@@ -147,15 +160,15 @@ def test_freezing_changes_no_other_gradient_also_where_layers_are_recomputed(lab
             torch.testing.assert_close(frozen[parameter], gradient, rtol=1e-6, atol=1e-8, msg=parameter)
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_a_half_frozen_model_trains_alike_in_every_layout(laboratory, name):
+@each_layout("frozen", several=True)
+def test_a_half_frozen_model_trains_alike_in_every_layout(laboratory, name, part):
     single, several = (laboratory.tensors(each, "frozen_weights") for each in ("single", name))
     for parameter, weight in single.items():
         assert (several[parameter] - weight).abs().max() <= 1e-3 * weight.abs().max(), parameter
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_half_frozen_trainer_continues_from_its_checkpoint_bit_for_bit(laboratory, name):
+@each_layout("frozen")
+def test_a_half_frozen_trainer_continues_from_its_checkpoint_bit_for_bit(laboratory, name, part):
     for said in laboratory[name]:
         ahead, restored = said["restored"]
         assert ahead == restored and said["restored_equal"]
@@ -164,25 +177,27 @@ def test_a_half_frozen_trainer_continues_from_its_checkpoint_bit_for_bit(laborat
 # Steps that are skipped -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank_and_changes_no_bit(laboratory, name):
+@each_layout("skipped")
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank_and_changes_no_bit(laboratory, name, part):
     for rank, said in enumerate(laboratory[name]):
         assert said["skipped"] == 1.0 and said["skip_left_all"], rank
         assert said["after_skip"] == 0.0 and said["after_skip_moved"], rank
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_too_many_skips_in_a_row_stop_every_rank_with_the_parameter_where_it_began(laboratory, name):
+@each_layout("skipped")
+def test_too_many_skips_in_a_row_stop_every_rank_with_the_parameter_where_it_began(laboratory, name, part):
     ((code, about, sentence),) = {tuple(said["stopped"]) for said in laboratory[name]}
     assert (code, about) == ("trainer.max_skipped", "trainer.optimizer.max_skipped")
     assert "model.layers.2.mlp.experts.6.down_proj.weight" in sentence
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_update_without_any_gradient_leaves_weights_and_moments_and_another_term_of_the_loss_steps(laboratory, name):
+@each_layout("without_signal")
+def test_an_update_without_any_gradient_leaves_weights_and_moments_and_another_term_of_the_loss_steps(
+    laboratory, name, part
+):
     for rank, said in enumerate(laboratory[name]):
         assert said["without_signal_alone"] == [1.0, True, True, 0.0], rank
-        for term in ("kl", "entropy", "balance", "z"):
+        for term in WITH_TERMS:
             assert said[f"without_signal_{term}"] == [0.0, False, False, 0.0], (rank, term)
 
 
@@ -228,8 +243,8 @@ def test_a_checkpoint_before_the_first_step_neither_fails_nor_changes_the_run(la
         assert said[f"unstepped_{kind}"] == [True, True]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_that_megatron_gathered_is_restored_bit_for_bit(laboratory, name):
+@each_layout("gathered")
+def test_a_checkpoint_that_megatron_gathered_is_restored_bit_for_bit(laboratory, name, part):
     assert all(said["gathered"] == [True, True] for said in laboratory[name])
 
 

@@ -58,15 +58,23 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """`trainer.moe` by model and name."""
+QUICK = {
+    "single": set(CASES),
+    "TP2xEP2": {"V3 R3", "V3 bias", "V3 seq_aux_loss", "Qwen z_loss"},
+    "PP2xVPP2": {"V3 R3", "Qwen aux_loss"},
+    "CP2xEP2": {"Qwen R3", "Qwen R2", "Qwen global_aux_loss"},
+}
+"""Cases of a layout in `make test`, where each is also taken by one rank."""
 TOLERANCE = 1e-5
 """Largest max|a - b| / max|b| of a tensor."""
 
 
 class Laboratory:
-    """Runs each layout once, when it is first asked for, and asks transformers once per case."""
+    """Runs each layout once, with the cases of the chosen tests, and asks transformers once per case."""
 
-    def __init__(self, directory: Path):
-        self.directory, self.paths = directory, write_models(directory)
+    def __init__(self, directory: Path, chosen: set[tuple[str, str]]):
+        """`chosen`: layouts and cases; one rank takes all cases."""
+        self.directory, self.paths, self.chosen = directory, write_models(directory), chosen
         self.models = {name: RoutedModel(path) for name, path in self.paths.items()}
         self.trajectories = {name: demonstrations(0) for name in ("V3", "Qwen")}
         random = np.random.default_rng(3)
@@ -107,6 +115,7 @@ class Laboratory:
                 "mtp": int(model == "V3"),
             }
             for name, moe in CASES.items()
+            if out.name == "single" or (out.name, name) in self.chosen
             for model in [name.split()[0]]
         ]
         job = {"cases": cases, "layout": layout, "out": str(out), "init_method": f"tcp://127.0.0.1:{free_port()}"}
@@ -138,8 +147,10 @@ class Laboratory:
 
 
 @pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("router"))
+def laboratory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    params = [item.callspec.params for item in request.session.items if "laboratory" in item.fixturenames]
+    chosen = {(each["layout"], each["name"]) for each in params if each.keys() == {"layout", "name"}}
+    return Laboratory(tmp_path_factory.mktemp("router"), chosen)
 
 
 def difference(found: Weights, expected: Weights) -> tuple[float, str]:
@@ -148,44 +159,50 @@ def difference(found: Weights, expected: Weights) -> tuple[float, str]:
     return max((value, name) for name, value in each.items())
 
 
-every_layout = pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow("full grid of layouts")) for name in WIDE)]
-)
+def every_layout(*names: str) -> pytest.MarkDecorator:
+    """Each of the cases in every layout."""
+    return pytest.mark.parametrize(
+        ("layout", "name"),
+        [
+            pytest.param(layout, name, marks=[] if name in QUICK.get(layout, ()) else [pytest.mark.slow("full grid")])
+            for layout in (*LAYOUTS, *WIDE)
+            for name in names
+        ],
+    )
 
 
-@every_layout
-@pytest.mark.parametrize("model", ["V3", "Qwen"])
-def test_replayed_routes_of_the_engine_give_the_gradients_of_a_model_forced_to_them(laboratory, layout, model):
+@every_layout("V3 R3", "Qwen R3")
+def test_replayed_routes_of_the_engine_give_the_gradients_of_a_model_forced_to_them(laboratory, layout, name):
+    model = name.split()[0]
     own, expected = (laboratory.expected(model, routes) for routes in ("own", "engine"))
     assert difference(own.gradients, expected.gradients)[0] > 0.1  # its own routes would not do
-    worst, name = difference(laboratory.gradients(layout, f"{model} R3"), expected.gradients)
-    assert worst <= TOLERANCE, name
-    said = laboratory.metrics(layout, f"{model} R3")
+    worst, tensor = difference(laboratory.gradients(layout, name), expected.gradients)
+    assert worst <= TOLERANCE, tensor
+    said = laboratory.metrics(layout, name)
     assert said["loss/sft"] == pytest.approx(expected.loss, abs=1e-5)
     for number, load in expected.load.items():
         assert said[f"router/imbalance/{number}"] == pytest.approx(load.max() / load.mean())
 
 
-@every_layout
-def test_the_prediction_layer_chooses_by_itself_and_learns_alike(laboratory, layout):
-    single, found = (laboratory.gradients(each, "V3 R3") for each in ("single", layout))
+@every_layout("V3 R3")
+def test_the_prediction_layer_chooses_by_itself_and_learns_alike(laboratory, layout, name):
+    single, found = (laboratory.gradients(each, name) for each in ("single", layout))
     of_layer = [name for name in single if name.startswith("model.layers.4.") and "correction_bias" not in name]
     expected = {name: single[name] for name in of_layer}
     assert expected and all(gradient.any() for gradient in expected.values())
-    worst, name = difference(found, expected)
-    assert worst <= TOLERANCE, name
+    worst, tensor = difference(found, expected)
+    assert worst <= TOLERANCE, tensor
 
 
-@every_layout
-def test_new_weights_take_the_routes_that_the_old_ones_chose(laboratory, layout):
+@every_layout("Qwen R2")
+def test_new_weights_take_the_routes_that_the_old_ones_chose(laboratory, layout, name):
     own, expected = (laboratory.expected("Qwen later", routes).gradients for routes in ("own", "Qwen"))
     assert difference(own, expected)[0] > 0.1
-    worst, name = difference(laboratory.gradients(layout, "Qwen R2"), expected)
-    assert worst <= TOLERANCE, name
+    worst, tensor = difference(laboratory.gradients(layout, name), expected)
+    assert worst <= TOLERANCE, tensor
 
 
-@every_layout
-@pytest.mark.parametrize("name", [name for name in CASES if name.split()[1] in TERMS])
+@every_layout(*(name for name in CASES if name.split()[1] in TERMS))
 def test_an_auxiliary_term_adds_exactly_its_own_gradient(laboratory, layout, name):
     model, term = name.split()
     packed = ()
@@ -202,10 +219,11 @@ def test_an_auxiliary_term_adds_exactly_its_own_gradient(laboratory, layout, nam
         assert laboratory.metrics(layout, name)[f"router/{term}"] == pytest.approx(expected.term, rel=1e-5)
 
 
-@every_layout
-def test_selection_biases_move_towards_equal_load_and_only_if_asked_to(laboratory, layout):
+@every_layout("V3 bias")
+def test_selection_biases_move_towards_equal_load_and_only_if_asked_to(laboratory, layout, name):
     before = load_file(laboratory.paths["V3"] / "model.safetensors")
-    after, other = (load_file(laboratory(layout) / f"V3 {case}.after.safetensors") for case in ("bias", "z_loss"))
+    after = load_file(laboratory(layout) / f"{name}.after.safetensors")
+    other = load_file(laboratory("single") / "V3 z_loss.after.safetensors")
     for number, load in laboratory.expected("V3", "own").load.items():
         name = f"model.layers.{number}.mlp.gate.e_score_correction_bias"
         move = RATE * np.sign(load.mean() - load)

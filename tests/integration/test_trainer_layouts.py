@@ -6,7 +6,6 @@ Each layout is one start of real processes (5 to 12 s) that do everything asked 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,9 @@ SIZES = {
 }
 RESTORES = {"TP2": ["DP2"], "EP2": ["DP2"], "EP2xTP2": ["EP2"]}
 """Layout -> whose checkpoints it loads."""
-SLOW = ("PP2", "EP2xTP2")
-"""In `make test` test_families has every model's logits and gradients in pipeline stages, test_checkpoints their
-checkpoints, and test_invariance layouts of four ranks."""
+SLOW = ("DP2", "TP2", "PP2", "EP2xTP2")
+"""EP2 has two data-parallel ranks. In `make test` test_invariance has gradients in every kind of split, and
+test_checkpoints a checkpoint of DP2 in TP2, pipeline stages, context parallel and, refused, expert parallel ranks."""
 ALL = [pytest.param(name, marks=[pytest.mark.slow("full grid of layouts")] if name in SLOW else []) for name in LAYOUTS]
 SEVERAL = ALL[1:]
 
@@ -87,8 +86,9 @@ class Layout:
 class Laboratory:
     """Runs each layout once, when it is first asked for."""
 
-    def __init__(self, directory: Path, inputs: dict[str, str]):
-        self.directory, self.inputs = directory, inputs
+    def __init__(self, directory: Path, inputs: dict[str, str], restored: set[str]):
+        """`restored`: layouts whose checkpoints the chosen tests restore in others."""
+        self.directory, self.inputs, self.restored = directory, inputs, restored
         self._done: dict[str, Layout | AssertionError] = {}
 
     def __getitem__(self, name: str) -> Layout:
@@ -102,7 +102,8 @@ class Laboratory:
         return done
 
     def _run(self, name: str) -> Layout:
-        restore = [str(self[other].directory / "checkpoint") for other in RESTORES.get(name, [])]
+        others = [other for other in RESTORES.get(name, []) if other in self.restored]
+        restore = [str(self[other].directory / "checkpoint") for other in others]
         out = self.directory / name
         out.mkdir()
         job = {
@@ -144,12 +145,17 @@ def groups(oracles: dict[str, Oracle]) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def laboratory(
-    models: dict[str, Path], groups: list[Group], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Laboratory]:
+    models: dict[str, Path],
+    groups: list[Group],
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Laboratory:
     directory = tmp_path_factory.mktemp("layouts")
     saved = directory / "groups.bin"
     save_groups(saved, groups)
-    yield Laboratory(directory, {**{name: str(path) for name, path in models.items()}, "groups": str(saved)})
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    restored = {each.params["other"] for each in chosen if each and "other" in each.params}
+    return Laboratory(directory, {**{name: str(path) for name, path in models.items()}, "groups": str(saved)}, restored)
 
 
 # One rank against transformers ----------------------------------------------------------------------------------------
@@ -350,7 +356,11 @@ def test_a_restored_trainer_repeats_the_same_steps_bit_for_bit(laboratory, name)
 
 
 @pytest.mark.parametrize(
-    ("name", "other"), [("TP2", "DP2"), pytest.param("EP2xTP2", "EP2", marks=pytest.mark.slow("full grid of layouts"))]
+    ("name", "other"),
+    [
+        pytest.param("TP2", "DP2", marks=pytest.mark.slow("test_checkpoints resumes DP2 in TP2")),
+        pytest.param("EP2xTP2", "EP2", marks=pytest.mark.slow("full grid of layouts")),
+    ],
 )
 def test_a_checkpoint_of_another_layout_continues_with_the_same_losses(laboratory, name, other):
     """The first loss shows the weights, the second one the optimizer's state too."""
@@ -361,6 +371,7 @@ def test_a_checkpoint_of_another_layout_continues_with_the_same_losses(laborator
     assert found[1]["loss/sft"] == pytest.approx(expected[1]["loss/sft"], abs=1e-5)
 
 
+@pytest.mark.slow("test_checkpoints::test_weights_alone_go_where_the_optimizer_cannot")
 @pytest.mark.parametrize(("name", "other"), [("EP2", "DP2")])
 def test_optimizer_state_that_cannot_move_to_expert_parallel_ranks_is_refused_with_the_directory(
     laboratory, name, other

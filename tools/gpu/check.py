@@ -1,6 +1,6 @@
 """Builds the kernels, tests them and the trainer on this machine's GPU and measures them: `make gpu`.
 
-    python -m tools.gpu.check [--out DIR] [--seconds 450] [--quick | --loop | --dry-run]
+    python -m tools.gpu.check [--out DIR] [--seconds 450] [--quick | --loop | --dry-run [--only STEP ...]]
 
 Needs numpy, torch, pytest and setuptools, and nvcc unless the libraries in slimx/_lib are up to date; nothing else of
 slimx and no network. The trainer needs more, as benchmarks and some tests do: installed, or in build/gpu-wheels (`make
@@ -187,7 +187,10 @@ def main() -> int:
     kinds.add_argument("--quick", action="store_true", help="what shows most, and no measurement")
     kinds.add_argument("--loop", action="store_true", help="a trainer and a server that take turns, and no test")
     kinds.add_argument("--dry-run", action="store_true", help="what can be shown without a GPU")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="--dry-run: these steps and no other")
     options = parser.parse_args()
+    if options.only and not options.dry_run:
+        parser.error("--only needs --dry-run")
     ends = time.monotonic() + (options.seconds or (120 if options.quick else 360 if options.loop else 450))
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
@@ -207,6 +210,9 @@ def main() -> int:
         no_trainer = f"megatron-core is not installed, and nothing was unpacked from {PACKAGES} (make gpu-wheels)"
     if options.dry_run:
         steps = without_gpu(no_trainer=no_trainer)
+        if unknown := set(options.only or ()) - {step.name for step in steps}:
+            parser.error(f"--only: there is no step {', '.join(sorted(unknown))}")
+        steps = [step for step in steps if not options.only or step.name in options.only]
     elif options.loop:
         steps = loop_on_gpu(out)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -17,10 +18,12 @@ class BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._since = asyncio.get_running_loop().time()
+        self._since = time.monotonic()  # the loop's own is the same for all that come in one turn
         self._timer = asyncio.get_running_loop().call_later(self.idle, self._end)
-        if len(self.connections) > self.most:
-            waiting = [each for each in self.connections if isinstance(each, BoundedConnection) and not each._answers()]
+        # One that was aborted is listed until the loop's next turn, and several connections may come in one turn.
+        alive = [each for each in self.connections if not each.transport.is_closing()]
+        if len(alive) > self.most:
+            waiting = [each for each in alive if isinstance(each, BoundedConnection) and not each._answers()]
             min(waiting, key=lambda each: each._since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

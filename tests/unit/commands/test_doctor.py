@@ -136,7 +136,12 @@ def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_not
 
 @pytest.mark.parametrize(
     "absent",
-    ["torch", "numpy", "pynvml", "packaging", "torch,numpy,pynvml,packaging,rich,typer,pydantic,omegaconf,yaml"],
+    [
+        *(pytest.param(name, marks=pytest.mark.slow("packages one by one")) for name in ("numpy", "pynvml")),
+        pytest.param("packaging", marks=pytest.mark.slow("packages one by one")),
+        "torch",
+        "torch,numpy,pynvml,packaging,rich,typer,pydantic,omegaconf,yaml",
+    ],
 )
 def test_no_package_is_needed_to_say_that_it_is_absent(absent):
     program = (

@@ -336,19 +336,27 @@ def test_a_browser_follows_a_run(run, tmp_path):
     assert charts and all('class="main-svg"' in chart for chart in charts)
 
 
+EACH = pytest.mark.slow("every colour of tokens: a start of the browser for each")
+
+
 @pytest.mark.needs("chromium")
-def test_a_browser_filters_compares_and_colours_tokens_and_text_of_a_run_is_no_markup(page, tmp_path):
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ("gap", [True, False, True]),
+        pytest.param("advantage", [True, True, True], marks=EACH),
+        pytest.param("experts", [True, False, True], marks=EACH),
+    ],
+)
+def test_a_browser_colours_tokens(page, tmp_path, by, expected):
+    found = drawn(f"{page.address}/?token=secret&dataset=math&colour={by}#rollouts", tmp_path)
+    colours = re.findall(r'<span class="sampled"[^>]* style="background: (rgba?\([^)]*\))', found)
+    assert [each == colours[0] for each in colours] == expected
+
+
+@pytest.mark.needs("chromium")
+def test_a_browser_filters_and_compares_and_text_of_a_run_is_no_markup(page, tmp_path):
     chosen = drawn(f"{page.address}/?token=secret&dataset=math#rollouts", tmp_path)
-    colours = {
-        by: re.findall(r'<span class="sampled"[^>]* style="background: (rgba?\([^)]*\))', drawn(address, tmp_path))
-        for by in ("gap", "advantage", "experts")
-        for address in [f"{page.address}/?token=secret&dataset=math&colour={by}#rollouts"]
-    }
-    assert {by: [each == found[0] for each in found] for by, found in colours.items()} == {
-        "gap": [True, False, True],
-        "advantage": [True, True, True],
-        "experts": [True, False, True],
-    }
     both = drawn(f"{page.address}/?token=secret&compare=1&highest=0#rollouts", tmp_path)
     assert "g2/0" in chosen and "g1/0" not in chosen
     # The only one that is left is open: a colour per version, what a tool said marked.

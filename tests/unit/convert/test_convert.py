@@ -51,8 +51,20 @@ def stand_in(qwen: Path, *, per_layer: bool) -> dict[str, torch.Tensor]:
 # There and back -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["", LAYOUT, "expert_tensor=2,expert=2"])
-@pytest.mark.parametrize("model", ["qwen", "deepseek"])
+GRID = pytest.mark.slow("full grid")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("qwen", ""),
+        ("qwen", "expert_tensor=2,expert=2"),
+        ("deepseek", LAYOUT),
+        pytest.param("qwen", LAYOUT, marks=GRID),
+        pytest.param("deepseek", "", marks=GRID),
+        pytest.param("deepseek", "expert_tensor=2,expert=2", marks=GRID),
+    ],
+)
 def test_hugging_face_to_megatron_and_back_gives_every_bit(request, tmp_path, model, layout):
     source = request.getfixturevalue(model)
     megatron = go(run.hf_to_megatron(source, layout=layout, file_bytes=50_000), tmp_path / "megatron")

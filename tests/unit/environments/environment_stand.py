@@ -34,8 +34,14 @@ class Counting:
         Counting.closed += 1
 
 
+def block() -> None:
+    """Keeps the thread as a computation without end does, at no cost."""
+    while True:
+        time.sleep(600)
+
+
 class Misbehaving:
-    """Does what the model says, in plain computation: for processes of their own."""
+    """Does what the model says and keeps its event loop: for processes of their own."""
 
     def __init__(self, *, busy_s: float = 0.0):
         self.busy_s, self.turns = busy_s, 0
@@ -47,8 +53,7 @@ class Misbehaving:
     async def step(self, text: str) -> Step:
         self.turns += 1
         if text == "compute for ever":
-            while True:
-                pass
+            block()
         if text == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         if text == "raise":
@@ -56,13 +61,10 @@ class Misbehaving:
         if text == "start another":
             child = subprocess.Popen(["sleep", "300"])
             Path(self.prompt).write_text(str(child.pid))
-            while True:
-                pass
+            block()
         if text == "start a daemon":
             subprocess.run(["setsid", "-f", "sh", "-c", f"echo $$ > {self.prompt}; exec sleep 300"], check=True)
-        until = time.monotonic() + self.busy_s
-        while time.monotonic() < until:
-            pass
+        time.sleep(self.busy_s)
         info = {"prompt": self.prompt, "turns": self.turns, "pid": os.getpid()}
         return Step(text=text, done=text == "end", info=info if text != "lambda" else {"bad": lambda: 0})
 

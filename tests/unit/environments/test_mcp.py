@@ -176,7 +176,7 @@ async def test_a_long_result_is_cut_and_says_so(url):
     assert said.startswith("x" * 100 + "\n(4900 characters left out)")
 
 
-@pytest.mark.parametrize("kind", ["stdio", "http"])
+@pytest.mark.parametrize("kind", [pytest.param("stdio", marks=pytest.mark.slow("both kinds of servers")), "http"])
 async def test_a_call_that_takes_too_long_is_told_and_the_second_ends_the_rollout(kind, url):
     server = STDIO if kind == "stdio" else {"url": url}
     late = calling("hang")

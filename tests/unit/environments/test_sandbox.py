@@ -61,7 +61,7 @@ def test_a_large_input_reaches_a_program_that_is_slow_to_read():
     ids=["loop", "sleep", "loop without streams", "fork bomb", "flood", "memory of all"],
 )
 def test_a_program_that_does_not_end_is_killed_at_the_limit_with_all_its_processes(program, ended):
-    limits = QUICK if ended == "time" else PATIENT
+    limits = replace(QUICK, seconds=0.5) if ended == "time" else PATIENT
     box = Marked(limits)
     ran = box.run_blocking(program)
     assert ran.ended == ended and ran.status is None and ran.seconds < limits.seconds + 10
@@ -237,7 +237,7 @@ def worth(text: str, tests: object, **options: object) -> float:
     ],
 )
 def test_a_program_is_worth_the_tests_that_it_passes(text, tests, value):
-    assert worth(text, tests, seconds=2.0 if "while True" in text else 120.0) == value
+    assert worth(text, tests, seconds=0.5 if "while True" in text else 120.0) == value
 
 
 def test_a_share_of_the_tests_may_count():

@@ -20,6 +20,7 @@ from slimx.orchestration.prompts import make_source, source_prompts
 from slimx.orchestration.state.resume import trainer_state
 from slimx.orchestration.state.saves import RunState, Saves
 from tests.refusals import refused
+from tools.quickstart.make_model import make_model
 
 ROOT = Path(__file__).parents[3]
 STARTS = {
@@ -50,8 +51,7 @@ for override in sys.argv[2:]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("model")
-    make = [sys.executable, "tools/quickstart/make_model.py", "--out", str(out)]
-    subprocess.run(make, cwd=ROOT, check=True, capture_output=True)
+    make_model(out, seed=1)
     return out
 
 

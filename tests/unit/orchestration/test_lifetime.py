@@ -19,6 +19,7 @@ from slimx.orchestration.lifetime.remains import unguarded
 from slimx.orchestration.lifetime.signals import TWICE_S, Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
 from slimx.runtime.threads import in_thread
+from tests.processes import lives, wait_for
 
 PRELUDE = """
 import asyncio, ctypes, os, sys, threading, time
@@ -337,8 +338,7 @@ def test_what_a_killed_driver_has_started_ends_but_guards_end_their_own():
         grandchild.suspend()  # as a stopped process of Ray's
         owner.kill()
         owner.wait()
-        gone, alive = psutil.wait_procs(processes, timeout=60)
-        assert not alive
+        wait_for(lambda: not any(map(lives, processes)))
     finally:
         for one in processes:
             if one.is_running():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from slimx.config import load_config
@@ -94,9 +97,12 @@ def test_buffers_have_the_bytes_of_deep_eps_formulas() -> None:
     assert low_latency_buffer(hidden, 384) == 2 * 384 * 128 * 2 * (224 + 14336) + 2 * 1536
 
 
-def test_the_plan_counts_the_buffers_of_those_that_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # model.path names a directory of this repository
-    config = load_config(ROOT / "configs/moe/kimi-k2.yaml", [])
+def test_the_plan_counts_the_buffers_of_those_that_have_some(tmp_path: Path) -> None:
+    """Of Kimi-K2 with a few of its layers, which buffers do not depend on."""
+    hf = json.loads((ROOT / "configs/moe/models/Kimi-K2-Instruct/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"num_hidden_layers": 4}))
+    shallow = [f"model.path={tmp_path}", "trainer.pipeline=1", "trainer.layers_per_stage=null"]
+    config = load_config(ROOT / "configs/moe/kimi-k2.yaml", shallow)
     spec, (group,) = read_model(ROOT / config.model.path), config.rollout.policy_engines
     sizes, served = sizes_of(config.trainer), engine_sizes(group)
     trainer = trainer_buffers(config.trainer, spec, sizes, "cuda")

@@ -89,9 +89,10 @@ def planned(directory: Path, hf: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(1800)  # for hangs: it takes a few seconds
-def test_models_that_do_not_exist_are_answered(tmp_path: Path):
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow("200 models"))])
+def test_models_that_do_not_exist_are_answered(tmp_path: Path, count: int):
     problems = []
-    for seed in range(200):
+    for seed in range(count):
         hf, done = mutated(seed)
         began = time.process_time()
         try:

@@ -54,7 +54,7 @@ def answers(cases: Iterable[Case], folder: Path, capsys, monkeypatch) -> None:
 
 @pytest.mark.timeout(1800)  # for hangs: it takes 10 s
 def test_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
-    answers((case(seed, small=True) for seed in range(50)), tmp_path, capsys, monkeypatch)
+    answers((case(seed, small=True) for seed in range(20)), tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.slow("5000 configurations")
@@ -68,18 +68,19 @@ TOO_LARGE = {
     "an engine without room": ("kimi-k2", FROZEN_OUT % "{mem_fraction_static: 0.1, moe_dense_tp_size: 1}"),
     "an impossible share": ("kimi-k2", FROZEN_OUT % "{mem_fraction_static: 16}"),
     "no engines, moments on the GPU": (
-        "kimi-k2",
+        "glm-4.5",
         "rollout.engines=[]",
         "algorithm.name=sft",
         "schedule.colocate=false",
         "trainer.optimizer.offload_fraction=0",
     ),
     "bf16 engines": ("glm-4.5", "publish.quantise=null"),
-    "a small GPU": ("deepseek-v3", "cluster.gpu_memory_gib=20"),
+    "a small GPU for a large model": ("deepseek-v3", "cluster.gpu_memory_gib=20"),
+    "a small GPU": ("qwen3-30b-a3b", "cluster.gpu_memory_gib=20"),
     "too many ranks": ("qwen3-30b-a3b", "trainer.world_size=1000000000"),
     "too many tokens": ("qwen3-30b-a3b", f"trainer.max_tokens_per_microbatch={10**30}"),
 }
-SELDOM = {"an engine without room", "bf16 engines"}
+SELDOM = {"an engine without room", "bf16 engines", "a small GPU for a large model"}
 """They take longest, and are refused where others are."""
 
 

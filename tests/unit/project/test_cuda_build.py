@@ -83,7 +83,11 @@ def build(checkout: Path, cuda: str, *command: str) -> str:
 
 
 @pytest.mark.parametrize("source", ["reshard_cpu.cpp", "delta_cpu.cpp", "exact_cpu.cpp", "int4_cpu.cpp"])
-def test_the_cpu_libraries_compile_without_a_warning(source: str) -> None:
+@pytest.mark.parametrize(
+    "stage",
+    ["-fsyntax-only", pytest.param("-S", marks=pytest.mark.slow("warnings of the optimiser: seconds of a core"))],
+)
+def test_the_cpu_libraries_compile_without_a_warning(source: str, stage: str) -> None:
     flags = [
         "-O2",
         "-std=c++17",
@@ -92,7 +96,7 @@ def test_the_cpu_libraries_compile_without_a_warning(source: str) -> None:
         "-Wall",
         "-Wextra",
         "-Werror",
-        "-S",
+        stage,
         "-o",
         "/dev/null",
     ]

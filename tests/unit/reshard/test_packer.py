@@ -61,12 +61,17 @@ ENGINES = [
     ("fused", EngineSizes(tensor=2, expert=2, pipeline=2, redundant=2)),
     ("deepseek", None),
 ]
+GRID = pytest.mark.slow("full grid")
 DTYPE_PAIRS = [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")]
 
 
 @pytest.mark.parametrize(
     ("served", "engine", "dtypes", "number"),
-    [(*engine, dtypes, k + 3 * j) for k, engine in enumerate(ENGINES) for j, dtypes in enumerate(DTYPE_PAIRS)],
+    [
+        pytest.param(*engine, dtypes, k + 3 * j, marks=[GRID] * ((j - k) % 2))
+        for k, engine in enumerate(ENGINES)
+        for j, dtypes in enumerate(DTYPE_PAIRS)
+    ],
 )
 def test_buckets_hold_what_torch_makes_of_the_trainers_tensors(served, engine, dtypes, number):
     trainer, wanted = (DTYPES[dtype] for dtype in dtypes)
@@ -134,8 +139,14 @@ def test_reordered_tensors_are_packed_in_both_directions(source: IndexMap, targe
 # Megatron -> Hugging Face -> Megatron ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["qwen", "deepseek-mtp"])
-@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda k: name_of(LAYOUTS[k]))
+@pytest.mark.parametrize(
+    ("model", "number"),
+    [
+        pytest.param(model, k, marks=[GRID] * ((j - k) % 2), id=f"{name_of(layout)}-{model}")
+        for j, model in enumerate(("qwen", "deepseek-mtp"))
+        for k, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_a_model_comes_back_bit_for_bit_in_another_layout(tmp_path: Path, model: str, number: int):
     tiny, here, there = MODELS[model], LAYOUTS[number], LAYOUTS[(5 * number + 3) % len(LAYOUTS)]
     plan = compile_plan(

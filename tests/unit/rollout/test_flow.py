@@ -174,7 +174,7 @@ class Driver:
 RUNS = configs(), st.integers(0, 2**32), st.booleans()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(*RUNS)
 def test_no_trajectory_is_too_old_no_prompt_is_lost_and_none_is_trained_twice(config, seed, kills):
     check_run(config, seed, kills)

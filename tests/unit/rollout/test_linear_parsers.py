@@ -26,6 +26,8 @@ GROWTH = 8
 FLOOR_S = 0.05
 """Below it times are noise, and count as this."""
 LENGTHS = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
+SHORT = 256_000
+"""Characters without the tests that are slow: what is quadratic takes minutes for them."""
 Shape = tuple[str, str, str]
 
 
@@ -157,10 +159,11 @@ def seconds(function: Callable[[str], Any], shape: Shape, length: int) -> float:
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_readers_of_sampled_text_take_time_in_proportion_to_its_length(reader):
+@pytest.mark.parametrize("longest", [SHORT, pytest.param(LENGTHS[-1], marks=pytest.mark.slow("a million characters"))])
+def test_readers_of_sampled_text_take_time_in_proportion_to_its_length(reader, longest):
     for shape in dict.fromkeys(reader.shapes):
         before = seconds(reader.function, shape, LENGTHS[0])
-        for length in (each for each in LENGTHS[1:] if each <= reader.longest):
+        for length in (each for each in LENGTHS[1:] if each <= min(longest, reader.longest)):
             now = seconds(reader.function, shape, length)
             if now >= GROWTH * before:  # once more: a busy machine lengthens times
                 now = min(now, seconds(reader.function, shape, length))

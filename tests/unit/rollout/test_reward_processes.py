@@ -22,6 +22,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner
 from slimx.rollout.hook_loading import load_reward
+from tests.processes import lives, wait_for
 from tests.unit.rewards.reward_stand import context, trajectory
 
 HOOK = "tests.unit.rewards.reward_stand.misbehaving"
@@ -206,4 +207,4 @@ def test_workers_end_when_the_driver_is_killed(tmp_path):
     driver.send_signal(signal.SIGKILL)
     driver.wait(60)
     driver.stdout.close()
-    worker.wait(60)
+    wait_for(lambda: not lives(worker))

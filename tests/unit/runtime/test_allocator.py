@@ -60,9 +60,15 @@ def test_the_installed_torch_takes_the_options_and_refuses_unknown_ones():
     set_expandable_segments(environment)
     set_pinned_sizes(environment)
     (options,) = environment.values()
-    program = "import sys, torch\ntorch._C._accelerator_setAllocatorSettings(sys.argv[1])"
-    codes = [subprocess.run([sys.executable, "-c", program, each]).returncode for each in (options, f"{options}0,no:1")]
-    assert codes == [0, 1]
+    program = """
+import sys, torch
+for options in sys.argv[1:]:
+    torch._C._accelerator_setAllocatorSettings(options)
+    print("taken")
+"""
+    command = [sys.executable, "-c", program, options, f"{options}0,no:1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("taken\n", 1)
 
 
 def test_the_processes_of_both_sides_do_so_before_torch_is_there():
