@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,6 +84,12 @@ def _warm_servers(_cache_of_model_code: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         guards.install(patch, interpreter().parent)
         yield
+
+
+@pytest.fixture
+def warm_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that the test starts in this process has forks for its workers, as that of a `TrainProcess`."""
+    monkeypatch.setattr(sys, "executable", str(interpreter()))
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.forked import ROOT, Run, run_all
+from tests.warm.interpreter import interpreter
 
 FOLDER = ROOT / "benchmarks"
 pytestmark = pytest.mark.integration
@@ -86,7 +86,7 @@ def test_the_cheap_benchmarks_run(tmp_path: Path) -> None:
 )
 def test_a_benchmark_runs(name: str, options: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py"), *options.split()],
+        [interpreter(), str(FOLDER / f"{name}.py"), *options.split()],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -32,7 +32,7 @@ from tests.integration.conftest import Weights, perturbed
 from tests.integration.runs import write_config
 from tests.refusals import refused
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_ray")]
 
 
 def logprobs(model: Any, trajectory: Trajectory) -> np.ndarray:

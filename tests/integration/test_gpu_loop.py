@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import ROOT
+from tests.warm.interpreter import interpreter
 
 pytestmark = pytest.mark.integration
 GPU_ONLY = {
@@ -50,7 +51,7 @@ def test_the_loop_takes_every_step_on_the_cpu_that_needs_no_gpu(left_out: set[st
     steps = (TAKEN | GPU_ONLY) - left_out
     done = subprocess.run(
         [
-            sys.executable,
+            interpreter(),
             "-m",
             "tools.gpu.loop",
             "--device",

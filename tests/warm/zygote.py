@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 import pytest
@@ -47,7 +48,6 @@ def load_driver() -> None:
 
 def load_rank() -> None:
     """Imports what trainers need but for Ray, whose library reads a worker's variables when it is imported."""
-    guards.install(pytest.MonkeyPatch(), Path(sys.argv[1]))
     from slimx.trainer import process
 
     names = process.install_adapters()
@@ -96,6 +96,8 @@ def listening(path: Path) -> socket.socket:
 
 
 def become_zygote(role: str, listener: socket.socket, programs: Path) -> NoReturn:
+    if role != "server":
+        guards.install(pytest.MonkeyPatch(), programs.parent)
     ROLES[role]()
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{role}: a fork of a process with {threads} threads may hang"
@@ -220,7 +222,9 @@ def run(arguments: list[str], environment: dict[str, str]) -> NoReturn:
         else:
             sys.argv = words
             sys.path.insert(0, os.path.dirname(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
+            sys.modules["__main__"] = module = ModuleType("__main__")
+            module.__file__ = words[0]
+            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(module))
 
     run_and_end(program)
 
