@@ -41,6 +41,7 @@ def states(table: Path) -> dict[str, str]:
     return {row[0].removeprefix("| "): row[1] for row in rows[2:]}
 
 
+@pytest.mark.costly("an SGLang server and a trainer")
 @pytest.mark.parametrize(
     "left_out",
     [{"exact mode"}, pytest.param(set(), marks=pytest.mark.slow("starts another pair; test_run_deepseek is exact"))],
