@@ -258,7 +258,7 @@ def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     wait_for(lambda: psutil.Process(process.pid).children())
     (command,) = psutil.Process(process.pid).children()
     os.kill(process.pid, signal.SIGKILL)
-    command.wait(60)
+    wait_for(lambda: not lives(command))
     process.stop()
 
 

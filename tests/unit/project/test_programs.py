@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.documents import COMMANDS
 from tests.forked import ROOT, Run, run_all
 from tests.unit.project.page_stand import python_program
+from tools.quickstart.make_model import make_model
 
 
 def programs() -> list[list[str]]:
@@ -56,11 +57,16 @@ def test_programs_take_the_options_of_pages_and_refuse_wrong_ones(tmp_path: Path
         for file in benchmarks
         for option in re.findall(r'"--(pairs|rounds|steps|window)"', (ROOT / file).read_text())
     ]
-    runs = [*right, *wrong, *none, *(Run(words) for words in LACKING)]
+    refused = [*wrong, *none, *(Run(words) for words in LACKING)]
+    runs = [*right, *refused, Run(["tools/quickstart/make_model.py", "--out", "there"])]
     done = [(run, *row) for run, row in zip(runs, run_all(runs, tmp_path, SHARED), strict=True)]
     assert [(run.words, status, output) for run, status, output in done[: len(right)] if status != 0] == []
     assert [
         (run.words, status, output)
-        for run, status, output in done[len(right) :]
+        for run, status, output in done[len(right) : -1]
         if status != 2 or "Traceback" in output or not output.strip()
     ] == []
+    assert done[-1][1] == 0, done[-1]
+    make_model(tmp_path / "here")
+    made, again = ({each.name: each.read_bytes() for each in (tmp_path / name).iterdir()} for name in ("here", "there"))
+    assert made == again, "the same seed gives the same bytes in another process"

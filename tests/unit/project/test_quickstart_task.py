@@ -49,6 +49,7 @@ def tokenizer(model_dir):
     return load_tokenizer(model_dir)
 
 
+@pytest.mark.slow("test_programs.py writes the model in another process, beside other programs")
 def test_the_same_seed_gives_the_same_bytes_in_another_process(model_dir, tmp_path):
     command = [sys.executable, str(QUICKSTART / "make_model.py"), "--out", str(tmp_path), "--seed", "1"]
     subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)

@@ -36,11 +36,15 @@ import sys
 from pathlib import Path
 import pytest
 from tests.unit.reshard.cuda_stand import use_emulator
+from tests.unit.reshard.gather_stand import run_others
 from tests.unit.reshard.test_gather_device import fill_all
-rank, directory, library = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-emulator = use_emulator(library, pytest.MonkeyPatch())
-list(fill_all(rank, directory))
-sys.exit(emulator.emulator_open())
+
+def rank(number):
+    emulator = use_emulator(Path(sys.argv[2]), pytest.MonkeyPatch())
+    list(fill_all(number, Path(sys.argv[1])))
+    return emulator.emulator_open()
+
+run_others(rank)
 """
 
 
@@ -75,18 +79,14 @@ def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def others(tmp_path: Path, emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen]]:
+def others(tmp_path: Path, emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for rank, held in enumerate(held_by_trainers(MODEL, SIZES)):
         torch.save(dressed(held), tmp_path / f"{rank}.pt")
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(tmp_path), str(emulator_library)])
-        for rank in range(1, WORLD)
-    ]
-    yield ranks
-    for process in ranks:
-        process.kill()
-        process.wait()
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), str(emulator_library)])
+    yield process
+    process.kill()
+    process.wait()
 
 
 def test_ranks_that_reach_the_publishers_device_and_ranks_that_do_not_fill_the_same_buckets(tmp_path, emulator, others):
@@ -105,7 +105,7 @@ def test_ranks_that_reach_the_publishers_device_and_ranks_that_do_not_fill_the_s
     torch.set_num_threads(threads)
     assert len(paths) == 1, "a bucket that is released before the next is packed leaves it its memory"
     sent = bytes_read(plan()).sum(axis=1)
-    assert [process.wait(DEADLINE_S) for process in others] == [0, 0], "no memory of the publisher is left open"
+    assert others.wait(DEADLINE_S) == 0, "no memory of the publisher is left open"
     assert (sent > 0).all()
     for rank in range(ENGINE.world):
         expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
