@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import os
-import runpy
 import select
 import selectors
 import shutil
@@ -18,6 +18,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -215,18 +217,27 @@ def run(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     # Ray starts its worker by a program that sets variables, none here.
     words = [word for word in words[worker:] if not worker or not word.startswith(("--language", "--serialized-"))]
 
-    def program() -> None:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            sys.path.insert(0, os.path.dirname(words[0]))
-            sys.modules["__main__"] = module = ModuleType("__main__")
-            module.__file__ = words[0]
-            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(module))
+    run_and_end(partial(execute, words))
 
-    run_and_end(program)
+
+def execute(words: list[str]) -> None:
+    """Executes ["-m", MODULE, ...] or [FILE, ...] as the module `__main__`."""
+    # Multiprocessing has the second name for what its children call so.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module = ModuleType("__main__")
+    if words[0] == "-m":
+        found = importlib.util.find_spec(words[1])
+        module.__spec__ = spec = found if found.submodule_search_locations is None else _main_of(found.name)
+        module.__file__, module.__package__ = spec.origin, spec.parent
+        sys.argv, code = [spec.origin, *words[2:]], spec.loader.get_code(spec.name)
+    else:
+        module.__file__ = words[0]
+        sys.argv, code = words, compile(Path(words[0]).read_bytes(), words[0], "exec")
+        sys.path.insert(0, os.path.dirname(words[0]))
+    exec(code, vars(module))
+
+
+def _main_of(package: str) -> ModuleSpec:
+    return importlib.util.find_spec(f"{package}.__main__")
 
 
 def take_for_parent(parent: int) -> None:
