@@ -26,6 +26,7 @@ from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.runtime.ports import free_port
+from tests.integration.chosen import chosen_cases
 from tests.integration.recorded import recording_config
 from tests.integration.runs import TrainProcess
 from tests.warm import guards
@@ -142,8 +143,8 @@ def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     that the chosen tests are about."""
     from tests.integration.family_laboratory import Laboratory
 
-    asking = [item.callspec.params for item in request.session.items if "families" in item.fixturenames]
-    return Laboratory(tmp_path_factory.mktemp("families"), ((each["layout"], each["model"]) for each in asking))
+    cases = ((case["layout"], case["model"]) for case in chosen_cases(request))
+    return Laboratory(tmp_path_factory.mktemp("families"), cases)
 
 
 class Bucket:

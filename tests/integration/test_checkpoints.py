@@ -19,6 +19,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from slimx.models.families import read_model
 from slimx.models.files.megatron_directory import check_fit
 from slimx.trainer.checkpoint import files
+from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import free_port
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.integration.rank_processes import run_ranks
@@ -74,8 +75,7 @@ def ranks(
     model: Path, config: dict[str, Any], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Ranks:
     """With CP2 if the chosen tests are about it."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    cut = any(each.get("layout") == "CP2" for each in params)
+    cut = any(each.get("layout") == "CP2" for each in chosen_cases(request))
     layouts = {name: layout for name, layout in LAYOUTS.items() if name != "CP2" or cut}
     out = tmp_path_factory.mktemp("checkpoints")
     weights, witness = load_file(model / "model.safetensors"), out / "witness"

@@ -14,6 +14,7 @@ from slimx.convert.work import convert
 from slimx.models.families import load_family
 from slimx.runtime.ports import free_port
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, same, tensors_of, write_checkpoint
+from tests.integration.chosen import chosen_cases
 from tests.integration.family_cases import CASES
 from tests.integration.family_laboratory import TIED
 from tests.integration.rank_processes import run_ranks
@@ -48,7 +49,7 @@ TAKEN = [
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """With the layouts and models of the chosen tests."""
-    params = [item.callspec.params for item in request.session.items if "said" in item.fixturenames]
+    params = chosen_cases(request)
     layouts = {name: layout for name, layout in LAYOUTS.items() if any(each["layout"] == name for each in params)}
     chosen = {each["model"] for each in params}
     out = tmp_path_factory.mktemp("convert")

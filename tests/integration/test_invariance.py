@@ -23,6 +23,7 @@ from slimx.data.saved.codec import save_groups
 from slimx.data.support import Support
 from slimx.models.families import read_model
 from slimx.runtime.ports import free_port
+from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import Weights
 from tests.integration.invariance_models import DEEPSEEK, NEMOTRON, NEXT, QWEN
 from tests.integration.invariance_rank import VERSION
@@ -153,10 +154,9 @@ class Laboratory:
 
 @pytest.fixture(scope="module")
 def laboratory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    asking = [getattr(item, "callspec", None) for item in request.session.items]
-    given = [each.params for each in asking if each is not None and {"case", "model"} <= {*each.params}]
-    asked = {(name_of(each["case"]), each["model"]) for each in given if isinstance(each["case"], dict)}
-    return Laboratory(tmp_path_factory.mktemp("invariance"), asked)
+    cases = [case for case in chosen_cases(request) if {"case", "model"} <= case.keys()]
+    chosen = {(name_of(case["case"]), case["model"]) for case in cases if isinstance(case["case"], dict)}
+    return Laboratory(tmp_path_factory.mktemp("invariance"), chosen)
 
 
 def assert_equal_to_one_rank(laboratory: Laboratory, case: Case, model: str) -> None:

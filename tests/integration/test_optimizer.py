@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.integration import transformer_engine_stand
+from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import Weights, free_port
 from tests.integration.optimizer_rank import KINDS, OPTIMIZER, WITH_TERMS
 from tests.integration.rank_processes import run_ranks
@@ -122,7 +123,7 @@ def laboratory(
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).to(torch.float32)
     model.save_pretrained(directory / "model")
     (directory / "model" / "config.json").write_text(json.dumps(config))
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    params = chosen_cases(request)
     chosen = {(each["name"], each[key]) for each in params if "name" in each for key in ("kind", "part") if key in each}
     return Laboratory(directory, directory / "model", chosen)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import ROOT
 
 pytestmark = pytest.mark.integration
@@ -35,8 +36,9 @@ says; the metrics are read once per step."""
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of both runs, which go on side by side, with the models of the chosen tests."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    cases = sorted({"qwen"} | {each["case"] for each in params if each.get("case") == "deepseek"}, reverse=True)
+    cases = sorted(
+        {"qwen"} | {each["case"] for each in chosen_cases(request) if each.get("case") == "deepseek"}, reverse=True
+    )
     commands = {
         "pretended": ["-m", "tests.integration.pretended_cuda_rank"],
         "cpu": ["-m", "tests.gpu.trainer_rank", "cpu"],

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.codec import save_groups
 from slimx.runtime.ports import free_port
+from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import Weights
 from tests.integration.rank_processes import run_ranks
 from tests.integration.router_oracle import TERMS, RoutedModel, Trained, write_models
@@ -148,8 +149,8 @@ class Laboratory:
 
 @pytest.fixture(scope="module")
 def laboratory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    params = [item.callspec.params for item in request.session.items if "laboratory" in item.fixturenames]
-    chosen = {(each["layout"], each["name"]) for each in params if each.keys() == {"layout", "name"}}
+    cases = [case for case in chosen_cases(request) if case.keys() == {"layout", "name"}]
+    chosen = {(case["layout"], case["name"]) for case in cases}
     return Laboratory(tmp_path_factory.mktemp("router"), chosen)
 
 

@@ -21,6 +21,7 @@ from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group
 from slimx.data.saved.codec import save_groups
 from slimx.layout.ranks import Sizes, coordinates
+from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import Weights, free_port, perturbed
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import TEMPERATURE, Oracle, difference, rollouts, write_model
@@ -153,8 +154,7 @@ def laboratory(
     directory = tmp_path_factory.mktemp("layouts")
     saved = directory / "groups.bin"
     save_groups(saved, groups)
-    chosen = [getattr(item, "callspec", None) for item in request.session.items]
-    restored = {each.params["other"] for each in chosen if each and "other" in each.params}
+    restored = {case["other"] for case in chosen_cases(request) if "other" in case}
     return Laboratory(directory, {**{name: str(path) for name, path in models.items()}, "groups": str(saved)}, restored)
 
 
