@@ -36,9 +36,8 @@ says; the metrics are read once per step."""
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of both runs, which go on side by side, with the models of the chosen tests."""
-    cases = sorted(
-        {"qwen"} | {each["case"] for each in chosen_cases(request) if each.get("case") == "deepseek"}, reverse=True
-    )
+    chosen = {case.get("case") for case in chosen_cases(request)}
+    cases = sorted({"qwen"} | chosen & {"deepseek"}, reverse=True)
     commands = {
         "pretended": ["-m", "tests.integration.pretended_cuda_rank"],
         "cpu": ["-m", "tests.gpu.trainer_rank", "cpu"],

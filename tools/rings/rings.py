@@ -6,20 +6,19 @@ from tools.rings.parts import part_of, test_files
 from tools.rings.sessions import ROOT, Session, pytest_session
 
 REPORT = ("-rfEs", "--durations=20")
-WORKERS = ("--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder")
-"""A file's tests stay together and share its fixtures."""
+WORKERS = ("--dist=loadfile", "--no-loadscope-reorder", "--numprocesses")
+"""A file's tests stay together and share its fixtures. The number of workers follows."""
 
 
 def ring_one(seed: int) -> list[Session]:
     """Returns two sessions, as unit tests compute while integration tests wait for Ray, a server or a deadline.
 
     Integration tests take longest, so unit tests have what these leave of the cores: without `nice`, whole runs would
-    wait for them, as Ray's workers have a niceness of 15. Unit tests have one process, as each would collect them all,
-    which takes 15 CPU seconds.
+    wait for them, as Ray's workers have a niceness of 15.
     """
     return [
-        pytest_session("integration", seed, [*REPORT, *WORKERS, "tests/integration"]),
-        pytest_session("unit", seed, [*REPORT, "tests/unit"], nice=True),
+        pytest_session("integration", seed, [*REPORT, *WORKERS, "3", "tests/integration"]),
+        pytest_session("unit", seed, [*REPORT, *WORKERS, "2", "tests/unit"], nice=True),
     ]
 
 

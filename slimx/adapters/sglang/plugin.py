@@ -38,7 +38,7 @@ from slimx.errors import SlimxError
 PROTOCOL = 8
 """Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
 NAME, SPAWN = "slimx", "--spawn"
-SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
+SCHEDULER = "sglang.srt.managers.scheduler"
 RESOLVED = "sglang.srt.server_args.ServerArgs.resolved_dict"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
@@ -67,8 +67,8 @@ def register() -> None:
     if leaves is not None:
         sglang_numerics.open_choices()
     # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
-    # runs. SGLang calls this after a spawned child has imported its own main module, and in the server's process before
-    # any of them. Where that process forks the others, these find everything in its place.
+    # runs. SGLang calls this in the server's process before it starts others, and in a spawned child after that has
+    # imported its own main module. Where the server's process forks the others, these find everything in its place.
     server = multiprocessing.parent_process() is None
     forks = server and is_cpu() and SPAWN not in sys.argv
     if server:
