@@ -25,21 +25,22 @@ CHEAP = {
 }
 """Run in forks of one process, which has imported torch."""
 APART = {
+    "loop": "--pairs 2 --prompts 8",
     "publish_dealing": "--cases 1",
-    "rollout_waiting": "--only memory --sides hook --counts 8 --count 8 --prompt 32",
+    "rollout": "--only buffer --trajectories 64 --groups 2",
+    "rollout_waiting": "--only memory deadlines --sides hook --counts 8 --count 8 --prompt 32",
     "trainer": "--ranks 1 --rows 2 --pairs 6",
 }
 """Start processes of their own, which begin with the program's file."""
 SLOW = {
     "balance": "--rounds 2",
     "convert": "--gb 0.1 --rounds 1",
-    "loop": "--pairs 2 --prompts 8",
     "numerics_server": "--size tiny --tokens 2",
     "numerics_trainer": "--sizes tiny --pairs 6",
     "publish": "--rounds 3",
     "publish_direct": "--mbit 200 --rounds 1 --layers 1 --hosts 1x1",
     "recovery": "--hidden 64 --layers 2",
-    "rollout": "--trajectories 64 --groups 2 --pairs 2 --rounds 2 --steps 2",
+    "rollout": "--only generation skew --pairs 2 --rounds 2 --steps 2",
     "trainer_cuda": "--device cpu --steps 1 --models tiny",
 }
 ELSEWHERE = {"start": "compares with TRL, which no lock has", "start_trl": "the same, of TRL alone"}
