@@ -23,7 +23,8 @@ RUN = (
 from pathlib import Path
 from slimx.observability.live.run_lock import held
 config.run.dir, config.cluster.stop_deadline = sys.argv[1], 60.0
-config.trainer.watch_deadline = config.rollout.rollout_deadline = 1.0
+# As many CPU seconds must be left for the stacks of a loop that computes (GilWatch), also on a busy machine.
+config.trainer.watch_deadline = config.rollout.rollout_deadline = 3.0
 async def work(alarm):
     sys.path.insert(0, config.run.dir)
     import hooks
