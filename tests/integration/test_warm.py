@@ -53,6 +53,7 @@ def test_a_signal_ends_the_program_and_its_client(program: Path, signum: signal.
     command = [interpreter(), program, "0", "sleep"]
     process = subprocess.Popen(command, env=os.environ | {MARK: mark}, stdout=subprocess.PIPE)
     assert process.stdout.readline()
+    wait_for(lambda: programs(mark))  # which the zygote lists while the program begins
     (forked,) = programs(mark)
     process.send_signal(signum)
     assert process.wait(300) == -signum

@@ -49,7 +49,7 @@ def load_driver() -> None:
 
 
 def load_rank() -> None:
-    """Imports what trainers need but for Ray, whose library reads a worker's variables when it is imported."""
+    """Imports what trainers need, without Ray, whose library reads a worker's variables when it is imported."""
     from slimx.trainer import process
 
     names = process.install_adapters()
@@ -87,10 +87,12 @@ def main(directory: Path, owner: int) -> None:
                 end_with_parent(myself)
                 selector.close()
                 become_zygote(role, key.fileobj, directory / "programs")
-    shutil.rmtree(directory)
+            key.fileobj.close()  # with the zygote's end requests are refused
+    shutil.rmtree(directory, ignore_errors=True)  # zygotes end with this process
 
 
 def listening(path: Path) -> socket.socket:
+    """Returns a socket that listens at `path`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen(64)
@@ -98,6 +100,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def become_zygote(role: str, listener: socket.socket, programs: Path) -> NoReturn:
+    """Imports what programs of a role share, and forks them; `programs`: directory with a file for each."""
     if role != "server":
         guards.install(pytest.MonkeyPatch(), programs.parent)
     ROLES[role]()
