@@ -172,7 +172,7 @@ def test_engines_generate_for_two_policies_each_with_its_own_adapters(
         policies={
             "judge": {"engines_of": "actor", "trainer": {"lora": {"alpha": 16}, "optimizer": {"lr": 2e-2}}},
         },
-        publish={"adapters": "alone"},
+        publish={"adapters": "alone", "transport": "memory"},
         schedule={"steps": 4},
         checkpoint={"every": 2, "export_hf": True},
     )

@@ -123,7 +123,7 @@ def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_mod
         task_of_sums / "train.jsonl",
         numerics={"dtype": dtype},
         trainer={"lora": {"rank": 4, "alpha": 8, "targets": targets}, "optimizer": {"lr": 1e-2}, **layout},
-        publish={"adapters": "alone"},
+        publish={"adapters": "alone", "transport": "memory"},
         schedule={"steps": 4},
         checkpoint={"export_hf": True},
         algorithm={"reference": True, "kl_coef": 0.01},
