@@ -6,6 +6,7 @@ import asyncio
 import math
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ async def gather(
     references: Sequence[ray.ObjectRef], *, what: str, holders: Sequence[str], deadline_s: float, logs: Sequence[Path]
 ) -> list[Any]:
     """Results of all `references`. The first failure is raised at once: the other ranks would wait for the failed one.
+    Only an error that may come from the death of another actor waits until Ray knows of that, up to `DEATH_S`.
 
     Raises SlimxError with the failed holder's name and log, DeadlineError naming the holders that did not answer.
     """
@@ -41,9 +43,11 @@ async def gather(
     tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
     try:
         done, pending = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-        for holder, log, task in zip(holders, logs, tasks, strict=True):
-            if task in done and (error := task.exception()) is not None:
-                raise explain(error, what, holder, log)
+        if any(map(_unexplained, done)):
+            await _until_death(pending)
+        failed = [one for one in zip(tasks, holders, logs, strict=True) if one[0].done() and one[0].exception()]
+        for task, holder, log in sorted(failed, key=lambda one: not _died(one[0])):
+            raise explain(task.exception(), what, holder, log)
         if pending:
             late = [holder for holder, task in zip(holders, tasks, strict=True) if task in pending]
             raise DeadlineError(what, deadline_s, ", ".join(late))
@@ -59,9 +63,29 @@ async def has_died(*actors: Any, within: float = math.inf) -> bool:
     pings = [asyncio.ensure_future(_result(actor.ping.remote())) for actor in actors]
     try:
         done, _ = await asyncio.wait(pings, timeout=min(DEATH_S, within), return_when=asyncio.FIRST_EXCEPTION)
-        return any(isinstance(ping.exception(), _DEATHS) for ping in done)
+        return any(map(_died, done))
     finally:
         await cancelled(*pings)
+
+
+async def _until_death(tasks: set[asyncio.Future[Any]]) -> None:
+    """Wait until one of `tasks` fails because its actor has died, or all are done; at most `DEATH_S` seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DEATH_S):
+            while tasks:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                if any(map(_died, done)):
+                    return
+
+
+def _died(task: asyncio.Future[Any]) -> bool:
+    return isinstance(task.exception(), _DEATHS)
+
+
+def _unexplained(task: asyncio.Future[Any]) -> bool:
+    """True for a failure that is neither a death nor a sentence of slimx's."""
+    error = task.exception()
+    return error is not None and not _died(task) and not isinstance(getattr(error, "cause", None), SlimxError)
 
 
 async def _result(reference: ray.ObjectRef) -> Any:

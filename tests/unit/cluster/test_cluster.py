@@ -12,7 +12,7 @@ from ray._private import worker
 
 from slimx.cluster import access as ray_access
 from slimx.cluster import connection as cluster
-from slimx.cluster.waiting import explain, gather, has_died
+from slimx.cluster.waiting import DEATH_S, explain, gather, has_died
 from slimx.config.schema import Config
 from slimx.errors import LOST, REFUSED, PartLost, SlimxError
 from slimx.runtime.logs import begin_log
@@ -80,6 +80,45 @@ def test_a_node_that_was_not_there_in_time_is_started_again(monkeypatch, late, s
 async def test_nothing_to_wait_for_is_no_result():
     """As where every engine of a run is a server that runs already."""
     assert await gather([], what="nothing", holders=[], deadline_s=1, logs=[]) == []
+
+
+async def test_an_error_that_another_ranks_death_made_is_that_death(tmp_path):
+    """gloo says at once that a connection broke; Ray knows a moment later of whose death."""
+
+    async def breaks() -> None:
+        raise ray.exceptions.RayTaskError("update", "", RuntimeError("Connection reset by peer"))
+
+    async def dies() -> None:
+        await asyncio.sleep(0.2)
+        raise ray.exceptions.ActorDiedError()
+
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    ranks = {
+        "what": "step 3",
+        "deadline_s": 60,
+        "logs": [tmp_path / "log"] * 3,
+        "holders": ["rank 0", "rank 1", "rank 2"],
+    }
+    with pytest.raises(PartLost) as error:
+        await gather([breaks(), hangs(), dies()], **ranks)
+    assert (error.value.code, error.value.about) == ("actor.died", "rank 2")
+
+
+async def test_a_refusal_of_a_rank_waits_for_no_death(tmp_path):
+    async def refuses() -> None:
+        error = ray.exceptions.RayTaskError("update", "", refusal := SlimxError("no", code="no"))
+        error.cause = refusal
+        raise error
+
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(SlimxError) as error:
+        async with asyncio.timeout(DEATH_S / 2):
+            await gather([hangs(), refuses()], what="a step", deadline_s=60, logs=[tmp_path] * 2, holders=["0", "1"])
+    assert error.value.code == "no"
 
 
 def test_what_a_process_said_in_an_earlier_start_does_not_explain_its_death(tmp_path):
