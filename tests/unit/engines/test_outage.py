@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from slimx.engines.outage import Elsewhere, Outage
 from slimx.errors import DeadlineError
 from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.standing_clock import Clock
+from tests.unit.rollout.flow_stand import run_virtually
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
 
 
@@ -26,7 +29,18 @@ class Away(FakeEngine):
         return await super().generate(request)
 
 
+def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in a time that its own waits alone move on, however busy the machine is."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        run_virtually(test(*arguments, **named))
+
+    return run
+
+
 @pytest.mark.parametrize("key", ["rollout_deadline", "schedule__step_deadline"])
+@virtually
 async def test_an_outage_longer_than_the_deadlines_fails_no_rollout_and_no_batch(key):
     engine = Away()
     async with Stand(config_of(**{key: 0.3}), engine=engine) as stand:
@@ -41,6 +55,7 @@ async def test_an_outage_longer_than_the_deadlines_fails_no_rollout_and_no_batch
         assert len(batch.groups) == 4 and not batch.dropped and not stand.dropped
 
 
+@virtually
 async def test_what_the_deadline_had_left_before_an_outage_is_what_is_left_after_it():
     async with Stand(config_of(schedule__step_deadline=0.4), engine=Away()) as stand:
         stand.maker.outage.begin()
@@ -52,6 +67,7 @@ async def test_what_the_deadline_had_left_before_an_outage_is_what_is_left_after
             await asyncio.wait_for(waiting, 10)
 
 
+@virtually
 async def test_a_straggler_is_not_given_up_because_no_engine_serves():
     engine = Away()
     asked: list[int] = []
@@ -74,6 +90,7 @@ async def test_a_straggler_is_not_given_up_because_no_engine_serves():
         assert not (await asyncio.wait_for(waiting, 10)).dropped and not stand.dropped
 
 
+@virtually
 async def test_a_clock_stands_still_in_outages_that_began_before_it_and_after_it_and_counts_between():
     outage, clock, loop = Outage(), Clock(0.4), asyncio.get_running_loop()
     outage.begin()
