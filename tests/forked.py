@@ -8,10 +8,9 @@ MODULEs are imported first. RUNS is a JSON list of `Run`s as mappings; a line, [
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from typer.core import TyperCommand
@@ -46,13 +46,8 @@ class Run:
             for name in ("parse_args", "parse_intermixed_args"):
                 setattr(argparse.ArgumentParser, name, _ending(getattr(argparse.ArgumentParser, name)))
         TyperCommand.invoke = _ending(lambda *_: None)
-        if self.words[0] == "-m":
-            sys.argv = list(self.words[1:])
-            runpy.run_module(self.words[1], run_name="__main__", alter_sys=True)
-            return
-        sys.argv = [path := str(ROOT / self.words[0]), *self.words[1:]]
-        sys.path.insert(0, os.path.dirname(path))
-        runpy.run_path(path, run_name="__main__")
+        words = self.words if self.words[0] == "-m" else [str(ROOT / self.words[0]), *self.words[1:]]
+        execute(words)
 
 
 def run_all(runs: Sequence[Run], directory: Path, modules: Sequence[str] = ("torch",)) -> list[tuple[int, str]]:
@@ -66,6 +61,23 @@ def run_all(runs: Sequence[Run], directory: Path, modules: Sequence[str] = ("tor
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return [(status, output) for status, output in found]
+
+
+def execute(words: Sequence[str]) -> None:
+    """Execute ["-m", MODULE, ...] or [FILE, ...] in this process, as the module `__main__`."""
+    # Multiprocessing has the second name for what its children call so.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module = ModuleType("__main__")
+    if words[0] == "-m":
+        spec = importlib.util.find_spec(words[1])
+        if spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{words[1]}.__main__")
+        module.__spec__, module.__file__, module.__package__ = spec, spec.origin, spec.parent
+        sys.argv, code = [spec.origin, *words[2:]], spec.loader.get_code(spec.name)
+    else:
+        module.__file__ = words[0]
+        sys.argv, code = list(words), compile(Path(words[0]).read_bytes(), words[0], "exec")
+        sys.path.insert(0, os.path.dirname(words[0]))
+    exec(code, vars(module))
 
 
 def run_and_end(program: Callable[[], object]) -> NoReturn:

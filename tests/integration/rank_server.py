@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import runpy
 import signal
 import sys
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from tests.forked import run_and_end
+from tests.forked import execute, run_and_end
 from tests.integration import rank_start
 
 END = "end"
@@ -75,8 +74,7 @@ def become(command: list[str], rank: int, log: Path) -> None:
     with log.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    sys.argv = [*command, str(rank)]
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    execute(["-m", *command, str(rank)])
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ class Models:
         self.paths["scored"] = scored
         self.oracles = {QWEN: ValueOracle(self.qwen.model), DEEPSEEK: ValueOracle(deepseek.model)}
         self.gradients = self.trunk_gradients()
-        """Of QWEN's value loss, before those of pairs take their place in the model."""
+        """Gradients of QWEN's value loss, by name; gradients of pairs replace them in the model later."""
 
     def trunk_gradients(self) -> Weights:
         return {name: value for name, value in self.qwen.named(lambda p: p.grad).items() if name != "lm_head.weight"}

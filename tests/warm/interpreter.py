@@ -22,7 +22,7 @@ MARK = "SLIMX_TEST_RUN"
 TEST = "PYTEST_CURRENT_TEST"
 """Pytest's variable with the test that runs."""
 PREFIX = "warm-"
-"""Of the directory of a session."""
+"""Prefix of a session's directory."""
 ROOT = Path(__file__).parents[2]
 OPTIONS = "-IS"
 """Options of the interpreter of a client: nothing of the user's or of the environment's is imported."""

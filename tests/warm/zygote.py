@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import json
 import os
 import select
@@ -19,16 +18,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 import pytest
 from setproctitle import setproctitle
 
 from slimx.runtime.process import adopt_orphans, end_with_parent
-from tests.forked import run_and_end
+from tests.forked import execute, run_and_end
 from tests.warm import guards
 from tests.warm.client import BYTES, RAY_WORKER
 from tests.warm.interpreter import MARK, TEST
@@ -221,26 +218,6 @@ def run(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     words = [word for word in words[worker:] if not worker or not word.startswith(("--language", "--serialized-"))]
 
     run_and_end(partial(execute, words))
-
-
-def execute(words: list[str]) -> None:
-    """Executes ["-m", MODULE, ...] or [FILE, ...] as the module `__main__`."""
-    # Multiprocessing has the second name for what its children call so.
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module = ModuleType("__main__")
-    if words[0] == "-m":
-        found = importlib.util.find_spec(words[1])
-        module.__spec__ = spec = found if found.submodule_search_locations is None else _main_of(found.name)
-        module.__file__, module.__package__ = spec.origin, spec.parent
-        sys.argv, code = [spec.origin, *words[2:]], spec.loader.get_code(spec.name)
-    else:
-        module.__file__ = words[0]
-        sys.argv, code = words, compile(Path(words[0]).read_bytes(), words[0], "exec")
-        sys.path.insert(0, os.path.dirname(words[0]))
-    exec(code, vars(module))
-
-
-def _main_of(package: str) -> ModuleSpec:
-    return importlib.util.find_spec(f"{package}.__main__")
 
 
 def take_for_parent(parent: int) -> None:

@@ -98,7 +98,7 @@ def test_buffers_have_the_bytes_of_deep_eps_formulas() -> None:
 
 
 def test_the_plan_counts_the_buffers_of_those_that_have_some(tmp_path: Path) -> None:
-    """Of Kimi-K2 with a few of its layers, which buffers do not depend on."""
+    """Plans Kimi-K2 with 4 of its layers, as buffers do not depend on their number."""
     hf = json.loads((ROOT / "configs/moe/models/Kimi-K2-Instruct/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(hf | {"num_hidden_layers": 4}))
     shallow = [f"model.path={tmp_path}", "trainer.pipeline=1", "trainer.layers_per_stage=null"]

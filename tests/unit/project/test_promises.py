@@ -19,7 +19,7 @@ LIST = "\n## Sections without a promise\n"
 FIRST_RING = ("tests/unit/", "tests/integration/")
 """Folders that `make test` runs."""
 SECOND_RING = "`make test-all` "
-"""What stands before a test that only the second ring runs."""
+"""Mark before the id of a test that only the second ring runs."""
 
 TABLE, _, LISTED = PAGE.read_text().partition(LIST)
 ROWS = [line.strip("| ").split(" | ") for line in TABLE.splitlines() if line.startswith("| [")]
@@ -91,7 +91,7 @@ class Module:
         return self.values.get(node.id) if isinstance(node, ast.Name) else node
 
     def _marks(self, node: ast.AST | None) -> bool:
-        """Whether it is the mark `slow`, with a reason or without, or a list that has it."""
+        """Returns True for the mark `slow`, with a reason or without, and for a list that has it."""
         node = self._meant(node)
         if isinstance(node, ast.List | ast.Tuple):
             return any(map(self._marks, node.elts))
