@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from safetensors.torch import save_file
 from slimx.engines.server.control import NO_TENSORS, RECEIVER
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.keys import bearer
+from slimx.engines.server.spec import EngineSpec
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from tests.integration.conftest import Bucket, Weights, manifest, perturbed, present, publish
+from slimx.runtime import process
+from slimx.runtime.ports import free_port
+from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, present, publish
 
 pytestmark = pytest.mark.integration
 
@@ -122,17 +126,28 @@ async def test_nobody_generates_without_a_key(engine: Engine, tiny_weights: Weig
     await engine.check_health(60)
 
 
-async def test_the_keys_are_told_to_nobody(engine: Engine) -> None:
-    keys = engine.spec.keys
-    told = json.dumps(await engine.control.server_info())
-    assert str(engine.spec.port) in told
-    root = psutil.Process(engine.process.pid)
-    tree = [root, *root.children(recursive=True)]
-    assert len(tree) >= 4, "guard, server, scheduler, detokenizer"
-    for process in tree:
-        told += " ".join([*process.cmdline(), *process.environ().values()])
-    told += engine.process.log_path.read_text()
-    assert keys.api_key not in told and keys.admin_api_key not in told
+async def test_the_keys_are_told_to_nobody(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A fork shows the arguments and variables of the process that it was forked from.
+    monkeypatch.setattr(process, "subprocess", subprocess)
+    monkeypatch.setenv("SLIMX_TEST_COLD", "shown")
+    spec = EngineSpec("cold", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=1024, seed=1)
+    engine = Engine(spec, tmp_path / "server.log")
+    engine.start()
+    try:
+        await engine.wait_ready(START_S)
+        shown = json.dumps(await engine.control.server_info())
+        assert str(spec.port) in shown
+        root = psutil.Process(engine.process.pid)
+        tree = [root, *root.children(recursive=True)]
+        assert len(tree) >= 4, "guard, server, scheduler, detokenizer"
+        variables = [one.environ() for one in tree]
+        # SGLang's other processes write their titles over theirs.
+        assert sum(values.get("SLIMX_TEST_COLD") == "shown" for values in variables) >= 2, "guard, server"
+        shown += " ".join([*(" ".join(one.cmdline()) for one in tree), *(str(values) for values in variables)])
+        shown += engine.process.log_path.read_text()
+    finally:
+        await engine.stop()
+    assert spec.keys.api_key not in shown and spec.keys.admin_api_key not in shown
 
 
 @pytest.mark.parametrize(
