@@ -25,6 +25,7 @@ def execute(
     A session that did not come to its end leaves no result.
     """
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    head = commit(ROOT)  # of the tests that begin now
     before, load = machine.loop_seconds(), [round(os.getloadavg()[0], 1)]
     began = time.monotonic()
     outcomes = run()
@@ -33,7 +34,6 @@ def execute(
     factor = machine.factor(before, machine.loop_seconds())
     if all(outcome.status in (0, 1) and outcome.files for outcome in outcomes):
         rows = _parts(outcomes) if by_part else {RING_ONE: _ring(outcomes, seconds)}
-        head = commit(ROOT)
         append(
             path,
             [
