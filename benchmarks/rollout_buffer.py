@@ -179,7 +179,7 @@ def measure(trajectories: int, mean: int, per_step: int = PER_STEP) -> dict[str,
         config = make_config(Path(directory), per_step, mean)
         found = asyncio.run(compare(config, Answers(4 * per_step, mean), steps))
         context, found["peak"] = multiprocessing.get_context("forkserver"), {}
-        context.set_forkserver_preload(["__main__", "transformers.models.auto.tokenization_auto"])
+        context.set_forkserver_preload(["transformers.models.auto.tokenization_auto", "slimx.orchestration.batches"])
         for side in ("slimx", "plain"):
             out = context.SimpleQueue()
             process = context.Process(target=peak, args=(side, directory, per_step, mean, min(steps, 3), out))

@@ -311,6 +311,7 @@ def _child(work: Callable[..., Coroutine[Any, Any, Any]], arguments: tuple[Any, 
 def apart(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, scale: float = 1.0) -> Any:
     """The result of a coroutine function in a process of its own."""
     context = multiprocessing.get_context("forkserver")  # one import for all of them
+    context.set_forkserver_preload(["slimx.orchestration.lifetime.heap", "slimx.rollout.flow.rollouts"])
     out = context.SimpleQueue()
     process = context.Process(target=_child, args=(work, arguments, scale, out))
     process.start()

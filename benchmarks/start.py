@@ -1,12 +1,14 @@
-"""Seconds from a command to its first finished training step, for slimx and for TRL: `python benchmarks/start.py TRL`.
+"""Measures the seconds from a command to its first finished training step: `python benchmarks/start.py [TRL]`.
 
-TRL is the directory of another set of packages, so that none of them can change what slimx runs with:
+Compares slimx with TRL, the directory of another set of packages, so that none of them can change what slimx runs with;
+without it slimx is measured alone:
 
     pip install --target build/trl --no-deps trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 pyarrow==22.0.0 \
         dill==0.4.1 multiprocess==0.70.19 pandas==3.1.1 fsspec==2026.9.0 python-dateutil==2.9.0.post0 six==1.17.0
 
-Both train the warm start of `make quickstart`, which must have been run, on the same prompts: 32 prompts, 8 rollouts of
-each, one optimizer step. Starts alternate. `end` is the time of the whole command.
+Both train the warm start of `make quickstart`, which must have been run unless --model and --task name others, on the
+same prompts: 32 prompts, 8 rollouts of each, one optimizer step. Starts alternate. `end` is the time of the whole
+command.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from machine import cpu_seconds, surroundings
 from quantities import positive
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL, PROMPTS = ROOT / "runs/quickstart-sft/hf", ROOT / "runs/quickstart-data/train.jsonl"
+MODEL, TASK = Path("runs/quickstart-sft/hf"), Path("runs/quickstart-data")
+TRAINED = "train.jsonl"
+"""File of the prompts, in the directory of the task."""
 DEADLINE_S = 600.0
 """For one start."""
 
@@ -63,9 +67,17 @@ def measured(argv: list[str], env: dict[str, str], log: Path, done: Callable[[],
     return Start(step, time.time() - began, {})
 
 
-def start_slimx(directory: Path) -> Start:
+def start_slimx(directory: Path, model: Path, task: Path) -> Start:
     run = directory / "run"
-    overrides = [f"run.dir={run}", "schedule.steps=1", "eval.every=1000", "checkpoint.every=1000", "track.report=false"]
+    files = {
+        "run.dir": run,
+        "model.path": model,
+        "trainer.load": model,
+        "rollout.prompts": task / TRAINED,
+        "eval.prompts": task / "heldout.jsonl",
+    }
+    overrides = [f"{key}={path}" for key, path in files.items()]
+    overrides += ["schedule.steps=1", "eval.every=1000", "checkpoint.every=1000", "track.report=false"]
     metrics = run / "metrics.jsonl"
 
     def done() -> bool:
@@ -82,40 +94,46 @@ def start_slimx(directory: Path) -> Start:
     return start
 
 
-def start_trl(packages: Path, directory: Path) -> Start:
+def start_trl(directory: Path, model: Path, task: Path, packages: Path) -> Start:
     log = directory / "trl.log"
-    argv = [sys.executable, "benchmarks/start_trl.py", str(MODEL), str(PROMPTS), str(directory / "trl")]
+    argv = [sys.executable, "benchmarks/start_trl.py", *map(str, (model, task / TRAINED, directory / "trl"))]
     env = {"PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
     return measured(argv, env, log, lambda: log.exists() and "step 1" in log.read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trl", type=Path, help="directory of TRL and the packages that it needs")
+    parser.add_argument("trl", type=Path, nargs="?", help="directory of TRL and the packages that it needs")
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--task", type=Path, default=TASK, help="directory of the prompts")
     parser.add_argument("--pairs", type=positive, default=4)
     options = parser.parse_args()
-    if not MODEL.is_dir():
-        parser.error(f"{MODEL} is missing: run `make quickstart` first")
-    if not (options.trl / "trl").is_dir():
-        parser.error(f"{options.trl} holds no trl: install it as the head of {Path(__file__).name} says")
-    slimx, trl = [], []
+    model, task = (ROOT / path for path in (options.model, options.task))
+    if missing := [str(path) for path in (model, task) if not path.is_dir()]:
+        parser.error(f"{' and '.join(missing)} cannot be found: run `make quickstart` first")
+    if options.trl is not None and not (options.trl / "trl").is_dir():
+        parser.error(f"{options.trl} has no directory trl: install TRL as the head of {Path(__file__).name} says")
+    starts: dict[str, list[Start]] = {"slimx": [], "TRL": []}
     clock, others = time.time(), cpu_seconds()
     for _ in range(options.pairs):
         with tempfile.TemporaryDirectory() as directory:
-            slimx.append(start_slimx(Path(directory)))
-            trl.append(start_trl(options.trl, Path(directory)))
+            starts["slimx"].append(start_slimx(Path(directory), model, task))
+            if options.trl is not None:
+                starts["TRL"].append(start_trl(Path(directory), model, task, options.trl))
     others = (cpu_seconds() - others) / (time.time() - clock)
     print(surroundings("torch", "megatron-core", "sglang", "ray"))
-    print(f"medians of {options.pairs} pairs; what is no child of this process, as Ray's own, used {others:.2f} cores")
+    print(f"medians of {options.pairs} pairs; what is no child of this process, as Ray's, used {others:.2f} cores")
     print(f"{'':24}{'begins s':>10}{'done s':>10}")
-    for name in slimx[0].parts:
-        begins, ends = (median(one.parts[name][side] for one in slimx) for side in (0, 1))
+    for name in starts["slimx"][0].parts:
+        begins, ends = (median(one.parts[name][side] for one in starts["slimx"]) for side in (0, 1))
         print(f"slimx {name:18}{begins:10.1f}{ends:10.1f}")
-    for name, starts in (("slimx", slimx), ("TRL", trl)):
-        print(f"{name + ' first step':24}{'':10}{median(one.step for one in starts):10.1f}")
-        print(f"{name + ' end':24}{'':10}{median(one.end for one in starts):10.1f}")
-    ratios = sorted(ours.step / theirs.step for ours, theirs in zip(slimx, trl, strict=True))
-    print(f"slimx / TRL, first step: {median(ratios):.2f}, range {ratios[0]:.2f} to {ratios[-1]:.2f}")
+    for name, several in starts.items():
+        if several:
+            print(f"{name + ' first step':24}{'':10}{median(one.step for one in several):10.1f}")
+            print(f"{name + ' end':24}{'':10}{median(one.end for one in several):10.1f}")
+    if starts["TRL"]:
+        ratios = sorted(ours.step / theirs.step for ours, theirs in zip(*starts.values(), strict=True))
+        print(f"slimx / TRL, first step: {median(ratios):.2f}, range {ratios[0]:.2f} to {ratios[-1]:.2f}")
 
 
 if __name__ == "__main__":

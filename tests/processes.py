@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -23,3 +24,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
+
+
+def first_address(pid: int) -> str:
+    """Returns the address of a process's first mapping: a fork has its modules where its parent has them, any other
+    process at random addresses."""
+    return Path(f"/proc/{pid}/maps").read_text().partition("-")[0]

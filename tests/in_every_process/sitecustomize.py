@@ -23,3 +23,7 @@ if folder := os.environ.get("SLIMX_TEST_STACKS"):
 
     answer()
     os.register_at_fork(after_in_child=answer)
+else:
+
+    def answer() -> None:
+        """Nothing asks."""

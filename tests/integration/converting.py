@@ -1,6 +1,6 @@
-"""`slimx convert` in a fork of the ranks' server, which has imported torch already:
+"""`slimx convert` in a fork of a process that has imported torch already:
 
-    python -m tests.integration.converting ARGUMENT... RANK
+    python -m tests.integration.converting ARGUMENT...
 
 The last line says by how many MB its resident memory grew at most, mapped files included.
 """
@@ -20,7 +20,7 @@ def held(key: str) -> int:
 
 
 def main() -> None:
-    sys.argv = ["slimx", "convert", *sys.argv[1:-1]]
+    sys.argv = ["slimx", "convert", *sys.argv[1:]]
     before = held("VmRSS")
     try:
         slimx()

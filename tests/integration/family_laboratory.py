@@ -142,8 +142,8 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        machine = transformer_engine_stand.__name__ if layout in ENGINES else None
-        run_ranks("tests.integration.family_rank", out, SIZES[layout].world, machine=machine)
+        role = "rank_with_engine" if layout in ENGINES else "rank"
+        run_ranks("tests.integration.family_rank", out, SIZES[layout].world, role=role)
 
 
 class Ran:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import subprocess
-import sys
 import time
-from multiprocessing.connection import Pipe
+from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from tests import stacks
-from tests.integration.conftest import ROOT
-from tests.integration.rank_server import END
+from tests.warm.fork import Fork
+from tests.warm.interpreter import interpreter
 
 DEADLINE_S = 600.0
 """Seconds for all that the ranks of one job do: who is late hangs. The longest job, four ranks of test_optimizer, took
@@ -24,60 +19,43 @@ ENDED_S = 60.0
 """Seconds in which killed ranks are gone."""
 
 
-def run_ranks(module: str, out: Path, world: int, seconds: float = DEADLINE_S, machine: str | None = None) -> None:
+def run_ranks(module: str, out: Path, world: int, seconds: float = DEADLINE_S, role: str = "rank") -> None:
     """Run `python -m module OUT/job.json RANK` for every rank, in processes that have imported what trainers import.
 
     Each rank's words are in OUT/RANK.log. When one fails or all are late, the others are ended, and AssertionError has
-    its words or where each of them hangs. `machine`: module that shows the ranks another machine than this one.
+    its words or where each of them hangs. `role`: of the zygote (tests/warm/zygote.py).
     """
-    fork_server(machine).run([module, str(out / "job.json")], [out / f"{rank}.log" for rank in range(world)], seconds)
+    commands = [["-m", module, str(out / "job.json"), str(rank)] for rank in range(world)]
+    run_programs(commands, [out / f"{rank}.log" for rank in range(world)], seconds, role)
 
 
-@functools.cache
-def fork_server(machine: str | None = None) -> ForkServer:
-    """The fork server of this test session, or the one for ranks on another `machine`."""
-    return ForkServer(machine)
+def run_programs(
+    commands: Sequence[list[str]], logs: Sequence[Path], seconds: float = DEADLINE_S, role: str = "rank"
+) -> None:
+    """Run `python COMMAND` for every command, and wait for all."""
+    end, ranks = time.monotonic() + seconds, []
+    try:
+        for command, log in zip(commands, logs, strict=True):
+            ranks.append(start(command, log, role))
+        waiting = list(ranks)
+        while waiting:
+            ended = wait(waiting, max(0.0, end - time.monotonic()))
+            late = [rank.pid for rank in waiting]
+            assert ended, f"{commands[0]}: not done after {seconds} s\n{stacks.told(late)}"
+            for rank in ended:
+                waiting.remove(rank)
+                number, code = ranks.index(rank), rank.wait()
+                words = logs[number].read_text(errors="replace")[-3000:]
+                assert code == 0, f"{commands[number]}: rank {number} ended with {code}\n{words}"
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.wait(ENDED_S)
 
 
-class ForkServer:
-    """A process that has imported torch, megatron-core and the trainer, which takes 5 s of a core, and forks ranks.
-
-    It computes nothing itself, so that no thread is lost by the fork. It ends when this process does.
-    """
-
-    def __init__(self, machine: str | None = None) -> None:
-        self._connection, theirs = Pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, "-m", "tests.integration.rank_server", str(theirs.fileno())]
-        command += [machine] if machine else []
-        self.process = subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()])
-        theirs.close()
-
-    def run(self, command: list[str], logs: list[Path], seconds: float) -> None:
-        """Fork one rank per log, and wait for all."""
-        end = time.monotonic() + seconds
-        self._connection.send((command, logs))
-        try:
-            pids = self._receive(end)
-            assert pids is not None, f"{command}: cannot be forked after {seconds} s\n{stacks.told([self.process.pid])}"
-            for _ in pids:
-                ended = self._receive(end)
-                assert ended is not None, f"{command}: not done after {seconds} s\n{stacks.told(pids)}"
-                rank, code = pids.index(ended[0]), ended[1]
-                words = logs[rank].read_text(errors="replace")[-3000:]
-                assert code == 0, f"{command}: rank {rank} ended with {code}\n{words}"
-        finally:
-            self._connection.send(END)
-            while (said := self._receive(time.monotonic() + ENDED_S)) not in (END, None):
-                pass
-            if said is None:  # it hangs itself: the next job gets another
-                self.process.kill()
-                fork_server.cache_clear()
-
-    def _receive(self, end: float) -> Any:
-        """The server's next message; None if there is none until `end`."""
-        return self._connection.recv() if self._connection.poll(max(0.0, end - time.monotonic())) else None
-
-    def children(self) -> list[psutil.Process]:
-        """The ranks that live."""
-        return psutil.Process(self.process.pid).children()
+def start(command: list[str], log: Path, role: str) -> Fork:
+    """Fork one program of the zygotes' `role`, which ends with this process."""
+    with open(os.devnull, "rb") as nothing, log.open("wb") as file:
+        files = nothing.fileno(), file.fileno(), file.fileno()
+        return Fork(interpreter().parent, role, command, files, tied=True)

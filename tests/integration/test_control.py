@@ -27,6 +27,7 @@ from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime import process
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, present, publish
+from tests.processes import first_address
 
 pytestmark = pytest.mark.integration
 
@@ -132,9 +133,13 @@ async def test_the_keys_are_told_to_nobody(tiny_model: Path, tmp_path: Path, mon
     monkeypatch.setenv("SLIMX_TEST_COLD", "shown")
     spec = EngineSpec("cold", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=1024, seed=1)
     engine = Engine(spec, tmp_path / "server.log")
+    engine.process.argv.insert(engine.process.argv.index("--"), "--spawn")  # as on GPUs
     engine.start()
     try:
         await engine.wait_ready(START_S)
+        (rank,) = engine.attestation
+        server = psutil.Process(rank["pid"]).parent()
+        assert first_address(rank["pid"]) != first_address(server.pid), "the scheduler was spawned"
         shown = json.dumps(await engine.control.server_info())
         assert str(spec.port) in shown
         root = psutil.Process(engine.process.pid)

@@ -15,7 +15,7 @@ import pytest
 from slimx.digest import FileRecord, record
 from tests.checkpoint_stand import QWEN3_MOE, tensors_of, write_checkpoint
 from tests.integration.conftest import ROOT
-from tests.integration.rank_processes import fork_server
+from tests.integration.rank_processes import run_programs
 
 pytestmark = pytest.mark.integration
 SMALL: dict[str, Any] = QWEN3_MOE | {
@@ -75,7 +75,7 @@ class Command:
 
 def growth(log: Path, *arguments: str | Path) -> int:
     """By how many MB the memory of `slimx convert` grows, in a process that has imported what trainers import."""
-    fork_server().run(["tests.integration.converting", *map(str, arguments)], [log], 200)
+    run_programs([["-m", "tests.integration.converting", *map(str, arguments)]], [log], 200)
     return int(log.read_text().split()[-1])
 
 

@@ -36,7 +36,7 @@ from tests.integration.stand_in_trainers import Trainers
 from tests.integration.two_engines import two_engines
 from tests.refusals import refused
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_ray")]
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
 RESTART_S = 600
 

@@ -47,17 +47,17 @@ def run(
     out: Path,
     layout: dict[str, Any],
     recipe: str,
-    machine: str | None = None,
+    role: str = "rank",
     *,
     sequences: int = SEQUENCES,
 ) -> tuple[dict[str, np.ndarray], list[dict]]:
     """Arrays of all ranks, and what each rank said."""
     out.mkdir()
     job = {"model": str(model), "layout": layout, "kinds": [], "out": str(out), "recipe": recipe}
-    job |= {"engine": machine is not None, "sequences": sequences}
+    job |= {"engine": role != "rank", "sequences": sequences}
     job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
     (out / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.fp8_rank", out, layout["world_size"], machine=machine)
+    run_ranks("tests.integration.fp8_rank", out, layout["world_size"], role=role)
     ranks = range(layout["world_size"])
     arrays = {key: value for rank in ranks for key, value in np.load(out / f"{rank}.npz").items()}
     return arrays, [json.loads((out / f"{rank}.json").read_text()) for rank in ranks]
@@ -162,7 +162,7 @@ def test_transformer_engines_layers_compute_in_fp8_what_torchs_do(
     # The stand ends a rank whose scales are powers of two, whose tokens are too few for a product, or which computes
     # with a copy that is out of date; `run` then raises what it said.
     model = make(tmp_path / "model")
-    found, said = run(model, tmp_path / "engine", layout, "blockwise", transformer_engine_stand.__name__)
+    found, said = run(model, tmp_path / "engine", layout, "blockwise", "rank_with_engine")
     plain, _ = run(model, tmp_path / "plain", layout, "blockwise")
     for rank in said:
         wrong = [what for what in COPIES if rank[what] is not True]

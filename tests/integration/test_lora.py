@@ -121,8 +121,8 @@ class Trained:
             export_adapters(before / "checkpoint", directory / "peft", model, LORA["alpha"])
         (directory / "job.json").write_text(json.dumps(job))
         with ThreadPoolExecutor(1) as pool:
-            machine = transformer_engine_stand.__name__ if name.startswith("engine") else None
-            running = pool.submit(run_ranks, "tests.integration.lora_rank", directory, world, machine=machine)
+            role = "rank_with_engine" if name.startswith("engine") else "rank"
+            running = pool.submit(run_ranks, "tests.integration.lora_rank", directory, world, role=role)
             while not (directory / ASKED).exists() and not running.done():
                 time.sleep(0.05)
             if not running.done():

@@ -76,9 +76,9 @@ class Laboratory:
         self.directory, self.model, self.chosen = directory, model, chosen
         self._done: dict[str, list[dict[str, Any]] | AssertionError] = {}
 
-    def run_in(self, name: str, kinds: list[str], machine: str | None = None) -> list[dict[str, Any]]:
-        """Answers of the ranks of layout `name`; `machine`: as `run_ranks` takes it."""
-        out = self.directory / (f"{name}-engine" if machine else name)
+    def run_in(self, name: str, kinds: list[str], role: str = "rank") -> list[dict[str, Any]]:
+        """Answers of the ranks of layout `name`; `role`: as `run_ranks` takes it."""
+        out = self.directory / (f"{name}-engine" if role != "rank" else name)
         out.mkdir()
         job = {
             "model": str(self.model),
@@ -86,13 +86,13 @@ class Laboratory:
             "freezing": FREEZING.get(name, {}),
             "parts": [part for part in PARTS if name == "single" or (name, part) in self.chosen],
             "kinds": kinds,
-            "engine": machine is not None,
+            "engine": role != "rank",
             "out": str(out),
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
         world = LAYOUTS[name]["world_size"]
-        run_ranks("tests.integration.optimizer_rank", out, world, machine=machine)
+        run_ranks("tests.integration.optimizer_rank", out, world, role=role)
         return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
 
     def __getitem__(self, name: str) -> list[dict[str, Any]]:
@@ -272,7 +272,7 @@ def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, na
 def test_moments_in_bf16_are_planned_saved_and_offloaded_by_transformer_engines_adam(laboratory):
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
-    for said in laboratory.run_in("EP2", ["short"], transformer_engine_stand.__name__):
+    for said in laboratory.run_in("EP2", ["short"], "rank_with_engine"):
         assert (said["short_moments"], said["long_moments"]) == (["torch.bfloat16"], ["torch.float32"])
         assert said["short_steps"] != said["long_steps"]
         for kind in ("short", "long"):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import free_port
-from tests.integration.rank_processes import fork_server, run_ranks
+from tests.integration.rank_processes import run_ranks
 from tests.refusals import numbers
+from tests.warm.interpreter import MARK, programs
 
 pytestmark = pytest.mark.integration
 
@@ -29,8 +30,9 @@ def test_a_rank_that_fails_is_named_with_its_words(tmp_path, rank):
     assert numbers(head)[-2:] == [rank, 1] and f"rank {rank} fails" in words, "the rank, its status, and its own words"
 
 
-def test_ranks_that_hang_are_ended_and_the_function_of_each_is_named(tmp_path):
+def test_ranks_that_hang_are_ended_and_the_function_of_each_is_named(tmp_path, monkeypatch):
     """The deadline grows, up to 60 s, until both ranks are there: a loaded machine takes long."""
+    monkeypatch.setenv(MARK, str(tmp_path))
     for seconds in (2, 8, 60):
         out = begin(tmp_path / str(seconds), None)
         with pytest.raises(AssertionError) as late:
@@ -41,4 +43,4 @@ def test_ranks_that_hang_are_ended_and_the_function_of_each_is_named(tmp_path):
     first, second = str(late.value).split("--- process ")[1:]
     assert "in waits_in_a_collective" in first and "in barrier" in first
     assert "in never_comes" in second
-    assert not fork_server().children()
+    assert not programs(str(tmp_path))

@@ -17,6 +17,7 @@ from tests.workers import SharedFixtures, made_once
 
 WITH_SGLANG = {
     "test_bailing_moe_v2.py",
+    "test_converted_fp8.py",
     "test_delta_net.py",
     "test_drafted.py",
     "test_exact_coverage.py",

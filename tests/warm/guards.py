@@ -15,7 +15,7 @@ import pytest
 from setproctitle import setproctitle
 
 from slimx.runtime import process
-from tests.warm.client import connected, request, status_from
+from tests.warm.fork import Fork
 
 SERVER = "slimx.engines.server.launch"
 
@@ -29,48 +29,15 @@ def install(patch: pytest.MonkeyPatch, directory: Path) -> None:
     patch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
 
 
-class Guard:
-    """A guard, with the part of Popen's interface that `SupervisedProcess` uses."""
+class Guard(Fork):
+    """A guard, whose input is a pipe."""
 
     def __init__(self, directory: Path, argv: list[str], *, stdout: Any, env: dict[str, str], **options: Any):
         read, write = os.pipe()
         self.stdin = os.fdopen(write, "wb")
         log = stdout.fileno()
-        self._connection = connected(str(directory / "server"))
-        files = [read, log, log]
-        self.pid = request(
-            self._connection, argv[1:], files, parent=os.getpid(), tied=False, numbers=[0, 1, 2], environment=env
-        )
+        super().__init__(directory, "server", argv[1:], (read, log, log), environment=env, tied=False)
         os.close(read)
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        return self._wait(0.0)
-
-    def wait(self, timeout: float | None = None) -> int:
-        status = self._wait(timeout)
-        if status is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        return status
-
-    def _wait(self, seconds: float | None) -> int | None:
-        if self.returncode is None:
-            self._connection.settimeout(seconds)
-            try:
-                self.returncode = status_from(self._connection.recv(16))
-            except (BlockingIOError, TimeoutError):
-                return None
-        return self.returncode
-
-    def send_signal(self, signum: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signum)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def fork_commands(run: Callable[[list[str], dict[str, str]], object]) -> None:

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import pytest
 from setproctitle import setproctitle
+from sitecustomize import answer
 
 from slimx.runtime.process import adopt_orphans, end_with_parent
 from tests.forked import execute, run_and_end
@@ -55,6 +56,14 @@ def load_rank() -> None:
     import slimx.trainer.worker  # noqa: F401
 
 
+def load_rank_with_engine() -> None:
+    """Imports what trainers need beside Transformer Engine's layers."""
+    from tests.integration import transformer_engine_stand
+
+    transformer_engine_stand.install()
+    load_rank()
+
+
 def load_server() -> None:
     """Imports SGLang as a server on the CPU does."""
     from slimx.engines.server import launch
@@ -67,7 +76,12 @@ def load_server() -> None:
     import sglang.srt.managers.scheduler  # noqa: F401
 
 
-ROLES: dict[str, Callable[[], None]] = {"driver": load_driver, "rank": load_rank, "server": load_server}
+ROLES: dict[str, Callable[[], None]] = {
+    "driver": load_driver,
+    "rank": load_rank,
+    "rank_with_engine": load_rank_with_engine,
+    "server": load_server,
+}
 
 
 def main(directory: Path, owner: int) -> None:
@@ -195,6 +209,7 @@ def become(
     for index, number in enumerate(numbers):
         os.dup2(high + index, number)
         os.close(high + index)
+    answer()  # its file of stacks was among those that were closed
     os.setsid()
     os.chdir(directory)
     if not any("/ray/" in word for word in arguments):  # which sets titles by another library

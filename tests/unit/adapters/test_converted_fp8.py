@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from slimx.convert import run
 from slimx.convert.work import convert
 from tests.checkpoint_stand import QWEN3_MOE, tensors_of, write_checkpoint
-from tests.integration.conftest import ROOT
-
-pytestmark = pytest.mark.integration
+from tests.unit.sglang_process import SGLang
 
 ASK = """
 import json, sys
-from slimx.adapters.sglang import absent as sglang_absent
-sglang_absent.install()
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 found = Fp8Config.from_config(json.load(open(sys.argv[1] + "/config.json"))["quantization_config"])
@@ -37,14 +29,13 @@ IN_FP8 = {
 }
 
 
-def test_sglang_expects_fp8_where_it_is_and_only_there(tmp_path: Path):
+def test_sglang_expects_fp8_where_it_is_and_only_there(tmp_path: Path, sglang: SGLang) -> None:
     wide = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 128, "num_experts": 2, "num_hidden_layers": 2}
     source = write_checkpoint(tmp_path / "source", QWEN3_MOE | wide)
     convert(run.hf_to_fp8(source), tmp_path / "fp8", threads=1, verify=False)
-    command = [sys.executable, "-W", "ignore", "-c", ASK, str(tmp_path / "fp8"), *IN_FP8]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert told.returncode == 0, told.stderr[-2000:]
-    block, activation, serialised, skipped = json.loads(told.stdout.splitlines()[-1])
+    asked = sglang.run("-c", ASK, str(tmp_path / "fp8"), *IN_FP8)
+    assert asked.returncode == 0, asked.stderr[-2000:]
+    block, activation, serialised, skipped = json.loads(asked.stdout.splitlines()[-1])
     assert (block, activation, serialised) == ([128, 128], "dynamic", True)
     assert skipped == {name: not quantised for name, quantised in IN_FP8.items()}
     scales = {name for name in tensors_of(tmp_path / "fp8") if name.endswith("_scale_inv")}
