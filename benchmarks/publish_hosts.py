@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["slimx.reshard.publish", "slimx.reshard.pack.packer"])
 NETWORK = "10.213.7"
 ANSWER_S = 300
 TURNS = itertools.count()
