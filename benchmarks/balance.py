@@ -34,7 +34,7 @@ from balance_model import QWEN3_30B_A3B, WAYS, flops_of, lognormal_lengths
 from balance_rank import LAYOUTS, TrainerRank
 from machine import cpu_seconds, surroundings
 from peer import Peer
-from quantities import positive
+from quantities import positive, positive_float
 
 from slimx.data.batch import TrainingRow
 from slimx.data.packing import lay_out, slowdown
@@ -45,22 +45,20 @@ from slimx.runtime.ports import free_port
 ROOT = Path(__file__).parents[1]
 SHORTEST_STEP_S = 1.0
 """A step takes this long at least: in a shorter one, costs that do not grow with it would tell too much."""
-SEEDS = 10
-"""Draws of lengths behind a predicted figure."""
-ROWS, MEAN, LONGEST, LIMIT = 64, 768, 6144, 6144
-"""Measured: rows of a step; tokens of the mean and of the longest row, and of a micro-batch at most."""
+MEAN, LONGEST, LIMIT = 768, 6144, 6144
+"""Measured: tokens of the mean and of the longest row, and of a micro-batch at most."""
 MEASURED = ("arrival", "tokens", "flops")
 """Ways that are measured, the first of them the one that the others are compared with."""
 
 
-def predict(flops: SequenceFlops) -> list[str]:
-    """The table of predicted slowdowns, medians over `SEEDS` draws."""
+def predict(flops: SequenceFlops, draws: int) -> list[str]:
+    """The table of predicted slowdowns, medians over `draws` of lengths."""
     lines = [f"{'ranks meet':<24}{'DP':>4}{'rows/rank':>11}{'sigma':>7}" + "".join(f"{way:>9}" for way in WAYS)]
     for lockstep, meeting in ((False, "once per step"), (True, "in every micro-batch")):
         for ranks in (2, 8, 64):
             for per_rank, sigma in ((8, 0.5), (32, 0.5), (32, 1.0), (32, 1.5)):
                 figures = {way: [] for way in WAYS}
-                for seed in range(SEEDS):
+                for seed in range(draws):
                     sizes = lognormal_lengths(ranks * per_rank, sigma=sigma, mean=4096, longest=32768, seed=seed)
                     costs = [flops(size) for size in sizes]
                     for way, distributed in WAYS.items():
@@ -87,9 +85,9 @@ def make_row(length: int, random: np.random.Generator) -> TrainingRow:
     )
 
 
-def measure(layout: str, model: str, sigma: float, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Per way and round: tokens per second, the step's seconds, CPU seconds of the busiest rank, predicted slowdown; a
-    first round is not counted."""
+def measure(layout: str, model: str, sigma: float, rounds: int, count: int) -> dict[str, dict[str, list[float]]]:
+    """Figures of steps of `count` rows, by way and round: tokens per second, the step's seconds, CPU seconds of the
+    busiest rank, predicted slowdown; a first round is not counted."""
     hf = json.loads((Path(model) / "config.json").read_text())
     flops, lockstep = flops_of(hf), layout == "EP2"
     init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
@@ -102,7 +100,7 @@ def measure(layout: str, model: str, sigma: float, rounds: int) -> dict[str, dic
             peer.ready()
         with ThreadPoolExecutor(len(peers)) as threads:
             for number in range(rounds + 1):
-                sizes = lognormal_lengths(ROWS, sigma=sigma, mean=MEAN, longest=LONGEST, seed=number)
+                sizes = lognormal_lengths(count, sigma=sigma, mean=MEAN, longest=LONGEST, seed=number)
                 rows = [make_row(size, np.random.default_rng(number)) for size in sizes]
                 costs = [flops(size) for size in sizes]
                 turn = number % len(MEASURED)
@@ -145,11 +143,15 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=positive, default=10, help="measured rounds; in each all ways train the same rows"
     )
+    parser.add_argument("--rows", type=positive, default=64, help="measured: rows of a step")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="measured")
+    parser.add_argument("--sigmas", nargs="+", type=positive_float, default=[0.5, 1.0], help="measured: skews")
+    parser.add_argument("--draws", type=positive, default=10, help="draws of lengths behind a predicted figure")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error(f"--rounds is {arguments.rounds}: a median and its spread need 2 at least")
-    print("\n".join(predict(flops_of(QWEN3_30B_A3B))))
+    print("\n".join(predict(flops_of(QWEN3_30B_A3B), arguments.draws)))
     print()
     titles = f"{'step s':>8}{'tokens/s':>10}{'over arrival (quartiles)':>26}{'by CPU':>9}{'predicted':>11}"
     print(f"{'layout':<8}{'sigma':>6}  {'way':<9}{titles}")
@@ -159,9 +161,9 @@ def main() -> int:
         model = str(Path(directory) / "model")
         make = [sys.executable, str(ROOT / "tools/quickstart/make_model.py"), "--out", model]
         subprocess.run(make, check=True, stdout=sys.stderr)
-        for layout in LAYOUTS:
-            for sigma in (0.5, 1.0):
-                found = figures[f"{layout} {sigma}"] = measure(layout, model, sigma, arguments.rounds)
+        for layout in arguments.layouts:
+            for sigma in arguments.sigmas:
+                found = figures[f"{layout} {sigma}"] = measure(layout, model, sigma, arguments.rounds, arguments.rows)
                 print("\n".join(describe(layout, sigma, found)), flush=True)
     busy = (cpu_seconds() - others) / (time.perf_counter() - began)
     where = surroundings("slimx", "torch", "megatron-core")
@@ -170,7 +172,7 @@ def main() -> int:
         arguments.json.write_text(json.dumps({"where": where, "others": busy, "figures": figures}, indent=1) + "\n")
     shortest = min(np.median(values["seconds"]) for found in figures.values() for values in found.values())
     if shortest < SHORTEST_STEP_S:
-        raise SlimxError(f"a step took {shortest:.2f} s; raise ROWS until it takes {SHORTEST_STEP_S} s")
+        raise SlimxError(f"a step took {shortest:.2f} s; raise --rows until it takes {SHORTEST_STEP_S} s")
     return 0
 
 

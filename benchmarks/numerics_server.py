@@ -3,8 +3,8 @@
     python benchmarks/numerics_server.py [--size hidden512] [--experts] [--fp8] [--dtype bfloat16] [--tokens 32]
 
 A Qwen3, or with --experts a Qwen3-MoE of 8 experts, with random weights (numerics_model.py); each server has one
-thread. Requests of 32 prompt tokens come 1, 16 and 64 at a time and ask for log-probs; the best of three rounds counts.
-With --fp8 both are in exact mode, the second one with weights in blocks of fp8.
+thread. Requests of 32 prompt tokens come 1, 16 and 64 at a time (--batches) and ask for log-probs; the best of three
+rounds counts. With --fp8 both are in exact mode, the second one with weights in blocks of fp8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from slimx.engines.server.keys import bearer
 from slimx.engines.server.spec import EngineSpec
 from slimx.runtime.ports import free_port
 
-BATCHES = (1, 16, 64)
 PROMPT = 32
 START_S = 120
 
@@ -54,9 +53,9 @@ async def throughput(spec: EngineSpec, batch: int, tokens: int, ids: int) -> flo
 
 
 async def serve(
-    model: Path, dtype: str, leaves: int | None, tokens: int, ids: int, log: Path, *, moe: bool
+    model: Path, dtype: str, leaves: int | None, tokens: int, ids: int, log: Path, *, batches: list[int], moe: bool
 ) -> list[float]:
-    """Tokens per second for each of BATCHES of one server, which is started and stopped here."""
+    """Tokens per second for each of `batches` of one server, which is started and stopped here."""
     spec = EngineSpec(
         *("measured", str(model), dtype, "cpu", free_port()),
         max_total_tokens=16384,
@@ -67,7 +66,7 @@ async def serve(
     engine.start()
     try:
         await engine.wait_ready(START_S)
-        return [await throughput(spec, batch, tokens, ids) for batch in BATCHES]
+        return [await throughput(spec, batch, tokens, ids) for batch in batches]
     finally:
         await engine.stop()
 
@@ -79,6 +78,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="exact mode with weights in fp8 beside those in bfloat16")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tokens", type=positive, default=32)
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 16, 64], help="requests at a time")
     options = parser.parse_args()
     print(surroundings("torch", "sglang"))
     with tempfile.TemporaryDirectory() as folder:
@@ -91,9 +91,11 @@ def main() -> None:
         found = {}
         for mode, (path, leaves) in compared.items():
             log = Path(folder) / f"{mode}.log"
-            served = serve(path, options.dtype, leaves, options.tokens, ids, log, moe=options.experts)
+            served = serve(
+                path, options.dtype, leaves, options.tokens, ids, log, batches=options.batches, moe=options.experts
+            )
             found[mode] = asyncio.run(served)
-            print(f"{mode}: {[round(n) for n in found[mode]]} tokens/s at batch {BATCHES}", flush=True)
+            print(f"{mode}: {[round(n) for n in found[mode]]} tokens/s at batch {options.batches}", flush=True)
     (before, first), (after, second) = found.items()
     ratios = [b / a for a, b in zip(first, second, strict=True)]
     print(f"{after} / {before}: {[round(ratio, 2) for ratio in ratios]}")

@@ -27,7 +27,7 @@ from slimx.errors import SlimxError
 from slimx.runtime.ports import free_port
 
 ROWS = {"tiny": 32, "hidden512": 6}
-"""Rows of a step, of 256 tokens on average."""
+"""Rows of a step, of 256 tokens on average, by size."""
 LIMIT = 1024
 """Tokens of a micro-batch."""
 NORMS = {"float32": 1e-3, "bfloat16": 0.05}
@@ -49,7 +49,7 @@ def sections(model: Path, dtype: str, mode: str) -> dict:
     }
 
 
-def measure(model: Path, size: str, dtype: str, pairs: int) -> np.ndarray:
+def measure(model: Path, rows: int, dtype: str, pairs: int) -> np.ndarray:
     """Seconds of each step [pairs, 2], fast and exact."""
     meeting = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     fast, spec, parallel = enter(sections(model, dtype, "fast"), 0, meeting)
@@ -57,7 +57,7 @@ def measure(model: Path, size: str, dtype: str, pairs: int) -> np.ndarray:
 
     exact = Config.model_validate(sections(model, dtype, "exact"))
     trainers = [PolicyTrainer(config, spec, parallel) for config in (fast, exact)]
-    batches = make_shards(1, ROWS[size], LIMIT)[0]
+    batches = make_shards(1, rows, LIMIT)[0]
     out, norms = np.zeros((pairs, 2)), [0.0, 0.0]
     for number in range(-1, pairs):  # the first warms up
         for side in (0, 1) if number % 2 == 0 else (1, 0):
@@ -75,6 +75,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=NORMS, default=list(NORMS))
     parser.add_argument("--pairs", type=positive, default=6)
+    parser.add_argument("--rows", type=positive, help="of a step; by default as many as the size needs")
     options = parser.parse_args()
     if options.pairs < 6:
         parser.error(f"--pairs is {options.pairs}: a 95% interval of a median needs 6 at least")
@@ -88,7 +89,7 @@ def main() -> int:
                 model = Path(folder) / f"{size}-{experts}"
                 make_model(model, size, experts=experts)
                 for dtype in options.dtypes:
-                    took = measure(model, size, dtype, options.pairs)
+                    took = measure(model, options.rows or ROWS[size], dtype, options.pairs)
                     middle, low, high = median_interval(took[:, 1] / took[:, 0])
                     worst = max(worst, middle)
                     name = f"{size}, {'8 experts' if experts else 'dense'}, {dtype}"

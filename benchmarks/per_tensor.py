@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from publish_model import MODEL, SIZES, TABLE, TRAINERS, Split
-
-from slimx.layout.megatron import MegatronLayout
+from publish_model import MODEL, TRAINERS, Layer
 
 HERE, THERE = "decoder.layers.0.", "model.layers.0."
 RENAMED = {
@@ -33,7 +31,7 @@ RENAMED = {
 
 def send(
     parameters: Mapping[str, torch.Tensor],
-    split: Split,
+    layer: Layer,
     rank: int,
     trainers: dist.ProcessGroup,
     engine: dist.ProcessGroup | None,
@@ -42,8 +40,8 @@ def send(
     seconds = {"pack": 0.0, "transfer": 0.0}
     for name, parameter in parameters.items():
         began = time.perf_counter()
-        shards = _gather(name, parameter, split, trainers)
-        tensors = list(_convert(name, shards, split)) if rank == 0 else []
+        shards = _gather(name, parameter, layer, trainers)
+        tensors = list(_convert(name, shards, layer)) if rank == 0 else []
         seconds["pack"] += time.perf_counter() - began
         for _, tensor in tensors:
             began = time.perf_counter()
@@ -52,10 +50,10 @@ def send(
     return seconds
 
 
-def receive(places: Mapping[str, torch.Tensor], split: Split, engine: dist.ProcessGroup) -> dict[str, float]:
+def receive(places: Mapping[str, torch.Tensor], layer: Layer, engine: dist.ProcessGroup) -> dict[str, float]:
     """The engine's part: each tensor into its place. Seconds by stage."""
     seconds = {"load": 0.0}
-    for name in _order(split):
+    for name in _order(layer):
         tensor = torch.empty_like(places[name])
         dist.broadcast(tensor, 0, group=engine)
         began = time.perf_counter()
@@ -64,34 +62,34 @@ def receive(places: Mapping[str, torch.Tensor], split: Split, engine: dist.Proce
     return seconds
 
 
-def _order(split: Split) -> Iterator[str]:
+def _order(layer: Layer) -> Iterator[str]:
     """Names in the order of `send`."""
-    for part in MegatronLayout(TABLE, SIZES[split]).held(0):
+    for part in layer.trained.held(0):
         shape = torch.empty(part.shape, device="meta")
-        yield from (name for name, _ in _convert(part.name, [shape] * _shards(part.name, split), split))
+        yield from (name for name, _ in _convert(part.name, [shape] * _shards(part.name, layer), layer))
 
 
-def _shards(name: str, split: Split) -> int:
+def _shards(name: str, layer: Layer) -> int:
     """Trainer ranks that hold something different of the parameter."""
-    replicated = "norm" in name or ".router." in name or (split == "expert" and ".experts." not in name)
+    replicated = "norm" in name or ".router." in name or (layer.split == "expert" and ".experts." not in name)
     return 1 if replicated else TRAINERS
 
 
-def _gather(name: str, parameter: torch.Tensor, split: Split, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def _gather(name: str, parameter: torch.Tensor, layer: Layer, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """All shards of the parameter."""
-    if _shards(name, split) == 1:
+    if _shards(name, layer) == 1:
         return [parameter]
     shards = [torch.empty_like(parameter) for _ in range(TRAINERS)]
     dist.all_gather(shards, parameter, group=group)
     return shards
 
 
-def _convert(name: str, shards: list[torch.Tensor], split: Split) -> Iterator[tuple[str, torch.Tensor]]:
+def _convert(name: str, shards: list[torch.Tensor], layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
     """Hugging Face tensors of one parameter, contiguous."""
     if found := re.fullmatch(r".*\.linear_fc([12])\.weight(\d+)", name):
         kind, local = int(found[1]), int(found[2])
-        if split == "expert":
-            per_rank = MODEL["num_experts"] // TRAINERS
+        if layer.split == "expert":
+            per_rank = layer.experts // TRAINERS
             for rank, shard in enumerate(shards):
                 yield from _expert(kind, rank * per_rank + local, [shard])
         else:

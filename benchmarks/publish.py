@@ -32,7 +32,7 @@ from machine import cpu_seconds, surroundings
 from peer import DEADLINE_S, Peer
 from publish_clusters import predicted
 from publish_figures import PER_TENSOR, PublishFigures, describe, describe_model, describe_predictions
-from publish_model import TABLE, TRAINERS, Split, plan_of
+from publish_model import MODEL, TRAINERS, Layer
 from publish_ranks import ENCODINGS, EngineProcess, TrainerProcess
 from quantities import positive
 
@@ -116,9 +116,9 @@ class Engine(LocalRecipient):
 class Ways:
     """Every way to publish, on the same processes."""
 
-    def __init__(self, trainers: Sequence[Peer], engine: Peer, split: Split, bucket_bytes: int):
-        self.trainers, self.engine = trainers, engine
-        self.plans = {encoding: plan_of(split, encoding, bucket_bytes) for encoding in ENCODINGS}
+    def __init__(self, trainers: Sequence[Peer], engine: Peer, layer: Layer, bucket_bytes: int):
+        self.trainers, self.engine, self.layer = trainers, engine, layer
+        self.plans = {encoding: layer.plan(encoding, bucket_bytes) for encoding in ENCODINGS}
         planned = {encoding: PlannedBuckets(plan) for encoding, plan in self.plans.items()}
         self.receivers = {e: Engine(engine, planned[e], e) for e in ENCODINGS}
         self.publishers = {
@@ -154,7 +154,7 @@ class Ways:
 
 async def measure(ways: Ways, rounds: int) -> PublishFigures:
     """All ways in turn; the first round is not counted."""
-    figures = PublishFigures(tensors=len(TABLE.checkpoint_shapes()))
+    figures = PublishFigures(tensors=len(ways.layer.table.checkpoint_shapes()))
     names = [*(f"slimx {encoding}" for encoding in ENCODINGS), PER_TENSOR]
     figures.rounds = {name: [] for name in names}
     figures.buckets = {f"slimx {encoding}": plan.count for encoding, plan in ways.plans.items()}
@@ -190,20 +190,22 @@ def own_publication(ways: Ways, figures: PublishFigures) -> LinkTrial:
 def main() -> int:
     parser = argparse.ArgumentParser(description="slimx's publication beside one gather and broadcast per tensor")
     parser.add_argument("--split", choices=("tensor", "expert"), default="tensor", help="what the two trainers share")
+    parser.add_argument("--experts", type=positive, default=MODEL["num_experts"], help="experts of the layer")
     parser.add_argument("--rounds", type=positive, default=5, help="rounds of every way; one more is not counted")
     parser.add_argument("--bucket-mib", type=positive, default=256, help="size of a bucket")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.rounds < 3:
         parser.error(f"--rounds is {arguments.rounds}: a median and its spread need 3 at least")
-    where, split, bucket_bytes = surroundings("slimx", "torch"), arguments.split, arguments.bucket_mib * MIB
+    where, layer = surroundings("slimx", "torch"), Layer(arguments.split, arguments.experts)
+    bucket_bytes = arguments.bucket_mib * MIB
     init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    trainers = [Peer(TrainerProcess, rank, init_method, split, bucket_bytes) for rank in range(TRAINERS)]
-    engine = Peer(EngineProcess, TRAINERS, init_method, split)
+    trainers = [Peer(TrainerProcess, rank, init_method, layer, bucket_bytes) for rank in range(TRAINERS)]
+    engine = Peer(EngineProcess, TRAINERS, init_method, layer)
     try:
         for peer in (*trainers, engine):
             peer.ready()
-        ways = Ways(trainers, engine, split, bucket_bytes)
+        ways = Ways(trainers, engine, layer, bucket_bytes)
         with one_thread():
             figures = asyncio.run(measure(ways, arguments.rounds))
     finally:
@@ -213,7 +215,8 @@ def main() -> int:
     rows = predicted() if own.holds and rehearsed.holds else None
     print(describe(figures))
     print(
-        f"two trainers, {split} parallel; {figures.tensors} Hugging Face tensors; {arguments.bucket_mib} MiB a bucket"
+        f"two trainers, {layer.split} parallel; {layer.experts} experts, {figures.tensors} Hugging Face tensors; "
+        f"{arguments.bucket_mib} MiB a bucket"
     )
     print(f"other processes used {figures.others:.2f} cores meanwhile; {where}\n")
     print(describe_model(figures, own, rehearsed))

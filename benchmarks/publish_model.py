@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.table import Table
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
@@ -29,45 +31,64 @@ MODEL = {
     "vocab_size": 8192,
 }
 """Qwen3-30B-A3B with one layer of 48 and a vocabulary of 8,192: 1.31 GB in bf16."""
-TABLE = weight_table(MODEL)
-ENGINE = EngineLayout(engine_table(MODEL), EngineSizes())
 SIZES: dict[Split, Sizes] = {"tensor": Sizes(tensor=2, expert_tensor=2), "expert": Sizes(data=2, expert=2)}
 TRAINERS = 2
 
 
-def plan_of(split: Split, encoding: Encoding, bucket_bytes: int) -> Plan:
-    """From two trainer ranks to one engine rank."""
-    return compile_plan(
-        MegatronLayout(TABLE, SIZES[split]).parts(),
-        ENGINE.parts() if encoding == "local" else checkpoint_parts(TABLE),
-        precision=Precision("bfloat16", "bfloat16"),
-        bucket_bytes=bucket_bytes,
-    )
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The model, on two trainer ranks and one engine rank."""
 
+    split: Split
+    """What the two trainers share."""
+    experts: int = MODEL["num_experts"]
 
-def held_by(split: Split, rank: int) -> dict[str, torch.Tensor]:
-    """A trainer rank's parameters, random; what several ranks hold is the same on all of them."""
-    out = {}
-    for part in MegatronLayout(TABLE, SIZES[split]).held(rank):
-        seed = zlib.crc32(repr((part.name, part.sources, part.rects)).encode())
-        out[part.name] = torch.empty(part.shape, dtype=torch.bfloat16).uniform_(
-            -1, 1, generator=torch.Generator().manual_seed(seed)
+    @property
+    def hf(self) -> dict[str, int]:
+        return MODEL | {"num_experts": self.experts}
+
+    @property
+    def table(self) -> Table:
+        return weight_table(self.hf)
+
+    @property
+    def trained(self) -> MegatronLayout:
+        return MegatronLayout(self.table, SIZES[self.split])
+
+    @property
+    def served(self) -> EngineLayout:
+        return EngineLayout(engine_table(self.hf), EngineSizes())
+
+    def plan(self, encoding: Encoding, bucket_bytes: int) -> Plan:
+        """From two trainer ranks to one engine rank."""
+        return compile_plan(
+            self.trained.parts(),
+            self.served.parts() if encoding == "local" else checkpoint_parts(self.table),
+            precision=Precision("bfloat16", "bfloat16"),
+            bucket_bytes=bucket_bytes,
         )
-    return out
 
+    def held_by(self, rank: int) -> dict[str, torch.Tensor]:
+        """A trainer rank's parameters, random; what several ranks hold is the same on all of them."""
+        out = {}
+        for part in self.trained.held(rank):
+            seed = zlib.crc32(repr((part.name, part.sources, part.rects)).encode())
+            out[part.name] = torch.empty(part.shape, dtype=torch.bfloat16).uniform_(
+                -1, 1, generator=torch.Generator().manual_seed(seed)
+            )
+        return out
 
-def engine_parameters() -> dict[str, torch.Tensor]:
-    """The engine's fused parameters, zero."""
-    return {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in ENGINE.parts()}
+    def engine_parameters(self) -> dict[str, torch.Tensor]:
+        """The engine's fused parameters, zero."""
+        return {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in self.served.parts()}
 
-
-def hf_places(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every Hugging Face tensor's place in the fused parameters: contiguous rows of one of them."""
-    places, shapes = {}, TABLE.checkpoint_shapes()
-    for part in ENGINE.parts():
-        for name, view in _places(part, parameters[part.name]):
-            places[name] = view.view(shapes[name])
-    return {name: places[name] for name in shapes}
+    def hf_places(self, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every Hugging Face tensor's place in the fused parameters: contiguous rows of one of them."""
+        places, shapes = {}, self.table.checkpoint_shapes()
+        for part in self.served.parts():
+            for name, view in _places(part, parameters[part.name]):
+                places[name] = view.view(shapes[name])
+        return {name: places[name] for name in shapes}
 
 
 def _places(part: Part, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ import per_tensor
 import torch
 import torch.distributed as dist
 from peer import DEADLINE_S
-from publish_model import TRAINERS, Split, engine_parameters, held_by, hf_places, plan_of
+from publish_model import TRAINERS, Layer
 
 from slimx.errors import SlimxError
 from slimx.preflight.links.rehearsal import EngineRank
@@ -40,13 +40,11 @@ class _Groups:
 class TrainerProcess:
     """One trainer rank: slimx's own packer and gatherer, and the per-tensor way."""
 
-    def __init__(self, rank: int, init_method: str, split: Split, bucket_bytes: int):
-        self.rank, self.split, self.groups = rank, split, _Groups(rank, init_method)
-        self.parameters = held_by(split, rank)
+    def __init__(self, rank: int, init_method: str, layer: Layer, bucket_bytes: int):
+        self.rank, self.layer, self.groups = rank, layer, _Groups(rank, init_method)
+        self.parameters = layer.held_by(rank)
         self.gatherers = {
-            encoding: Gatherer(
-                Packer(plan_of(split, encoding, bucket_bytes), rank, self.parameters), remote=(), group=None
-            )
+            encoding: Gatherer(Packer(layer.plan(encoding, bucket_bytes), rank, self.parameters), remote=(), group=None)
             for encoding in ENCODINGS
         }
 
@@ -61,17 +59,17 @@ class TrainerProcess:
 
     def per_tensor(self) -> dict[str, float]:
         groups = self.groups
-        return per_tensor.send(self.parameters, self.split, self.rank, groups.trainers, groups.engine)
+        return per_tensor.send(self.parameters, self.layer, self.rank, groups.trainers, groups.engine)
 
 
 class EngineProcess:
     """The engine rank: one set of fused parameters for slimx, one for the per-tensor way."""
 
-    def __init__(self, rank: int, init_method: str, split: Split):
-        self.split, self.groups = split, _Groups(rank, init_method)
-        self.ours, self.theirs = engine_parameters(), engine_parameters()
-        self.ranks = {"local": EngineRank(self.ours), "hf": EngineRank(hf_places(self.ours))}
-        self.places = hf_places(self.theirs)
+    def __init__(self, rank: int, init_method: str, layer: Layer):
+        self.layer, self.groups = layer, _Groups(rank, init_method)
+        self.ours, self.theirs = layer.engine_parameters(), layer.engine_parameters()
+        self.ranks = {"local": EngineRank(self.ours), "hf": EngineRank(layer.hf_places(self.ours))}
+        self.places = layer.hf_places(self.theirs)
 
     def stage(self, encoding: Encoding, path: str, size: int, tensors: Sequence[PackedTensor]) -> tuple[float, float]:
         """Seconds to map the bucket and to prove it."""
@@ -89,7 +87,7 @@ class EngineProcess:
         self.ranks[encoding].drop()
 
     def per_tensor(self) -> dict[str, float]:
-        return per_tensor.receive(self.places, self.split, self.groups.engine)
+        return per_tensor.receive(self.places, self.layer, self.groups.engine)
 
     def wipe(self, ours: bool) -> None:
         """Overwrite the weights, so that what an earlier round loaded cannot pass for this round's."""

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,15 @@ class Struck:
             time.sleep(0.02)
 
     def kill(self, name: str, log: str) -> None:
-        """Kill the process that shows as `name` and prints to a file that ends with `log`."""
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            shown = process.name() + " ".join(process.cmdline())
-            if shown.startswith(name) and os.readlink(f"/proc/{process.pid}/fd/1").endswith(log):
-                process.send_signal(signal.SIGKILL)
-                return
-        raise RuntimeError(f"no {name} prints to {log}")
+        """Kill the process that shows as `name` and prints to the file `log` of the run."""
+        printed = str((self.directory / "logs" / log).resolve())
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.Error):  # another user's, or ended
+                shown = process.name() + " ".join(process.cmdline())
+                if os.readlink(f"/proc/{process.pid}/fd/1") == printed and name in shown:
+                    process.send_signal(signal.SIGKILL)
+                    return
+        raise RuntimeError(f"no {name} prints to {printed}")
 
     def strike(self) -> dict[str, Any]:
         """Kill rank 1 when the next training step begins; the parts of what follows, in seconds."""

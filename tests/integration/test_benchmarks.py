@@ -25,27 +25,33 @@ CHEAP = {
 }
 """Run in forks of one process, which has imported torch."""
 APART = {
+    "balance": "--rounds 2 --rows 4 --layouts DP2 --sigmas 1 --draws 1",
+    "convert": "--gb 0.1 --rounds 1 --only hf-to-megatron",
     "loop": "--pairs 2 --prompts 8",
+    "numerics_server": "--size tiny --tokens 2 --batches 1",
+    "numerics_trainer": "--sizes tiny --pairs 6 --rows 2 --dtypes float32",
+    "publish": "--rounds 3 --experts 2",
     "publish_dealing": "--cases 1",
+    "publish_direct": "--mbit 200 --rounds 1 --layers 1 --hosts 1x1",
+    "recovery": "--hidden 64 --layers 2",
     "rollout": "--only buffer --trajectories 64 --groups 2",
     "rollout_waiting": "--only memory deadlines --sides hook --counts 8 --count 8 --prompt 32",
+    "start": "--pairs 1 --model {model} --task {task}",
     "trainer": "--ranks 1 --rows 2 --pairs 6",
+    "trainer_cuda": "--device cpu --steps 1 --models tiny",
 }
 """Start processes of their own, which begin with the program's file."""
 SLOW = {
     "balance": "--rounds 2",
     "convert": "--gb 0.1 --rounds 1",
-    "numerics_server": "--size tiny --tokens 2",
-    "numerics_trainer": "--sizes tiny --pairs 6",
     "publish": "--rounds 3",
-    "publish_direct": "--mbit 200 --rounds 1 --layers 1 --hosts 1x1",
-    "recovery": "--hidden 64 --layers 2",
     "rollout": "--only generation skew --pairs 2 --rounds 2 --steps 2",
-    "trainer_cuda": "--device cpu --steps 1 --models tiny",
 }
-ELSEWHERE = {"start": "compares with TRL, which no lock has", "start_trl": "the same, of TRL alone"}
+"""Parts that take longer."""
+ELSEWHERE = {"start_trl": "TRL is in no lock"}
 """Benchmarks that no test can run, each with the reason."""
 REFUSED = {
+    "balance": "steps long enough to cite",
     "exact_cuda": "a GPU",
     "loop": "steps long enough to cite",
     "publish_direct": "a prediction within its goal",
@@ -85,9 +91,10 @@ def test_the_cheap_benchmarks_run(tmp_path: Path) -> None:
         *(pytest.param(*row, marks=pytest.mark.slow("whole runs and servers")) for row in SLOW.items()),
     ],
 )
-def test_a_benchmark_runs(name: str, options: str, tmp_path: Path) -> None:
+def test_a_benchmark_runs(name: str, options: str, tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
+    words = options.format(model=tiny_model, task=task_of_sums).split()
     done = subprocess.run(
-        [interpreter(), str(FOLDER / f"{name}.py"), *options.split()],
+        [interpreter(), str(FOLDER / f"{name}.py"), *words],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
