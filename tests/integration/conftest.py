@@ -51,8 +51,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedF
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files of whole runs first: with a long one at the end, all other cores would wait for it."""
-    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "TrainProcess"))
+    """Put files of whole runs and programs first: with a long one at the end, all other cores would wait for it."""
+    items.sort(key=lambda item: not {"TrainProcess", "interpreter"} & vars(getattr(item, "module", item)).keys())
 
 
 @pytest.fixture(scope="session")

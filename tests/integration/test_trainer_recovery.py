@@ -12,30 +12,30 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.chosen import chosen_cases
 from tests.integration.runs import completed_steps
 from tests.integration.struck import Moment, Struck, config_of, ended_as, undisturbed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 
-STEPS = 24
-
 MOMENTS = [
     *(
         pytest.param(Moment(phase, rank, signal.SIGKILL), marks=pytest.mark.slow("full grid of moments"))
-        for phase, rank in (("generate", 1), ("train", 0), ("publish", 0))
+        for phase, rank in (("generate", 1), ("train", 0), ("publish", 0), ("save", 1))
     ),
     Moment("train", 1, signal.SIGSTOP),
-    Moment("save", 1, signal.SIGKILL),
 ]
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Struck]:
+def run(
+    request: pytest.FixtureRequest, tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Struck]:
     """A run that is struck; in the end it must have the metrics of one that was not."""
-    base = tmp_path_factory.mktemp("recovery")
-    struck = Struck(config_of(base / "struck", tiny_model, task_of_sums, count=STEPS, replaced=20))
+    base, steps = tmp_path_factory.mktemp("recovery"), 4 + 4 * len(chosen_cases(request))
+    struck = Struck(config_of(base / "struck", tiny_model, task_of_sums, count=steps, replaced=20))
     yield struck
-    expected = undisturbed(config_of(base / "alone", tiny_model, task_of_sums, count=STEPS, replaced=20))
+    expected = undisturbed(config_of(base / "alone", tiny_model, task_of_sums, count=steps, replaced=20))
     ended_as(struck, expected)
 
 

@@ -17,8 +17,8 @@ def ring_one(seed: int) -> list[Session]:
     wait for them, as Ray's workers have a niceness of 15.
     """
     return [
-        pytest_session("integration", seed, [*REPORT, *WORKERS, "3", "tests/integration"]),
-        pytest_session("unit", seed, [*REPORT, *WORKERS, "2", "tests/unit"], nice=True),
+        pytest_session("integration", seed, [*REPORT, *WORKERS, "2", "tests/integration"]),
+        pytest_session("unit", seed, [*REPORT, *WORKERS, "3", "tests/unit"], nice=True),
     ]
 
 
