@@ -81,7 +81,7 @@ def check_plan(job: dict[str, Any], way: dict[str, Any], rank: int, said: dict[s
 
 
 def run(out: Path, world: int) -> list[list[dict[str, Any]]]:
-    """Collect what every rank said. Not by the tests' fork server, whose torch is not to be changed."""
+    """Collect what every rank said. Ranks are programs and no forks: they change torch before it is used."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "tests.integration.activation_offload_rank", str(out / "job.json")]
     ranks = []
