@@ -33,6 +33,7 @@ async def reward(ctx, trajectory):
 """
 
 
+@pytest.mark.costly("starts every part of a run as a program, with its imports")
 def test_variables_and_modules_of_other_programs_change_nothing(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:

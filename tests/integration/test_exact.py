@@ -113,6 +113,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[s
     return {"moe": tiny_model} | {path.name: path for path in out.iterdir()}
 
 
+@pytest.mark.costly("ranks of every layout, in two types")
 def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
