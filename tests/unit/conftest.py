@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from xdist.remote import Producer
 
+from slimx.adapters.transformers import import_transformers
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, write_checkpoint
 from tests.unit.reshard.cuda_stand import EMULATOR, build_emulator
 from tests.unit.sglang_process import SGLang
 from tests.workers import SharedFixtures, made_once
+
+import_transformers()  # which saves a second of each process that collects tests
 
 WITH_SGLANG = {
     "test_bailing_moe_v2.py",
