@@ -30,9 +30,8 @@ class Actor:
 @pytest.fixture
 def cluster() -> Iterator[None]:
     memory = 80 * 2**20
-    machines = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": GPUS, "object_store_memory": memory}
-    )
+    head = {"num_cpus": 2, "num_gpus": GPUS, "object_store_memory": memory, "include_dashboard": False}
+    machines = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(MACHINES - 1):
             machines.add_node(num_cpus=2, num_gpus=GPUS, object_store_memory=memory)

@@ -27,7 +27,8 @@ BOUND = 1e-5
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     memory = 80 * 2**20
-    machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": memory})
+    head = {"num_cpus": 1, "object_store_memory": memory, "include_dashboard": False}
+    machines = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(2):
             machines.add_node(num_cpus=THREADS, object_store_memory=memory)
