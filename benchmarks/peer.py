@@ -16,7 +16,8 @@ class Peer:
     """One process as the driver sees it."""
 
     def __init__(self, kind: type, *arguments: Any):
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["slimx.reshard.publish", "slimx.reshard.pack.packer"])  # and with them torch
         self.name = f"{kind.__name__} {arguments[0]}"
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, kind, arguments), daemon=True)
