@@ -40,7 +40,7 @@ class Layer:
     """The model, on two trainer ranks and one engine rank."""
 
     split: Split
-    """What the two trainers share."""
+    """Parallelism by which the two trainers share the layer."""
     experts: int = MODEL["num_experts"]
 
     @property

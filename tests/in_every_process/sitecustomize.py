@@ -7,23 +7,23 @@ interpreter's lock says where it is.
 
 import os
 
-if folder := os.environ.get("SLIMX_TEST_STACKS"):
-    import faulthandler
-    import signal
+FOLDER = "SLIMX_TEST_STACKS"
 
-    # SIGUSR1 asks a run to make room, SIGUSR2 is Ray's: real-time signals are nobody's.
-    ASK = signal.SIGRTMAX - 1
 
-    def answer() -> None:
-        """Answer signals with the stack, in a file named by the process id: a signal then goes to nobody who would die
-        of it."""
-        if os.path.isdir(folder):
-            file = open(os.path.join(folder, str(os.getpid())), "w")  # noqa: SIM115 (it stays open)
-            faulthandler.register(ASK, file=file)
+def answer() -> None:
+    """Answer signals with the stack, in a file named by the process id: a signal then goes to nobody who would die of
+    it."""
+    folder = os.environ.get(FOLDER, "")
+    if os.path.isdir(folder):
+        import faulthandler
+        import signal
 
+        # By number: an object would close its number when it is replaced, also where that is another file's by then.
+        file = os.open(os.path.join(folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        # SIGUSR1 asks a run to make room, SIGUSR2 is Ray's: real-time signals are nobody's.
+        faulthandler.register(signal.SIGRTMAX - 1, file=file)
+
+
+if FOLDER in os.environ:
     answer()
     os.register_at_fork(after_in_child=answer)
-else:
-
-    def answer() -> None:
-        """Nothing asks."""

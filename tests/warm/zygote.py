@@ -209,7 +209,6 @@ def become(
     for index, number in enumerate(numbers):
         os.dup2(high + index, number)
         os.close(high + index)
-    answer()  # its file of stacks was among those that were closed
     os.setsid()
     os.chdir(directory)
     if not any("/ray/" in word for word in arguments):  # which sets titles by another library
@@ -224,6 +223,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     """Runs `python ARGUMENTS` in this process."""
     os.environ.clear()
     os.environ.update(environment)
+    answer()  # in the directory of its session; the file that the fork opened is closed
     sys.path[:0] = [
         path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path
     ]
