@@ -228,19 +228,19 @@ async def test_a_server_over_http_that_dies_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("server", "reason"),
+    ("server", "deadline", "reason"),
     [
-        ({"url": "http://127.0.0.1:9/mcp"}, "tools lost"),
-        ({"command": [sys.executable, "-c", "raise SystemExit('no licence')"]}, "tools lost"),
-        ({"command": [sys.executable, "-c", "print('hello')"]}, "tools lost"),
-        ({"command": [sys.executable, "-c", "import time; time.sleep(600)"]}, "tools deadline"),
+        ({"url": "http://127.0.0.1:9/mcp"}, 300.0, "tools lost"),
+        ({"command": [sys.executable, "-c", "raise SystemExit('no licence')"]}, 300.0, "tools lost"),
+        ({"command": [sys.executable, "-c", "print('hello')"]}, 300.0, "tools lost"),
+        ({"command": [sys.executable, "-c", "import time; time.sleep(600)"]}, 4.0, "tools deadline"),
     ],
 )
-async def test_a_server_that_does_not_come_is_named_in_time(server, reason):
+async def test_a_server_that_does_not_come_is_named_in_time(server, deadline, reason):
     began = time.monotonic()
     with pytest.raises(GivenUp) as caught:
-        await play(server, "2", open_deadline=4.0)
-    assert caught.value.reason == reason and time.monotonic() - began < 60
+        await play(server, "2", open_deadline=deadline)
+    assert caught.value.reason == reason and time.monotonic() - began < 200
     left = psutil.Process().children(recursive=True)
     assert not [
         each for each in left if each.status() != "zombie" and each.cmdline()[-1:] == server.get("command", [0])[-1:]
