@@ -29,7 +29,7 @@ from machine import cpu_seconds, surroundings
 from quantities import positive
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL, TASK = Path("runs/quickstart-sft/hf"), Path("runs/quickstart-data")
+MODEL, TASK = ROOT / "runs/quickstart-sft/hf", ROOT / "runs/quickstart-data"
 TRAINED = "train.jsonl"
 """File of the prompts, in the directory of the task."""
 DEADLINE_S = 600.0
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--task", type=Path, default=TASK, help="directory of the prompts")
     parser.add_argument("--pairs", type=positive, default=4)
     options = parser.parse_args()
-    model, task = (ROOT / path for path in (options.model, options.task))
+    model, task = options.model.resolve(), options.task.resolve()
     if missing := [str(path) for path in (model, task) if not path.is_dir()]:
         parser.error(f"{' and '.join(missing)} cannot be found: run `make quickstart` first")
     if options.trl is not None and not (options.trl / "trl").is_dir():
@@ -119,7 +119,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             starts["slimx"].append(start_slimx(Path(directory), model, task))
             if options.trl is not None:
-                starts["TRL"].append(start_trl(Path(directory), model, task, options.trl))
+                starts["TRL"].append(start_trl(Path(directory), model, task, options.trl.resolve()))
     others = (cpu_seconds() - others) / (time.time() - clock)
     print(surroundings("torch", "megatron-core", "sglang", "ray"))
     print(f"medians of {options.pairs} pairs; what is no child of this process, as Ray's, used {others:.2f} cores")

@@ -11,8 +11,8 @@ FOLDER = "SLIMX_TEST_STACKS"
 
 
 def answer() -> None:
-    """Answer signals with the stack, in a file named by the process id: a signal then goes to nobody who would die of
-    it."""
+    """Answers the signal with the stacks of this process, in a file named by its id. A process without such a file is
+    not signalled, as that would end it."""
     folder = os.environ.get(FOLDER, "")
     if os.path.isdir(folder):
         import faulthandler
@@ -20,7 +20,7 @@ def answer() -> None:
 
         # By number: an object would close its number when it is replaced, also where that is another file's by then.
         file = os.open(os.path.join(folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        # SIGUSR1 asks a run to make room, SIGUSR2 is Ray's: real-time signals are nobody's.
+        # SIGUSR1 asks a run to make room, SIGUSR2 is Ray's; real-time signals are free.
         faulthandler.register(signal.SIGRTMAX - 1, file=file)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import stacks
 from tests.processes import lives, wait_for
 from tests.warm.interpreter import MARK, interpreter, programs
 
@@ -59,6 +60,27 @@ def test_a_signal_ends_the_program_and_its_client(program: Path, signum: signal.
     assert process.wait(300) == -signum
     wait_for(lambda: not lives(forked) and not programs(mark))
     process.stdout.close()
+
+
+def test_a_program_writes_its_stacks_into_the_directory_of_its_session(program: Path, tmp_path: Path) -> None:
+    """Another worker of the tests may have started the zygote."""
+    folder, mark = tmp_path / "stacks", f"stacks-{os.getpid()}"
+    folder.mkdir()
+    variables = {MARK: mark, stacks.FOLDER: str(folder)}
+    process = subprocess.Popen(
+        [interpreter(), program, "0", "sleep"], env=os.environ | variables, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.readline()
+        wait_for(lambda: programs(mark))
+        (forked,) = programs(mark)
+        forked.send_signal(stacks.ASK)
+        wait_for((folder / str(forked.pid)).read_text)
+        assert "program.py" in (folder / str(forked.pid)).read_text()
+    finally:
+        process.kill()
+        process.wait(300)
+        process.stdout.close()
 
 
 def test_what_no_zygote_runs_is_started(tmp_path: Path) -> None:
