@@ -80,7 +80,8 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 async def test_a_broken_reward_fails_its_trajectory_and_drops_its_group_only(released, case):
     what, reason, text = BROKEN[case]
-    config = config_of(max_failed_share=1.0, reward__deadline=3, reward__workers=1)
+    deadline = 3 if reason == "reward deadline" else 300
+    config = config_of(max_failed_share=1.0, reward__deadline=deadline, reward__workers=1)
     reward = poisoned(second_prompt(), 1, what, released)
     async with Stand(config, reward=reward) as stand:
         batch = await stand.next_batch()
