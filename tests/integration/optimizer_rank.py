@@ -177,6 +177,10 @@ class OptimizerRank(Rank):
                 same,
                 trainer.train_step(self.sampled(3, 1.0), step=3, version=None)["optim/zero_gradient"],
             ]
+            if name == "alone":
+                # Gradients that are not 0, whose squares are.
+                metrics = trainer.train_step(self.sampled(4, 1e-25), step=4, version=None)
+                self.said["tiny_gradient"] = [metrics["optim/zero_gradient"], metrics["optim/grad_norm"]]
 
     def sampled(self, step: int, advantage: float) -> list[MicroBatch]:
         """As `demonstrated`, with the log-probs of an engine."""

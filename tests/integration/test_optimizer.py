@@ -200,6 +200,7 @@ def test_an_update_without_any_gradient_leaves_weights_and_moments_and_another_t
         assert said["without_signal_alone"] == [1.0, True, True, 0.0], rank
         for term in WITH_TERMS:
             assert said[f"without_signal_{term}"] == [0.0, False, False, 0.0], (rank, term)
+        assert said["tiny_gradient"] == [0.0, 0.0], rank
 
 
 # AdamW ----------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -38,6 +39,18 @@ def test_a_part_of_ray_that_does_not_come_up_may_do_so_at_another_start(monkeypa
     with pytest.raises(PartLost) as error:
         cluster.start_ray(config(), "cpu")
     assert (error.value.code, error.value.status) == ("ray.start", LOST)
+
+
+def test_a_library_of_ray_that_never_leaves_does_not_keep_the_process(monkeypatch):
+    stopped = threading.Event()
+    monkeypatch.setattr(cluster, "SHUTDOWN_S", 0.01)
+    monkeypatch.setattr(cluster.ray, "shutdown", stopped.wait)
+    before = set(threading.enumerate())
+    cluster.stop_ray()
+    (leaving,) = set(threading.enumerate()) - before
+    assert leaving.daemon
+    stopped.set()
+    leaving.join()
 
 
 def test_ray_prints_nothing_into_the_output_of_a_run(monkeypatch, capsys):

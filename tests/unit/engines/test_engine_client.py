@@ -105,6 +105,13 @@ async def test_log_probs_that_are_nan_are_refused_in_the_engines_name() -> None:
         await runner.cleanup()
 
 
+@pytest.mark.parametrize(("ids", "wrong"), [([0, 9, 10], "token id 10"), ([0, -1], "token id -1")])
+async def test_a_prompt_beyond_the_vocabulary_is_refused_by_its_first_wrong_token(ids: list[int], wrong: str) -> None:
+    async with GenerationClient("http://127.0.0.1:9", ModelShape(10)) as client:
+        with refused("request.token_ids", about=wrong):
+            await client.generate(GenerationRequest(ids, {}, seed=9))
+
+
 async def test_a_dense_model_is_asked_for_no_routes_whatever_the_run_wants() -> None:
     scored = meta(input_token_logprobs=[[None, 1, None], [-0.5, 2, None]], output_token_logprobs=[])
     runner, url, bodies = await serve([(200, meta()), (200, scored)])
@@ -213,6 +220,11 @@ async def test_every_rank_answers_once_in_order() -> None:
     # With DP-attention each scheduler brings the answers of all ranks.
     async with ranks(lambda action, _, rank: {"of": rank}, [(1, 11), (0, 10), (1, 11), (0, 10)]) as (url, _):
         assert await EngineControl(url).status() == [{"of": 0}, {"of": 1}]
+
+
+async def test_a_trace_is_that_of_the_first_rank() -> None:
+    async with ranks(lambda action, of, rank: {"at": [action, of["on"], rank]}, [(1, 11), (0, 10)]) as (url, _):
+        assert await EngineControl(url).trace(False) == {"at": ["trace", False, 0]}
 
 
 async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -> None:

@@ -16,14 +16,21 @@ from tests.unit.orchestration.run_stand import Parts
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def ended() -> list[Any]:
+    """Actors that Ray would have been asked to end, under `quick`."""
+    return []
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, ended: list[Any]) -> list[Any]:
     """Nobody is killed, and Ray knows of a death soon; returns what would have been fenced."""
     fenced: list[Any] = []
 
     async def fence(pids: Any, what: str) -> None:
         fenced.append({node: list(own) for node, own in pids.items()})
 
-    async def kill(actors: Any) -> None: ...
+    async def kill(actors: Any) -> None:
+        ended.extend(actors)
 
     monkeypatch.setattr(recovering, "fence", fence)
     monkeypatch.setattr(recovering, "kill", kill)

@@ -52,6 +52,8 @@ class Parts:
     client: FakeEngine = field(default_factory=FakeEngine)
     actors: tuple[None, ...] = (None,)
     name: str = "trainer-judge"
+    marks: list[str] = field(default_factory=list)
+    """Marks of the logs."""
     plans: frozenset[str] = frozenset({"publish"})
     rows: list[list[list[int]]] = field(default_factory=list)
     """By step the tokens of the rows that were trained."""
@@ -81,7 +83,7 @@ class Parts:
         return {}
 
     def mark(self, text: str) -> None:
-        """No log is kept."""
+        self.marks.append(text)
 
     def late(self) -> None:
         """Nobody is asked for anything."""

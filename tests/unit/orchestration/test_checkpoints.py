@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import re
 
 import pytest
@@ -183,6 +184,13 @@ async def test_a_file_of_another_size_is_named_before_anything_starts(tmp_path, 
     with refused("checkpoint.damaged", about=str(path / told)) as error:
         check_resume(bench.config, LAYOUT, path, kept)
     assert error.value.checkpoint == path
+    copy = pickle.loads(pickle.dumps(error.value))  # as it comes from a rank
+    assert (copy.code, copy.about, copy.checkpoint, str(copy)) == (
+        "checkpoint.damaged",
+        error.value.about,
+        path,
+        str(error.value),
+    )
 
 
 async def test_ranks_read_shares_of_about_equal_size_and_every_file_once(tmp_path, monkeypatch):

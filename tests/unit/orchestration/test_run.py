@@ -28,6 +28,9 @@ async def test_every_step_trains_publishes_records_and_saves_and_a_second_run_go
     await stopped(run)
     trained = ["publish 0", "train 0 at version 0", "publish 1", "train 1 at version 1", "publish 2"]
     assert parts.done == [*trained, "save 2"]
+    phases = [line for line in lines(tmp_path / "timeline.jsonl") if line["track"] == "main"]
+    assert parts.marks == [f"step {phase['step']}: {phase['name']}" for phase in phases]
+    assert [phase["name"] for phase in phases[-3:]] == ["save_wait", "save", "save_wait"]
     steps = lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["version"]) for line in steps] == [(1, 1), (2, 2)]
     assert steps[0]["metrics"]["publish/commit_seconds"] == 0.5 and steps[0]["metrics"]["publish/mib"] == 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from slimx.data.records import Prompt, Trajectory
-from slimx.errors import DeadlineError
+from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.loop import train
+from slimx.orchestration.policies import each
 from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout.hooks import RolloutContext
@@ -66,6 +68,26 @@ async def test_a_checkpoint_is_complete_when_every_policy_has_written_its_part(t
     assert error.value.holder == "trainer-judge rank 0"
     assert Saves(tmp_path / "checkpoints", keep=2).newest() is None
     await stopped(run)
+
+
+async def test_what_fails_for_one_policy_ends_the_wait_for_the_others():
+    waiting = asyncio.Event()
+    left = []
+
+    async def measure(policy: SimpleNamespace) -> dict[str, float]:
+        if policy.name == "actor":
+            await waiting.wait()
+            raise SlimxError("no metrics", code="policies.measure")
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            left.append(policy.name)
+
+    with refused("policies.measure"):
+        await each({name: SimpleNamespace(name=name) for name in ("actor", "judge")}, measure)
+    await asyncio.sleep(0)
+    assert left == ["judge"]
 
 
 async def test_a_step_without_a_trajectory_of_a_policy_ends_the_run(tmp_path, parts):

@@ -27,10 +27,11 @@ SFT = {"name": "sft"}
 
 
 async def test_new_ranks_train_the_steps_since_the_checkpoint_again_and_then_the_one_that_broke(
-    tmp_path: Path, quick: list[Any]
+    tmp_path: Path, quick: list[Any], ended: list[Any]
 ) -> None:
     world = World(tmp_path)
     stand = await Stand(tmp_path, world).open()
+    lost = stand.group.actors
     for step in (0, 1):
         await stand.train(step)
     await stand.save(2)
@@ -43,6 +44,7 @@ async def test_new_ranks_train_the_steps_since_the_checkpoint_again_and_then_the
     again = ["start", "restore iter_0000002", "train 2", "train 3"]
     assert world.done == ["train 4", *again, "train 4"]
     assert quick == [{None: [os.getpid()] * 2}], "every rank, not only the one that died"
+    assert ended == lost
     assert sorted(stand.recovery.ledger.steps) == [2, 3, 4]
     assert stand.recovery.metrics()["recovery/trainers"] == 1 and [told.error for told in stand.told] == [""]
 

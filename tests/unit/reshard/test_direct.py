@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slimx.preflight.memory.direct import direct_memory
-from slimx.reshard.direct.agent import Agent, LinkError, devices_at
+from slimx.reshard.direct.agent import Agent, LinkError, Transfer, devices_at
 from slimx.reshard.direct.offer import Notice, Offer, Region, Run
 from slimx.reshard.direct.sender import Sender
 from slimx.reshard.plan.dealing import deal
@@ -113,6 +113,26 @@ def test_an_older_publications_write_that_ends_late_is_found_by_the_proof(stand:
     again = stand.send(0, stand.next())
     with receiver.landed(again) as landed:
         assert take(landed, run.rank)
+
+
+def test_a_write_gives_its_handle_back_when_its_slot_is_used_again(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = []
+    release = Transfer.drop
+
+    def drop(transfer: Transfer) -> None:
+        released.append(transfer)
+        release(transfer)
+
+    stand.send(0, stand.next())
+    engines = [(sender, engine) for sender in stand.senders for engine in sender.engines.values()]
+    first = [(sender, engine.writes[0]) for sender, engine in engines if 0 in engine.writes]
+    for sender, write in first:
+        ended(sender, lambda write=write: write.transfer is not None and write.transfer.done)
+    monkeypatch.setattr(Transfer, "drop", drop)
+    stand.send(0, stand.next())
+    assert first and released == [write.transfer for _, write in first]
 
 
 def ended(sender: Sender, done: Callable[[], bool]) -> None:
