@@ -48,9 +48,9 @@ def test_a_library_of_ray_that_never_leaves_does_not_keep_the_process(monkeypatc
     before = set(threading.enumerate())
     cluster.stop_ray()
     (leaving,) = set(threading.enumerate()) - before
-    assert leaving.daemon
     stopped.set()
     leaving.join()
+    assert leaving.daemon
 
 
 def test_ray_prints_nothing_into_the_output_of_a_run(monkeypatch, capsys):
