@@ -25,4 +25,4 @@ def ring_one(seed: int) -> list[Session]:
 def ring_two(seed: int, part: str | None) -> list[Session]:
     """Returns one session of all tests, the slow ones too; of those of the files of `part` where it is not None."""
     files = [file for file in test_files(ROOT) if part in (None, part_of(file))]
-    return [pytest_session("all", seed, ["-rs", "-m", "slow or not slow", *files])]
+    return [pytest_session("all", seed, [*REPORT, *WORKERS, "2", "-m", "slow or not slow", *files])]
