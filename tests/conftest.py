@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -68,6 +69,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for program in mark.args:
             if shutil.which(program) is None:
                 missing(f"needs {program}, which is not on PATH: `make ci-deps` installs it")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_model_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers copy the code that a checkpoint brings before they run it: not into the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "modules"))
+        yield
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)

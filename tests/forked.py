@@ -64,7 +64,7 @@ def run_all(runs: Sequence[Run], directory: Path, modules: Sequence[str] = ("tor
 
 
 def execute(words: Sequence[str]) -> None:
-    """Execute ["-m", MODULE, ...] or [FILE, ...] in this process, as the module `__main__`."""
+    """Execute ["-m", MODULE, ...], ["-c", TEXT, ...] or [FILE, ...] in this process, as the module `__main__`."""
     # Multiprocessing has the second name for what its children call so.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module = ModuleType("__main__")
     if words[0] == "-m":
@@ -73,6 +73,8 @@ def execute(words: Sequence[str]) -> None:
             spec = importlib.util.find_spec(f"{words[1]}.__main__")
         module.__spec__, module.__file__, module.__package__ = spec, spec.origin, spec.parent
         sys.argv, code = [spec.origin, *words[2:]], spec.loader.get_code(spec.name)
+    elif words[0] == "-c":
+        sys.argv, code = ["-c", *words[2:]], compile(words[1], "-c", "exec")
     else:
         module.__file__ = words[0]
         sys.argv, code = list(words), compile(Path(words[0]).read_bytes(), words[0], "exec")

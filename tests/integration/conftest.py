@@ -72,14 +72,6 @@ def tiny_weights(tiny_model: Path) -> Weights:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache_of_model_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Servers copy the code that a checkpoint brings before they run it: not into the user's own cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "modules"))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _warm_servers(_cache_of_model_code: None) -> Iterator[None]:
     """Servers are forks of a process that has imported SGLang, but where a program of a test starts them."""
     with pytest.MonkeyPatch.context() as patch:

@@ -8,43 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from xdist.remote import Producer
 
 from slimx.adapters.transformers import import_transformers
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, write_checkpoint
 from tests.unit.reshard.cuda_stand import EMULATOR, build_emulator
-from tests.unit.sglang_process import SGLang
-from tests.workers import SharedFixtures, made_once
+from tests.workers import made_once
 
 import_transformers()  # which saves a second of each process that collects tests
-
-WITH_SGLANG = {
-    "test_bailing_moe_v2.py",
-    "test_converted_fp8.py",
-    "test_delta_net.py",
-    "test_drafted.py",
-    "test_exact_coverage.py",
-    "test_fp8_engines.py",
-    "test_int4_engines.py",
-    "test_lora_engine.py",
-    "test_meetings.py",
-    "test_resolved_backends.py",
-    "test_seeds.py",
-    "test_sparse_attention.py",
-}
-"""Files whose tests take `sglang`."""
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedFixtures:
-    return SharedFixtures(config, log, (WITH_SGLANG,))
-
-
-@pytest.fixture(scope="session")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLang]:
-    """Runs programs in forks of a process that has imported SGLang."""
-    process = SGLang(tmp_path_factory.mktemp("sglang"))
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="session")

@@ -54,15 +54,16 @@ def request(
     tied: bool,
     numbers: list[int] | None = None,
     environment: dict[str, str] | None = None,
+    directory: object = None,
 ) -> int:
     """Has a zygote run `python ARGUMENTS` and returns its process id.
 
     `files`: its open files, which have `numbers` there, the same by default. `parent`: the process that it takes for
-    its parent. `tied`: whether it is killed when the connection closes."""
+    its parent. `tied`: whether it is killed when the connection closes. `directory`: this process's by default."""
     message = {
         "arguments": arguments,
         "environment": dict(os.environ) if environment is None else environment,
-        "directory": os.getcwd(),
+        "directory": str(directory or os.getcwd()),
         "numbers": files if numbers is None else numbers,
         "parent": parent,
         "tied": tied,

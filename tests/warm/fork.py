@@ -23,10 +23,11 @@ class Fork:
         files: tuple[int, int, int],
         *,
         environment: Mapping[str, str] = os.environ,
+        cwd: Path | None = None,
         tied: bool,
     ):
-        """`directory`: of the zygotes. `arguments`: those of Python. `files`: input, output and errors. `tied`: whether
-        it ends with this process."""
+        """`directory`: of the zygotes. `arguments`: those of Python. `files`: input, output and errors. `cwd`: its
+        directory, this process's by default. `tied`: whether it ends with this process."""
         self._connection: socket.socket = connected(str(directory / role))
         self.pid = request(
             self._connection,
@@ -36,6 +37,7 @@ class Fork:
             tied=tied,
             numbers=[0, 1, 2],
             environment=dict(environment),
+            directory=cwd,
         )
         self.returncode: int | None = None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from slimx.convert import run
 from slimx.convert.work import convert
 from tests.checkpoint_stand import QWEN3_MOE, tensors_of, write_checkpoint
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 ASK = """
 import json, sys
@@ -29,11 +29,11 @@ IN_FP8 = {
 }
 
 
-def test_sglang_expects_fp8_where_it_is_and_only_there(tmp_path: Path, sglang: SGLang) -> None:
+def test_sglang_expects_fp8_where_it_is_and_only_there(tmp_path: Path) -> None:
     wide = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 128, "num_experts": 2, "num_hidden_layers": 2}
     source = write_checkpoint(tmp_path / "source", QWEN3_MOE | wide)
     convert(run.hf_to_fp8(source), tmp_path / "fp8", threads=1, verify=False)
-    asked = sglang.run("-c", ASK, str(tmp_path / "fp8"), *IN_FP8)
+    asked = run_with_sglang("-c", ASK, str(tmp_path / "fp8"), *IN_FP8)
     assert asked.returncode == 0, asked.stderr[-2000:]
     block, activation, serialised, skipped = json.loads(asked.stdout.splitlines()[-1])
     assert (block, activation, serialised) == ([128, 128], "dynamic", True)

@@ -19,7 +19,7 @@ from slimx.models.families import deepseek_v3, read_model
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
 from tests.unit.adapters.drafting_rank import SPOILT
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 ROOT = Path(__file__).parents[3]
 YARN = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -106,11 +106,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_sglangs_own_draft_gets_the_trained_layer_and_one_wrong_number_in_it_is_seen(
-    hf: dict[str, Any], fused: bool, tmp_path: Path, sglang: SGLang
+    hf: dict[str, Any], fused: bool, tmp_path: Path
 ) -> None:
     """Two accounts of the draft: SGLang's loader, and the table that publications are planned with."""
     path = written(hf, tmp_path)
-    ran = sglang.run("-m", "tests.unit.adapters.drafting_rank", str(path), *(["fused"] if fused else []))
+    ran = run_with_sglang("-m", "tests.unit.adapters.drafting_rank", str(path), *(["fused"] if fused else []))
     assert ran.returncode == 0, ran.stderr[-4000:]
     told = json.loads(ran.stdout.splitlines()[-1])
     assert told["kinds"] == [hf["architectures"][0], f"{hf['architectures'][0]}NextN"]

@@ -16,7 +16,7 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.reshard.plan.precision import Quantisation
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(ROOT.glob("configs/moe/*.yaml"))
@@ -52,7 +52,7 @@ def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec,
     return spec, published
 
 
-def built(files: list[Path], directory: Path, sglang: SGLang) -> Built:
+def built(files: list[Path], directory: Path) -> Built:
     """The engines of these configurations, built by SGLang."""
     asked, plans = [], {}
     for file in files:
@@ -66,7 +66,7 @@ def built(files: list[Path], directory: Path, sglang: SGLang) -> Built:
             rank = group.tensor - 1
             asked.append({"path": str(directory / name), "rank": rank, "world": group.tensor, "arguments": arguments})
             plans[name] = published, rank
-    ran = sglang.run("-m", "tests.unit.adapters.engines_on_meta", stdin=json.dumps(asked))
+    ran = run_with_sglang("-m", "tests.unit.adapters.engines_on_meta", stdin=json.dumps(asked))
     assert ran.returncode == 0, ran.stderr[-4000:]
     answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     return {name: (*plan, answer) for (name, plan), answer in zip(plans.items(), answers, strict=True)}
@@ -92,18 +92,16 @@ def check(engines: Built) -> None:
         assert scales == {"float32"}, name
 
 
-def test_every_parameter_of_an_engine_in_fp8_is_reached_in_the_encoding_of_its_configuration(
-    tmp_path: Path, sglang: SGLang
-) -> None:
+def test_every_parameter_of_an_engine_in_fp8_is_reached_in_the_encoding_of_its_configuration(tmp_path: Path) -> None:
     """Whole dense layers with DeepEP, DeepEP alone, and engines whose own layout is published to."""
-    engines = built([file for file in CONFIGS if file.stem in OFTEN], tmp_path, sglang)
+    engines = built([file for file in CONFIGS if file.stem in OFTEN], tmp_path)
     assert len(engines) == len(OFTEN)
     assert {plan.encoding for plan, _, _ in engines.values()} == {"hf", "local"}
     check(engines)
 
 
 @pytest.mark.slow("full grid of shipped configurations")
-def test_so_is_every_other_configurations(tmp_path: Path, sglang: SGLang) -> None:
-    engines = built([file for file in CONFIGS if file.stem not in OFTEN], tmp_path, sglang)
+def test_so_is_every_other_configurations(tmp_path: Path) -> None:
+    engines = built([file for file in CONFIGS if file.stem not in OFTEN], tmp_path)
     assert engines
     check(engines)

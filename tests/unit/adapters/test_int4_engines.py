@@ -24,7 +24,7 @@ from tests.refusals import refused
 from tests.unit.convert.convert_stand import WIDE, go
 from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.packer_stand import is_bias, pack_all
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 QWEN3 = WIDE | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
 DEEPSEEK = DEEPSEEK_V3 | {
@@ -79,7 +79,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def engines(places: dict[str, Path], sglang: SGLang) -> dict[tuple[str, bool], dict[str, Any]]:
+def engines(places: dict[str, Path]) -> dict[tuple[str, bool], dict[str, Any]]:
     """Collect what ranks of engines hold, by model and whether Triton's kernels are asked for."""
     keys = [("qwen3", False), *((name, True) for name in MODELS)]
     asked = [
@@ -91,7 +91,7 @@ def engines(places: dict[str, Path], sglang: SGLang) -> dict[tuple[str, bool], d
         }
         for name, triton in keys
     ]
-    ran = sglang.run("-m", "tests.unit.adapters.int4_engines", stdin=json.dumps(asked))
+    ran = run_with_sglang("-m", "tests.unit.adapters.int4_engines", stdin=json.dumps(asked))
     assert ran.returncode == 0, ran.stderr[-4000:]
     answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     return dict(zip(keys, answers, strict=True))

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from slimx.adapters.sglang.lora import check_named
 from slimx.models.families import read_model
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 SERVED = "first=8.0,second=2.0"
 FUSED = {"down_proj": 1, "gate_up_proj": 2, "o_proj": 1, "qkv_proj": 3}
@@ -39,7 +39,7 @@ HF = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, sglang: SGLang) -> dict[str, Any]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The findings of tests/unit/adapters/lora_engine.py."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(HF))
@@ -47,7 +47,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, sglang: SGLang) -> dict[str, 
     shapes = read_model(path).table.checkpoint_shapes()
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
     save_file(weights, path / "model.safetensors")
-    done = sglang.run("-m", "tests.unit.adapters.lora_engine", str(path), "--publish-adapters", SERVED)
+    done = run_with_sglang("-m", "tests.unit.adapters.lora_engine", str(path), "--publish-adapters", SERVED)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) | {"weights": len(weights)}
 

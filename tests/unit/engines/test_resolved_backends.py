@@ -7,32 +7,32 @@ from pathlib import Path
 import pytest
 
 from slimx.config import load_config
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 from tools.docs.make_backends import PAGE, SHIPPED
 
 SERVED = [file for file in SHIPPED if load_config(file, []).rollout.policy_engines]
 OFTEN = {"deepseek-v3-gb300", "qwen3-30b-a3b-async-fp8"}
 
 
-def resolved(files: list[Path], sglang: SGLang) -> list[str]:
-    ran = sglang.run("-m", "tools.docs.make_backends", "--rows", *map(str, files))
+def resolved(files: list[Path]) -> list[str]:
+    ran = run_with_sglang("-m", "tools.docs.make_backends", "--rows", *map(str, files))
     assert ran.returncode == 0, ran.stderr[-4000:]
     return [line for line in ran.stdout.splitlines() if line.startswith("|")]
 
 
-def check(files: list[Path], sglang: SGLang) -> None:
-    rows = resolved(files, sglang)
+def check(files: list[Path]) -> None:
+    rows = resolved(files)
     assert len(rows) >= 2 * len(files)
     assert [row for row in rows if row not in PAGE.read_text().splitlines()] == [], "run tools.docs.make_backends"
 
 
-def test_rows_of_the_table_are_what_sglang_resolves(sglang: SGLang) -> None:
-    check([file for file in SHIPPED if file.stem in OFTEN], sglang)
+def test_rows_of_the_table_are_what_sglang_resolves() -> None:
+    check([file for file in SHIPPED if file.stem in OFTEN])
 
 
 @pytest.mark.slow("full grid of shipped configurations")
-def test_so_are_all_others(sglang: SGLang) -> None:
-    check([file for file in SHIPPED if file.stem not in OFTEN], sglang)
+def test_so_are_all_others() -> None:
+    check([file for file in SHIPPED if file.stem not in OFTEN])
 
 
 @pytest.mark.parametrize("file", SERVED, ids=lambda file: file.stem)

@@ -21,7 +21,7 @@ from tests.integration.bailing_oracle import TINY, Ling, write
 from tests.integration.family_oracle import scatter
 from tests.refusals import refused
 from tests.unit.adapters.engine_model import rank_local
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 ROOT = Path(__file__).parents[3]
 FLASH: dict[str, Any] = json.loads((ROOT / "configs/moe/models/Ling-flash-2.0/config.json").read_text())
@@ -137,7 +137,7 @@ def test_routers_are_published_in_fp32_and_matrices_in_fp8_where_that_is_asked_f
     assert layer["attention.query_layernorm.weight"] == sent["model.word_embeddings.weight"] == "bfloat16"
 
 
-def test_sglangs_own_model_holds_the_checkpoint_as_the_table_says(tmp_path: Path, sglang: SGLang):
+def test_sglangs_own_model_holds_the_checkpoint_as_the_table_says(tmp_path: Path):
     """On ranks of tensor and expert parallel engines, every parameter after `load_weights`."""
     torch.manual_seed(0)
     sizes = {"num_nextn_predict_layers": 0, "num_hidden_layers": 2, "vocab_size": 100}
@@ -145,7 +145,7 @@ def test_sglangs_own_model_holds_the_checkpoint_as_the_table_says(tmp_path: Path
     scatter(model)
     weights = write(model, tmp_path / "model")
     names = [name for name, *_ in ENGINES]
-    ran = sglang.run("-m", "tests.unit.models.sglang_loaded", str(tmp_path / "model"), str(tmp_path), *names)
+    ran = run_with_sglang("-m", "tests.unit.models.sglang_loaded", str(tmp_path / "model"), str(tmp_path), *names)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert json.loads(ran.stdout.splitlines()[-1]) == dict.fromkeys(names, {})
     table = read_model(tmp_path / "model").engine_table()

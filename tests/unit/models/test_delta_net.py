@@ -24,7 +24,7 @@ from slimx.preflight.memory.engine import engine_memory, kv_bytes, state_bytes
 from slimx.preflight.plan.cost_model import delta_net_rows
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 ROOT = Path(__file__).parents[3]
 NEXT: dict[str, Any] = json.loads((ROOT / "configs/moe/models/Qwen3-Next-80B-A3B-Instruct/config.json").read_text())
@@ -125,7 +125,7 @@ SPLITS = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2,
 """Sizes of an engine, and the rank that is built."""
 
 
-def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path, sglang: SGLang):
+def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path):
     """SGLang's classes as it builds them for CUDA, on one rank and on the last of two, also with copies of the
     attention that have two ranks each: names, shapes, dtypes, and which part of which tensor is where, by the loaded
     model's own account."""
@@ -142,7 +142,7 @@ def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path, sglang:
         specs += [read(tmp_path / name, hf)] * len(sizes)
         splits += sizes
         models += [f"{tmp_path / name},{s.tensor},{s.expert},{rank},{s.attention_data}" for s, rank in sizes]
-    ran = sglang.run("-m", "tests.unit.models.sglang_on_meta", *models)
+    ran = run_with_sglang("-m", "tests.unit.models.sglang_on_meta", *models)
     assert ran.returncode == 0, ran.stderr[-2000:]
     every = json.loads(ran.stdout.splitlines()[-1])
     for spec, (sizes, rank), found in zip(specs, splits, every, strict=True):

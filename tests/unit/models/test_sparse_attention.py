@@ -25,7 +25,7 @@ from slimx.preflight.memory.engine import kv_bytes
 from slimx.preflight.memory.trainer import holdings, trainer_memory
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 ROOT = Path(__file__).parents[3]
 V32, GLM_5 = (
@@ -78,7 +78,7 @@ def test_an_engine_takes_every_tensor_of_the_checkpoint(hf: dict[str, Any]):
     assert taken == set(family.weight_table(small(hf)).checkpoint_shapes())
 
 
-def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path, sglang: SGLang):
+def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path):
     """SGLang's classes as it builds them for CUDA: names, shapes and dtypes of all parameters, and where they are."""
     specs = []
     # SGLang's CPU builds no rotary embedding of pairs without scaling.
@@ -87,7 +87,7 @@ def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path, sglang:
         directory = tmp_path / str(number)
         directory.mkdir()
         specs.append(read(directory, small({**hf, "quantization_config": None})))
-    ran = sglang.run("-m", "tests.unit.models.sglang_on_meta", *(str(spec.path) for spec in specs))
+    ran = run_with_sglang("-m", "tests.unit.models.sglang_on_meta", *(str(spec.path) for spec in specs))
     assert ran.returncode == 0, ran.stderr[-2000:]
     for spec, found in zip(specs, json.loads(ran.stdout.splitlines()[-1]), strict=True):
         parts = list(EngineLayout(spec.engine_table(), EngineSizes()).parts())

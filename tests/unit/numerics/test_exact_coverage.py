@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 UNCOVERED = """
 from types import SimpleNamespace
@@ -42,8 +42,8 @@ print(*uncovered(model), sep="|")
 """
 
 
-def test_a_model_with_other_arithmetic_is_refused_by_the_server(sglang: SGLang) -> None:
-    done = sglang.run("-c", UNCOVERED)
+def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
+    done = run_with_sglang("-c", UNCOVERED)
     assert done.returncode == 0, done.stderr
     assert [told.split()[:2] for told in done.stdout.splitlines()[-1].split("|")] == [
         ["d", "(DeepseekV2AttentionMLA)"],

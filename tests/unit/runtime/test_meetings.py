@@ -19,7 +19,7 @@ from slimx.runtime.meeting import meet
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
 from slimx.runtime.private import private_directory, private_token
 from tests.refusals import invalid
-from tests.unit.sglang_process import SGLang
+from tests.warm.sglang import run_with_sglang
 
 LIMIT = timedelta(seconds=60)
 
@@ -63,9 +63,9 @@ print(int(sys.argv[1]) in {c.laddr.port for c in psutil.Process().net_connection
 """
 
 
-def test_a_process_of_sglang_listens_on_loopback_only(sglang: SGLang) -> None:
+def test_a_process_of_sglang_listens_on_loopback_only() -> None:
     """The adapter is installed by SGLang's own hooks, and the address taken through torch's own rendezvous."""
-    done = sglang.run("-c", HOOKED, str(free_port()), environment={"GLOO_SOCKET_IFNAME": "lo"})
+    done = run_with_sglang("-c", HOOKED, str(free_port()), environment={"GLOO_SOCKET_IFNAME": "lo"})
     assert done.stdout.splitlines() == ["['127.0.0.1']", "True"], done.stdout + done.stderr
 
 
@@ -126,12 +126,12 @@ os._exit(0)
 """
 
 
-def test_a_strangers_pickle_does_not_reach_sglangs_sockets(tmp_path: Path, sglang: SGLang) -> None:
+def test_a_strangers_pickle_does_not_reach_sglangs_sockets(tmp_path: Path) -> None:
     """The sockets are opened by SGLang's own functions, with the variables that its servers get. A machine of the
     server itself is heard, and what it sends is run: this is what `cluster.trusted_network` is about."""
     share = shares_of(("127.0.0.1", "127.0.0.1"), "127.0.0.1:31000")[0]
     environment = server_env(EngineSpec("e", "/model", "float32", "cpu", 31000, node=share))
-    done = sglang.run(
+    done = run_with_sglang(
         *("-c", STRANGER, f"{free_port()},{free_port()}", "127.0.0.1", "127.0.0.9"),
         environment={**environment, "SGLANG_USE_PICKLE_IPC": "1"},
         cwd=tmp_path,
