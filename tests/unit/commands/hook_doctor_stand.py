@@ -124,7 +124,7 @@ async def asks_judge(ctx: RewardContext, trajectory: Trajectory) -> float:
 async def asks_by_hand(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     """Blocks on the engines' address: answered all the same."""
     body = json.dumps({"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}).encode()
-    urllib.request.urlopen(urllib.request.Request(f"{ctx.address}/generate", body), timeout=5).read()
+    urllib.request.urlopen(urllib.request.Request(f"{ctx.address}/generate", body), timeout=300).read()
     return await good(ctx, prompt)
 
 

@@ -123,7 +123,7 @@ class Stand:
         self.delivery = DirectDelivery(
             self.senders,
             {engine.name: [None] * engine.machines for engine in self.engines},
-            step_deadline_s=10,
+            step_deadline_s=300,
             changes=None if every_full is None else (2, every_full),
         )
 
@@ -329,7 +329,7 @@ def test_receivers_are_one_a_machine_or_one_a_gpu_that_takes_anything() -> None:
 
 async def test_each_engine_rank_on_a_gpu_is_invited_by_itself() -> None:
     stand = Stand(None)
-    stand.delivery = DirectDelivery(stand.senders, receivers_of({"e0": 1, "e1": 1}, 2), step_deadline_s=10)
+    stand.delivery = DirectDelivery(stand.senders, receivers_of({"e0": 1, "e1": 1}, 2), step_deadline_s=300)
     assert await stand.publish(0, 1) == dict.fromkeys(range(4), 0)
     assert stand.senders.on_gpus and stand.senders.edges == [0, 1, 2, 3, 4]
     assert [engine.gpus for engine in stand.engines] == [[0, 1]] * 2

@@ -322,7 +322,7 @@ def test_scores_are_those_of_the_tokens_asked_for() -> None:
 
 async def test_a_judge_is_one_of_the_runs_own_engines() -> None:
     async with servers(1) as (urls, _):
-        engines = {"judge": FrozenEngine("judge", urls[0], deadline_s=10, retries=0)}
+        engines = {"judge": FrozenEngine("judge", urls[0], deadline_s=300, retries=0)}
         ctx = replace(context("9", "9"), engines=engines)
         assert await judge.reward(ctx, trajectory(), engine="judge", pattern=r"(\d+) of") == 0.9
         with refused("reward.engine", about="jury"):
@@ -336,7 +336,7 @@ async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
         async def look() -> None:
             looks.append("look")
 
-        engine = FrozenEngine("judge", urls[0], deadline_s=10, retries=1, look=look)
+        engine = FrozenEngine("judge", urls[0], deadline_s=300, retries=1, look=look)
         messages = [{"role": "user", "content": "How good is 9?"}]
         assert await engine.chat(messages, temperature=0.0) == "9 of 10"
         assert await asyncio.to_thread(asyncio.run, engine.chat(messages)) == "9 of 10"
@@ -349,7 +349,7 @@ async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
         breaking = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         async with breaking:
             url = f"http://127.0.0.1:{breaking.sockets[0].getsockname()[1]}"
-            gone = FrozenEngine("judge", url, deadline_s=10, retries=1, look=look)
+            gone = FrozenEngine("judge", url, deadline_s=300, retries=1, look=look)
             with pytest.raises(AnswerError) as told:
                 await asyncio.to_thread(asyncio.run, gone.chat(messages))
         assert told.value.status == 0
@@ -363,7 +363,7 @@ async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
         outage.end()
         assert await waiting == "9 of 10"
         lost = FrozenEngine(
-            "judge", urls[0], deadline_s=10, retries=1, look=look, failure=lambda: SlimxError("no engine is left")
+            "judge", urls[0], deadline_s=300, retries=1, look=look, failure=lambda: SlimxError("no engine is left")
         )
         with refused("frozen.lost", about="judge"):
             await lost.chat(messages)

@@ -181,7 +181,7 @@ async def test_the_router_serves_and_obeys_nobody_without_its_key(tmp_path: Path
 
 async def test_a_frozen_engines_key_goes_with_it_to_other_processes() -> None:
     async with server({"/v1/rerank"}, "k") as url:
-        engine = FrozenEngine("judge", url, deadline_s=10, retries=0, api_key="k")
+        engine = FrozenEngine("judge", url, deadline_s=300, retries=0, api_key="k")
         copy, arguments = engine.__reduce__()
         for each in (engine, copy(*arguments)):
             assert await each.post("/v1/rerank", {}) == {} and each.headers == bearer("k")

@@ -36,7 +36,7 @@ async def environments() -> AsyncIterator[Environments]:
     environments.close()
 
 
-def make(environments: Environments, *, processes: int = 2, deadline_s: float = 20.0, **options: Any) -> Any:
+def make(environments: Environments, *, processes: int = 2, deadline_s: float = 300.0, **options: Any) -> Any:
     return environments.make(WORLD, options, deadline_s=deadline_s, rollout="g/0", processes=processes)
 
 

@@ -174,7 +174,7 @@ class Stand:
             self.members,
             delivery,
             deadline_s=deadlines.get("deadline_s", 30),
-            step_deadline_s=deadlines.get("step_deadline_s", 10),
+            step_deadline_s=deadlines.get("step_deadline_s", 300),
             staging=staging,
             vacate=partial(self.calls.note, "trainers.leave") if vacated else None,
         )

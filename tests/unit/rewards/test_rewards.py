@@ -272,7 +272,7 @@ async def test_a_reward_model_scores_the_whole_conversation():
         with refused("reward.verdict", about=server.url):
             await judge.score(ctx, trajectory(), url=server.url)
     async with Server((200, {"data": [{"embedding": [0.5]}]})) as server:
-        object.__setattr__(ctx, "engines", {"judge": FrozenEngine("judge", server.url, deadline_s=5, retries=0)})
+        object.__setattr__(ctx, "engines", {"judge": FrozenEngine("judge", server.url, deadline_s=300, retries=0)})
         assert await judge.score(ctx, trajectory(2), engine="judge", ids=True) == 0.5
     assert server.asked == [("/v1/embeddings", {"model": "judge", "input": [[1, 2, 3]]})]
 

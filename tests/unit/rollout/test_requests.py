@@ -164,7 +164,7 @@ async def test_a_router_that_does_not_listen_is_waited_for_and_that_is_no_retry(
         await runner.setup()
         try:
             await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
-            await asyncio.wait_for(asking, 10)
+            await asyncio.wait_for(asking, 300)
         finally:
             await runner.cleanup()
         assert client.retried == 0

@@ -31,7 +31,7 @@ def stuck(*tickets: int) -> Generate:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -182,7 +182,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_wor
             await asyncio.sleep(0.005)
         return 1.0
 
-    pool = RewardPool(reward, workers=1, deadline_s=10)
+    pool = RewardPool(reward, workers=1, deadline_s=300)
     try:
         running = asyncio.create_task(pool.judge(None, None))
         queued = asyncio.create_task(pool.judge(None, None))
@@ -223,7 +223,7 @@ async def test_a_reward_that_is_asked_for_after_the_end_is_an_error_and_no_wait(
     async def reward(ctx: Any, trajectory: Any) -> float:
         return 1.0
 
-    pool = RewardPool(reward, workers=1, deadline_s=10)
+    pool = RewardPool(reward, workers=1, deadline_s=300)
     pool.close()
     with refused("reward.ended", about="trajectory t"):
         async with asyncio.timeout(60):

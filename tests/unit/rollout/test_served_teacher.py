@@ -353,7 +353,7 @@ async def server(texts: Sequence[str] = ()) -> AsyncIterator[tuple[str, list[dic
 
 async def test_logits_of_tokens_before_the_first_one_asked_for_are_not_computed():
     async with server() as (url, bodies):
-        engine = FrozenEngine("wise", url, deadline_s=10, retries=0)
+        engine = FrozenEngine("wise", url, deadline_s=300, retries=0)
         assert await engine.logprobs([5, 6, 7, 8], start=3) == [-8.0]
         assert await engine.logprobs([5, 6, 7, 8]) == [-6.0, -7.0, -8.0]
     assert [body["logprob_start_len"] for body in bodies] == [2, 0]
@@ -362,7 +362,7 @@ async def test_logits_of_tokens_before_the_first_one_asked_for_are_not_computed(
 
 async def test_the_likeliest_tokens_are_asked_for_with_the_log_probs():
     async with server() as (url, bodies):
-        engine = FrozenEngine("wise", url, deadline_s=10, retries=0)
+        engine = FrozenEngine("wise", url, deadline_s=300, retries=0)
         values, ids, logprobs = await engine.top_logprobs([5, 6, 7, 8], top=2, start=2)
     assert values == [-7.0, -8.0] and ids.tolist() == [[10, 11], [20, 21]]
     assert logprobs.tolist() == [[-1.0, -1.25], [-2.0, -2.25]]
@@ -434,7 +434,7 @@ async def test_servers_that_run_already_are_asked_what_their_tokens_are(vocabula
     for wrong in (None, 9):
         told = [f"{text}?" if token == wrong else text for token, text in enumerate(texts)]
         async with server(told) as (url, bodies):
-            checking = check_vocabulary(FrozenEngine("wise", url, deadline_s=10, retries=0), tokenizer)
+            checking = check_vocabulary(FrozenEngine("wise", url, deadline_s=300, retries=0), tokenizer)
             if wrong is None:
                 await checking
             else:
