@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import os
 import runpy
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +54,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedF
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files of whole runs and programs first: with a long one at the end, all other cores would wait for it."""
     items.sort(key=lambda item: not {"TrainProcess", "interpreter"} & vars(getattr(item, "module", item)).keys())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Ends the runs that a test leaves when it fails, which would take the time of others."""
+    before = len(TrainProcess.started)
+    try:
+        return (yield)
+    except BaseException:
+        for run in TrainProcess.started[before:]:
+            run.kill(signal.SIGTERM)
+        raise
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import yaml
@@ -66,6 +66,8 @@ OF_TESTS = "slimx-test-"
 class TrainProcess:
     """One `slimx train` process."""
 
+    started: ClassVar[list[TrainProcess]] = []
+
     def __init__(
         self,
         config: Path,
@@ -86,7 +88,7 @@ class TrainProcess:
         self.output = config.with_name(f"out-{self.mark[:8]}.log")
         with self.output.open("wb") as log:
             self.process = subprocess.Popen(
-                # A test that fails before it ends its run leaves it to the end of the tests' process.
+                # The tests' process may end before the run.
                 ["setpriv", "--pdeathsig", "TERM", *program, "train", str(config), *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -94,6 +96,7 @@ class TrainProcess:
                 env={**os.environ, "PYTHONWARNINGS": "ignore", **(variables or {}), MARK: self.mark},
                 cwd=directory,
             )
+        self.started.append(self)
 
     @property
     def driver(self) -> psutil.Process:
@@ -179,9 +182,14 @@ def _collected(child: psutil.Process) -> bool:
         return True
 
 
+def written(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file that a run may be writing: the last line is not there until its end is."""
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+
+
 def steps(directory: Path) -> dict[int, dict[str, float]]:
     """metrics.jsonl of a run by step; a step that stands there twice is an error."""
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
+    rows = written(directory / "metrics.jsonl")
     assert len({row["step"] for row in rows}) == len(rows)
     return {row["step"]: row["metrics"] for row in rows}
 
@@ -189,8 +197,7 @@ def steps(directory: Path) -> dict[int, dict[str, float]]:
 def completed_steps(directory: Path) -> int:
     """The newest step in metrics.jsonl; 0 before the first."""
     file = directory / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return max((json.loads(line)["step"] for line in lines), default=0)
+    return max((row["step"] for row in written(file)), default=0) if file.exists() else 0
 
 
 def saved_tickets(checkpoint: Path) -> list[SavedTicket]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 
 from tests.integration.recorded import UNCHECKED
-from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config, written
 from tests.integration.victims import command_of, matching
 
 ENGINE = matching(r"sglang::|slimx\.engines\.server|ray::EngineActor")
@@ -51,8 +50,7 @@ class Struck:
         assert self.lasting
 
     def phases(self) -> list[dict[str, Any]]:
-        lines = (self.directory / "timeline.jsonl").read_text().split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        return written(self.directory / "timeline.jsonl")
 
     def recoveries(self) -> list[dict[str, Any]]:
         """Every time that all ranks were started again, those counted that were lost meanwhile."""

@@ -5,7 +5,6 @@ They run in `make test-all`; docs/operations.md has the outcomes in a table.
 
 from __future__ import annotations
 
-import json
 import resource
 import signal
 import struct
@@ -19,7 +18,7 @@ import pytest
 
 from slimx.observability.live.activity import read_activity
 from tests.full_disk import fill, small_disk
-from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config, written
 from tests.integration.victims import command_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run for each failure"), pytest.mark.timeout(3600)]
@@ -132,9 +131,9 @@ def test_a_clock_that_is_set_two_hours_ahead_and_back_changes_nothing(
     run.kill(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.text()
     run.assert_nothing_left()
-    told = [json.loads(line)["time"] for line in (directory / "metrics.jsonl").open()]
+    told = [row["time"] for row in written(directory / "metrics.jsonl")]
     assert max(told) - min(told) > HOURS, "the clock of the run was set"
-    phases = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
+    phases = written(directory / "timeline.jsonl")
     assert not [line for line in phases if "restart" in line["name"]]
     assert all(0 <= line["seconds"] < HOURS / 2 for line in phases)
     assert "stalled" not in run.text()

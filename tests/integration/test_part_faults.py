@@ -8,7 +8,6 @@ parts whose loss ends a run; `tests/unit/engines/test_router_faults.py` has the 
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config, written
 from tests.integration.victims import Find, command_of, matching
 from tests.processes import lives
 
@@ -87,7 +86,7 @@ class Struck:
 
     def restarts(self, part: str) -> int:
         """Restarts of `part` that succeeded, by the timeline."""
-        lines = [json.loads(line) for line in (self.directory / "timeline.jsonl").read_text().splitlines()]
+        lines = written(self.directory / "timeline.jsonl")
         done = [line for line in lines if line["track"] == part and line["name"] == "restart"]
         assert all(line["detail"] for line in done), "every restart has a reason"
         return len(done)
