@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration import conftest
 from tests.processes import lives, wait_for
+from tools.rings import execute as executing
 from tools.rings import machine, parts
 from tools.rings.execute import execute
 from tools.rings.history import UNKNOWN, age, commit
@@ -93,6 +94,20 @@ def test_a_whole_ring_two_is_a_result_of_each_part(tmp_path: Path) -> None:
     assert {each.run: (each.passed, each.seconds) for each in read(path)} == {
         k: (n, 2 * n) for k, n in expected.items()
     }
+
+
+@pytest.mark.usefixtures("instant")
+def test_a_result_is_that_of_the_commit_at_its_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = "first"
+    monkeypatch.setattr(executing, "commit", lambda root: head)
+
+    def run() -> list[Outcome]:
+        nonlocal head
+        head = "second"
+        return [Outcome("unit", 0, 1.0, {"a.py": Counter(passed=1)})]
+
+    execute(run, 7, "make test", tmp_path / "suite.jsonl", by_part=False)
+    assert [each.commit for each in read(tmp_path / "suite.jsonl")] == ["first"]
 
 
 @pytest.mark.usefixtures("instant")
