@@ -138,6 +138,7 @@ def test_ppo_learns_it_from_a_reward_model_alone(warm_start):
         yaml.safe_load((ROOT / "configs/moe/quickstart-rlhf.yaml").read_text()),
         {
             "run": {"dir": str(directory)},
+            "model": {"path": str(task / "model")},
             "trainer": {"load": str(warm_start)},
             "rollout": {"prompts": str(task / "train.jsonl")},
             "critic": {"load": str(weights)},
