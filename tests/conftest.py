@@ -25,6 +25,8 @@ from tests.needed import missing
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Threads of this process and of all that it starts. Torch reads it when it is imported, which the conftests below this
 one do. Tests compute little: threads that wait for one another cost a hundred times what they share."""
+os.environ.setdefault("RAY_worker_niceness", "0")
+"""Priority of Ray's workers, 15 by default: on a loaded machine whole runs would wait for everything else."""
 
 pytest.register_assert_rewrite("tests.unit", "tests.integration")  # stands assert as tests do
 

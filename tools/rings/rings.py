@@ -13,8 +13,8 @@ WORKERS = ("--dist=loadfile", "--no-loadscope-reorder", "--numprocesses")
 def ring_one(seed: int) -> list[Session]:
     """Returns two sessions, as unit tests compute while integration tests wait for Ray, a server or a deadline.
 
-    Integration tests take longest, so unit tests have what these leave of the cores: without `nice`, whole runs would
-    wait for them, as Ray's workers have a niceness of 15.
+    Integration tests take longest, so unit tests have what these leave of the cores. With a niceness of 19 they would
+    have nothing of a machine that others load.
     """
     return [
         pytest_session("integration", seed, [*REPORT, *WORKERS, "2", "tests/integration"]),

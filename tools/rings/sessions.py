@@ -53,10 +53,10 @@ class Outcome:
 
 
 def pytest_session(name: str, seed: int, arguments: Sequence[str], *, nice: bool = False) -> Session:
-    """Returns a session of pytest in random order. `nice`: with least priority, its output at the end in one piece."""
+    """Returns a session of pytest in random order. `nice`: with less priority, its output at the end in one piece."""
     counts = BUILD / f"{name}-counts.json"
     plugin = ["-p", "tools.rings.counting", f"--counts={counts}", f"--randomly-seed={seed}"]
-    command = [*(("nice", "-n", "19") if nice else ()), sys.executable, "-m", "pytest", *plugin, *arguments]
+    command = [*(("nice", "-n", "10") if nice else ()), sys.executable, "-m", "pytest", *plugin, *arguments]
     return Session(name, command, counts, BUILD / f"{name}-tests.txt" if nice else None)
 
 
