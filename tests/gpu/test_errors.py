@@ -102,5 +102,5 @@ except SlimxError as error:
 
 def test_a_fault_of_the_device_names_the_bucket() -> None:
     """In a process of its own: a fault ends a process's use of the device."""
-    run = subprocess.run([sys.executable, "-c", FAULT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", FAULT], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert "refused: kernel.cuda 3\n" in run.stdout, run.stdout + run.stderr

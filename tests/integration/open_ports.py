@@ -15,7 +15,7 @@ from tests.integration.runs import TrainProcess
 TITLE = "## Ports and keys"
 ADDRESSES = {"all": "all", "own": "loopback", "loopback": "loopback"}
 """Kind of address that each word of the table means in a run on one machine."""
-PATIENCE_S = 60
+PATIENCE_S = 300
 Port = tuple[str, str]
 """Process and kind of address."""
 

@@ -366,7 +366,7 @@ def test_a_killed_owner_leaves_no_server_process(tiny_model: Path, tmp_path: Pat
             tree = [guard, *guard.children(recursive=True)]
         owner.send_signal(signal.SIGKILL)
         owner.wait(120)
-        _, alive = psutil.wait_procs(tree, timeout=120)
+        _, alive = psutil.wait_procs(tree, timeout=300)
         assert not alive
     finally:
         owner.kill()

@@ -99,7 +99,7 @@ def ahead(
     run = TrainProcess(config)
     run.until(lambda: completed_steps(directory / "run") >= 5)
     run.until((directory / "run" / "checkpoints" / "iter_0000004").exists)
-    scraped = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
+    scraped = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=300).text
     absent = {"engine actor", "prefill engine"}  # it publishes by memory
     ports = {(process, address) for process, address in documented() if process not in absent}
     status, found = run_status(directory / "run"), opened(run, ports)

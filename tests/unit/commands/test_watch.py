@@ -109,12 +109,12 @@ class Page:
         self.address, self.session = address, requests.Session()
 
     def get(self, path: str) -> requests.Response:
-        return self.session.get(self.address + path, timeout=60, allow_redirects=False)
+        return self.session.get(self.address + path, timeout=300, allow_redirects=False)
 
     def status_for(self, host: str) -> int:
         """The status of a request with the cookies and another Host."""
         cookies = "; ".join(f"{name}={value}" for name, value in self.session.cookies.items())
-        connection = http.client.HTTPConnection(self.address.removeprefix("http://"), timeout=60)
+        connection = http.client.HTTPConnection(self.address.removeprefix("http://"), timeout=300)
         connection.request("GET", "/api/status", headers={"Host": host, "Cookie": cookies})
         status = connection.getresponse().status
         connection.close()
@@ -149,7 +149,7 @@ def test_connections_that_ask_nothing_are_ended_and_bounded(page, monkeypatch):
     """Bytes that trickle in do not keep one open, nor do many keep others out."""
 
     def opened(sent: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", int(page.address.rpartition(":")[2])), timeout=60)
+        connection = socket.create_connection(("127.0.0.1", int(page.address.rpartition(":")[2])), timeout=300)
         connection.sendall(sent)
         return connection
 
@@ -234,7 +234,7 @@ def test_nothing_but_the_pages_own_addresses_is_answered_and_nothing_from_elsewh
         f"/api/steps/{'9' * 5000}",
     ):
         assert page.get(path).status_code == 404, path
-    assert page.session.post(page.address + "/api/status", timeout=60).status_code == 405
+    assert page.session.post(page.address + "/api/status", timeout=300).status_code == 405
     for path in ("/", "/page.js", "/plotly.js", "/api/status"):
         answer = page.get(path)
         assert answer.status_code == 200

@@ -156,7 +156,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_id(command, file):
 
 def slimx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "slimx.cli", *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "slimx.cli", *map(str, arguments)], capture_output=True, text=True, timeout=300
     )
 
 

@@ -65,7 +65,7 @@ def box(server):
 
 
 def state(server: RemoteServer) -> dict[str, float]:
-    return requests.get(f"{server.url}/v1/", headers={"Authorization": f"Bearer {server.token}"}, timeout=60).json()
+    return requests.get(f"{server.url}/v1/", headers={"Authorization": f"Bearer {server.token}"}, timeout=300).json()
 
 
 # Who may ask, and for what --------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def state(server: RemoteServer) -> dict[str, float]:
 
 @pytest.mark.parametrize("token", [b"", b"wrong", b"secret2", b"\xff\xfe"])
 def test_nobody_is_answered_without_the_token(server, token):
-    answer = requests.get(f"{server.url}/v1/", headers={"Authorization": b"Bearer " + token}, timeout=60)
+    answer = requests.get(f"{server.url}/v1/", headers={"Authorization": b"Bearer " + token}, timeout=300)
     assert answer.status_code == 401 and "protocol" not in answer.text
 
 

@@ -120,7 +120,7 @@ def test_a_box_whose_owner_died_is_removed_by_the_next_sweep_and_a_living_one_is
         "import os, sys; from pathlib import Path; from slimx.environments.boxes.bubblewrap import BubblewrapBox\n"
         "BubblewrapBox(Path(sys.argv[1]), base=Path(sys.argv[2])); os._exit(0)"
     )
-    subprocess.run([sys.executable, "-c", program, image, base], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program, image, base], check=True, timeout=300)
     assert len(list(base.glob(f"{roots.PREFIX}*"))) == 2
     assert roots.sweep(base) == 1
     assert box.run(["true"]).ok

@@ -155,19 +155,19 @@ async def test_the_tools_say_what_went_wrong_and_it_is_counted(task, tmp_path, b
         calling("read_file", path="../../.."),
         edit("sums.py", "q", "r"),
         calling("shell", command=3),
-        shell("sleep 600"),
         shell("printf 'a: \\374\\n' > latin"),
         edit("latin", "a: ", "b: "),
         shell("od -An -c latin"),
     ]
-    trajectory, script, _ = await play(task(), base, *says, tasks=str(tmp_path), box={"seconds": 2})
+    trajectory, script, _ = await play(task(), base, *says, tasks=str(tmp_path))
     heard = [asked for asked, *_ in script.asked]
     assert [found in heard[1] for found in ("return a - b\n", "oops\n", " 3)")] == [True] * 3
     assert heard[2].count("return a - b") == 2
-    assert "over the limit of time" in heard[7]
-    assert "b   :     374  \\n" in heard[10], "an edit leaves bytes that are no UTF-8"
-    errors = {"box_file": 1, "box_path": 1, "edit": 1, "bad_arguments": 1, "limit_time": 1}
-    assert trajectory.metadata["tool_errors"] == errors
+    assert "b   :     374  \\n" in heard[9], "an edit leaves bytes that are no UTF-8"
+    assert trajectory.metadata["tool_errors"] == {"box_file": 1, "box_path": 1, "edit": 1, "bad_arguments": 1}
+    trajectory, script, _ = await play(task(), base, shell("sleep 600"), tasks=str(tmp_path), box={"seconds": 1})
+    assert "over the limit of time" in script.asked[1][0]
+    assert trajectory.metadata["tool_errors"] == {"limit_time": 1}
 
 
 # Tasks that cannot begin ---------------------------------------------------------------------------------------------

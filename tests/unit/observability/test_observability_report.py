@@ -189,7 +189,7 @@ def test_a_browser_draws_every_chart(report, tmp_path):
         ["chromium", *options, "--virtual-time-budget=10000", "--dump-dom", f"file://{tmp_path}/report.html"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     ).stdout
     charts = re.split('class="plotly-graph-div js-plotly-plot"', drawn)[1:]

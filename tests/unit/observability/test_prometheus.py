@@ -65,7 +65,7 @@ def sink(tmp_path: Path) -> Iterator[PrometheusSink]:
 
 def scraped(sink: PrometheusSink) -> dict[tuple[str, str], float]:
     """Values by name and, for engines, their name, else slimx's own."""
-    text = requests.get(f"http://127.0.0.1:{sink.port}/metrics", timeout=60).text
+    text = requests.get(f"http://127.0.0.1:{sink.port}/metrics", timeout=300).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {sample.labels["run"] for sample in samples} <= {"r"}
     return {(s.name, s.labels.get("engine") or s.labels["metric"]): s.value for s in samples}
@@ -110,7 +110,7 @@ def test_a_connection_that_sends_nothing_ends_and_strange_requests_leave_no_thre
         b"GET /metrics HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ]
     for data in sent:
-        with socket.create_connection(("127.0.0.1", sink.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", sink.port), timeout=300) as connection:
             connection.sendall(data)
             with suppress(ConnectionResetError):
                 while connection.recv(2**16):

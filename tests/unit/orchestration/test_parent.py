@@ -64,7 +64,7 @@ def test_the_parent_ends_as_the_driver_does_unless_ray_ended_that(case: str, log
     for _ in range(2):
         parent.send_signal(signal.SIGUSR1)
         assert parent.stdout.readline() == "heard\n"
-    _, told = parent.communicate(timeout=60)
+    _, told = parent.communicate(timeout=300)
     assert parent.returncode == status
     said = [line for line in told.splitlines() if line.startswith("slimx: ")]
     assert len(said) == (status == LOST or "at once" in case)
@@ -74,5 +74,5 @@ def test_the_parent_ends_as_the_driver_does_unless_ray_ended_that(case: str, log
 def test_a_killed_parent_takes_the_driver_along(log: Path) -> None:
     parent, driver = start(log, "")
     parent.kill()
-    parent.communicate(timeout=60)
+    parent.communicate(timeout=300)
     wait_for(lambda: not lives(driver))

@@ -60,7 +60,7 @@ def test_a_hook_that_blocks_the_loop_ends_the_run_and_is_named(tmp_path: Path, l
 def test_a_c_call_that_keeps_pythons_lock_ends_the_run_and_is_named(tmp_path: Path) -> None:
     process = run(tmp_path, "re.match('(a+)+$', 'a' * 60 + 'b')")
     try:
-        _, text = process.communicate(timeout=120)
+        _, text = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == LOST

@@ -30,7 +30,7 @@ from tests.unit.reshard.transport_peer import check
 HOST = "127.0.0.1"
 ENGINES, RANKS = 2, ENGINE.world
 EDGES = range(0, (ENGINES + 1) * RANKS, RANKS)
-DEADLINE_S = 120
+DEADLINE_S = 300
 
 
 class MemoryAgent:

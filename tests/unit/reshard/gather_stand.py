@@ -16,7 +16,7 @@ from tests.unit.layout.engine_stand import SERVED
 from tests.unit.layout.layout_stand import MODELS, Tensors
 
 MODEL, SIZES, ENGINE = MODELS["qwen"], Sizes(data=3), EngineSizes(tensor=2)
-WORLD, REMOTE, DEADLINE_S = 3, (2,), 60
+WORLD, REMOTE, DEADLINE_S = 3, (2,), 300
 
 
 def plan(bucket_bytes: int = 8000, sizes: Sizes = SIZES) -> Plan:

@@ -62,7 +62,7 @@ def measure(name: str, hash_seed: str) -> dict[str, float | str]:
     program = f"from tests.unit.reshard.test_plan_size import main; main({name!r})"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
