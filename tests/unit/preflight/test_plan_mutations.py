@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Iterable
@@ -57,10 +58,11 @@ def test_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
     answers((case(seed, small=True) for seed in range(20)), tmp_path, capsys, monkeypatch)
 
 
-@pytest.mark.slow("5000 configurations")
-@pytest.mark.timeout(6 * 3600)
-def test_thousands_of_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
-    answers((case(seed) for seed in range(5000)), tmp_path, capsys, monkeypatch)
+@pytest.mark.slow("500 configurations")
+@pytest.mark.timeout(2 * 3600)
+def test_hundreds_of_others_are_answered_too(tmp_path, capsys, monkeypatch):
+    """Others in each run, by the seed of the order."""
+    answers(map(case, random.sample(range(2**32), 500)), tmp_path, capsys, monkeypatch)
 
 
 FROZEN_OUT = "rollout.engines=[{count: 8, nodes: 4, tensor: 32, expert: 32, dp_attention: 32, sglang: %s}]"
