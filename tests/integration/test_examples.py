@@ -110,22 +110,37 @@ def tools(tmp_path: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     }
 
 
-async def test_every_example_yields_trajectories_that_can_be_trained(ctx: RolloutContext, tmp_path: Path) -> None:
-    need_package("gymnasium")
-    need_package("mcp")
-    turns = {}
-    for name, (hook, options) in tools(tmp_path).items():
-        result = await hook(ctx, PROMPT, **options)
-        trajectories: list[Trajectory] = result if isinstance(result, list) else [result]
-        assert len({trajectory.id for trajectory in trajectories}) == len(trajectories), name
-        for trajectory in trajectories:
-            sampled = trajectory.versions() >= 0
-            assert sampled.any() and np.isfinite(trajectory.logprobs[sampled]).all(), name
-            assert (trajectory.loss_mask.astype(bool) == sampled).all(), name
-            assert np.isnan(trajectory.logprobs[~sampled]).all(), name
-            assert len(trajectory.routed_experts) == len(trajectory.token_ids) - 1, name
-            turns[name] = sum(span.source == "sampled" for span in trajectory.spans)
-    assert turns["single turn"] == 1 and turns["two turns"] == 2 and turns["three turns"] == 3, turns
+@pytest.mark.parametrize(
+    ("name", "package", "turns"),
+    [
+        ("lake", "gymnasium", None),
+        ("MCP", "mcp", None),
+        ("single turn", None, 1),
+        ("two turns", None, 2),
+        pytest.param("Python tool", None, None, marks=pytest.mark.needs("bwrap")),
+        ("search", None, None),
+        ("three turns", None, 3),
+        ("debate", None, None),
+        ("fan-out", None, None),
+    ],
+)
+async def test_every_example_yields_trajectories_that_can_be_trained(
+    name: str, package: str | None, turns: int | None, ctx: RolloutContext, tmp_path: Path
+) -> None:
+    """`turns`: the number of them, where it is known."""
+    if package is not None:
+        need_package(package)
+    hook, options = tools(tmp_path)[name]
+    result = await hook(ctx, PROMPT, **options)
+    trajectories: list[Trajectory] = result if isinstance(result, list) else [result]
+    assert trajectories and len({trajectory.id for trajectory in trajectories}) == len(trajectories)
+    for trajectory in trajectories:
+        sampled = trajectory.versions() >= 0
+        assert sampled.any() and np.isfinite(trajectory.logprobs[sampled]).all()
+        assert (trajectory.loss_mask.astype(bool) == sampled).all()
+        assert np.isnan(trajectory.logprobs[~sampled]).all()
+        assert len(trajectory.routed_experts) == len(trajectory.token_ids) - 1
+        assert turns in (None, sum(span.source == "sampled" for span in trajectory.spans))
 
 
 async def test_a_judge_gives_points_to_every_answer(ctx: RolloutContext, router: Router) -> None:
