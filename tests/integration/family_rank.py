@@ -113,7 +113,8 @@ class Rank:
             arrays[f"lengths.{number}"] = np.array(batch.lengths)
         if batches[0].routed_experts is not None:
             differs = trainer.routing.differing(local).split([len(batch.tokens) for batch in local])
-            arrays |= {f"differs.{number}": values.numpy() for number, values in enumerate(differs)}
+            for number, (values, batch) in enumerate(zip(differs, batches, strict=True)):
+                arrays[f"differs.{number}"] = trainer.context.whole(values, batch.lengths).numpy()
         for number, (values, batch) in enumerate(zip(logits, batches, strict=False)):  # only on the last stage
             arrays[f"logits.{number}"] = trainer.context.whole(values, batch.lengths).numpy()
         np.savez(self.out / f"{self.case}.{self.rank}.npz", **arrays)

@@ -91,6 +91,7 @@ def test_the_cheap_benchmarks_run(tmp_path: Path) -> None:
         *(pytest.param(*row, marks=pytest.mark.slow("whole runs and servers")) for row in SLOW.items()),
     ],
 )
+@pytest.mark.timeout(3600)
 def test_a_benchmark_runs(name: str, options: str, tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
     words = options.format(model=tiny_model, task=task_of_sums).split()
     done = subprocess.run(
@@ -99,6 +100,6 @@ def test_a_benchmark_runs(name: str, options: str, tiny_model: Path, task_of_sum
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=3000,
     )
     judged(name, done.returncode, done.stdout)
