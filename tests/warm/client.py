@@ -54,7 +54,7 @@ def request(
     tied: bool,
     numbers: list[int] | None = None,
     environment: dict[str, str] | None = None,
-    directory: object = None,
+    directory: os.PathLike[str] | None = None,
 ) -> int:
     """Has a zygote run `python ARGUMENTS` and returns its process id.
 
@@ -63,7 +63,7 @@ def request(
     message = {
         "arguments": arguments,
         "environment": dict(os.environ) if environment is None else environment,
-        "directory": str(directory or os.getcwd()),
+        "directory": os.fspath(directory or os.getcwd()),
         "numbers": files if numbers is None else numbers,
         "parent": parent,
         "tied": tied,
