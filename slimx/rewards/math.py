@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
 from sympy import I
 
 from slimx.data.boxes import boxes
@@ -17,13 +15,12 @@ from slimx.errors import SlimxError
 from slimx.rewards.needs import needs_answer, needs_process
 from slimx.rewards.shared.context import Context, answer_of
 from slimx.rewards.shared.notation import DELIMITED, depth, expression, last_boxes, latex
-from slimx.rewards.shared.verification import parse, verify
+from slimx.rewards.shared.verification import in_time, parse, verify
 
 SECONDS = 5
 """For parsing a response, and again for comparing it."""
 DEEPEST = 100
-"""Brackets inside one another that a response may have: at thousands the grammar computes for minutes, and its time
-bound is an exception, which Python drops where it strikes in a finaliser."""
+"""Brackets inside one another that a response may have: at thousands the grammar computes for minutes."""
 ANSWER_SECONDS = 60
 """For parsing a prompt's answer: the first one of a process waits for the library's grammar, and on a busy machine
 longer than a response may. An answer that is not read in time would refuse its prompt."""
@@ -45,18 +42,10 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
             about=ctx.prompt.id,
         )
     # parse and verify take what they cannot do, or not in time, for wrong.
-    stated = _in_time(lambda: _stated(latex(ctx.final_answer)))
-    said = parse(stated, parsing_timeout=SECONDS) if stated and depth(stated) <= DEEPEST else []
-    compared = _in_time(lambda: (_complex(gold), _complex(said)))
-    return float(verify(*compared, timeout_seconds=SECONDS)) if compared else 0.0
-
-
-def _in_time[T](compute: Callable[[], T]) -> T | None:
-    """The result of `compute`; None if it takes too long, or recurses too deep."""
-    try:
-        return timeout(SECONDS)(compute)()
-    except (TimeoutException, RecursionError):
-        return None
+    stated = in_time(lambda: _stated(latex(ctx.final_answer)), SECONDS)
+    said = parse(stated, seconds=SECONDS) if stated and depth(stated) <= DEEPEST else []
+    compared = in_time(lambda: (_complex(gold), _complex(said)), SECONDS)
+    return float(verify(*compared, seconds=SECONDS)) if compared else 0.0
 
 
 @cache
@@ -65,7 +54,7 @@ def _gold(answer: str) -> tuple[Any, ...]:
     library looks for numbers alone, and finds 2 in `2\\pi`. Of words, only numbers beside them count."""
     answer = latex(answer)
     given = last_boxes(answer, boxes(answer)) or (answer if DELIMITED.search(answer) else expression(answer) or answer)
-    return tuple(parse(given, parsing_timeout=ANSWER_SECONDS))
+    return tuple(parse(given, seconds=ANSWER_SECONDS))
 
 
 def _complex(values: Iterable[Any]) -> list[Any]:

@@ -37,8 +37,8 @@ def equal(said: str | None, right: Any) -> bool:
     if said.strip() == str(right).strip():
         return True
     seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
-    gold, found = (parse(f"${text}$", parsing_timeout=seconds) for text in (right, said))
-    return bool(verify(gold, found, timeout_seconds=seconds))
+    gold, found = (parse(f"${text}$", seconds=seconds) for text in (right, said))
+    return verify(gold, found, seconds=seconds)
 
 
 def grade(solution: str, right: Any) -> bool:

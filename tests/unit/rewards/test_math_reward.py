@@ -11,6 +11,7 @@ import pytest
 
 from slimx.errors import SlimxError
 from slimx.rewards import math
+from slimx.rewards.shared.verification import in_time
 from tests.unit.rewards.reward_stand import judged
 
 with Path(__file__).with_name("math_answers.tsv").open(newline="") as file:
@@ -70,3 +71,19 @@ def test_an_answer_that_would_take_for_ever_earns_nothing_in_bounded_time(respon
     began = time.process_time()
     assert judged(math.reward, response, "5") == 0.0
     assert time.process_time() - began < 15, "four times a second each for reading, parsing and comparing"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_alarm_that_python_drops_comes_again():
+    class Finalised:
+        def __del__(self) -> None:
+            time.sleep(0.3)  # the first alarm strikes here
+
+    def compute() -> str:
+        Finalised()
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            pass
+        return "too late"
+
+    assert in_time(compute, 0.1) is None
