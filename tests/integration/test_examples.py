@@ -110,27 +110,25 @@ def tools(tmp_path: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     }
 
 
+NEEDED = {"lake": "gymnasium", "MCP": "mcp"}
+"""Packages that examples need."""
+TURNS = {"single turn": 1, "two turns": 2, "three turns": 3}
+"""Turns of examples that have a known number of them."""
+NAMES = ("lake", "MCP", "single turn", "two turns", "Python tool", "search", "three turns", "debate", "fan-out")
+
+
 @pytest.mark.parametrize(
-    ("name", "package", "turns"),
-    [
-        ("lake", "gymnasium", None),
-        ("MCP", "mcp", None),
-        ("single turn", None, 1),
-        ("two turns", None, 2),
-        pytest.param("Python tool", None, None, marks=pytest.mark.needs("bwrap")),
-        ("search", None, None),
-        ("three turns", None, 3),
-        ("debate", None, None),
-        ("fan-out", None, None),
-    ],
+    "name",
+    [pytest.param(name, marks=[pytest.mark.needs("bwrap")] if name == "Python tool" else []) for name in NAMES],
 )
 async def test_every_example_yields_trajectories_that_can_be_trained(
-    name: str, package: str | None, turns: int | None, ctx: RolloutContext, tmp_path: Path
+    name: str, ctx: RolloutContext, tmp_path: Path
 ) -> None:
-    """`turns`: the number of them, where it is known."""
-    if package is not None:
-        need_package(package)
-    hook, options = tools(tmp_path)[name]
+    if name in NEEDED:
+        need_package(NEEDED[name])
+    examples = tools(tmp_path)
+    assert examples.keys() == set(NAMES)
+    hook, options = examples[name]
     result = await hook(ctx, PROMPT, **options)
     trajectories: list[Trajectory] = result if isinstance(result, list) else [result]
     assert trajectories and len({trajectory.id for trajectory in trajectories}) == len(trajectories)
@@ -140,7 +138,8 @@ async def test_every_example_yields_trajectories_that_can_be_trained(
         assert (trajectory.loss_mask.astype(bool) == sampled).all()
         assert np.isnan(trajectory.logprobs[~sampled]).all()
         assert len(trajectory.routed_experts) == len(trajectory.token_ids) - 1
-        assert turns in (None, sum(span.source == "sampled" for span in trajectory.spans))
+        turns = sum(span.source == "sampled" for span in trajectory.spans)
+        assert turns == TURNS.get(name, turns)
 
 
 async def test_a_judge_gives_points_to_every_answer(ctx: RolloutContext, router: Router) -> None:
