@@ -56,7 +56,7 @@ from slimx.preflight.memory_record import TrainerMemory
 from slimx.preflight.plan.keepings import told_parts
 from slimx.preflight.plan.link_bytes import DealtPlan, direct_link_bytes, link_bytes
 from slimx.preflight.plan.rank_map import rank_map
-from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
+from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.dealing import copies_of, deal
@@ -113,16 +113,21 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     if not split or any(problem.code in ("engines.sizes", "critic.split") for problem in problems):
         report = report.model_copy(update={"violations": tuple(map(str, problems)), "refits": not split})
         return Planned(report, None, spec, machine, tuple(problems))
-    began = time.perf_counter()
-    published = None
-    try:
-        published = publication_plan(config, spec, sizes, device)
-    except SlimxError as error:
-        problems.append(error)
-    seconds = time.perf_counter() - began
-    direct, on_gpus = None, config.publish.on_gpus(device, colocate=config.schedule.colocate)
-    if published is not None and config.publish.transport == "nixl":
-        direct = _dealt(published.plan, sizes.world, report.engines, on_gpus=on_gpus)
+    critic_own = critic if critic is not None and config.critic.placement == "own" else None
+    places = rank_map(config.rollout, config.schedule, spec, sizes, critic_own, per_node=machine.per_node, first=first)
+    published, direct, seconds = None, None, 0.0
+    on_gpus = config.publish.on_gpus(device, colocate=config.schedule.colocate)
+    # The moves of a run that no cluster has room for may exceed any memory.
+    if not broken((has_nodes,), {"machine": machine, "places": places}):
+        began = time.perf_counter()
+        try:
+            published = publication_plan(config, spec, sizes, device)
+            seconds = time.perf_counter() - began
+            if published is not None and config.publish.transport == "nixl":
+                direct = _dealt(published.plan, sizes.world, report.engines, on_gpus=on_gpus)
+        except SlimxError as error:
+            published = None
+            problems.append(error)
     figures, packed = None, 0
     packs = published and (direct.plan if direct is not None else published.plan)
     merging = merging_memory(config, spec, sizes, packs)
@@ -132,8 +137,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         if device == "cuda":
             packed = figures.publisher_bytes if on_gpus else packed_on_gpu(packs, ranks=sizes.world)
     own = None if critic is None else (facts["critic_spec"], critic)
-    known = _of_layout(config, spec, sizes, own, device, machine, figures, packed, merging, first)
-    places: RankMap = known["rank_map"]
+    known = _of_layout(config, spec, sizes, own, device, machine, figures, packed, merging)
     weighed = ("trainer_memory", "engine_memory", "phases", "host")
     placed = facts | {"places": places} | {key: known[key] for key in weighed}
     alone = all(policy.shares is not None for policy in facts["policies"].values())
@@ -147,6 +151,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     runs = device == "cuda" and not problems and not told
     update = {
         **known,
+        "rank_map": places,
         "trainer_memory": told_parts(known["trainer_memory"], facts),
         "publication": figures,
         "links": links,
@@ -181,11 +186,8 @@ def _of_layout(
     figures: PublicationFigures | None,
     packed: int,
     merging: MergingBytes,
-    first: int,
 ) -> dict[str, Any]:
-    """Fields of the report that follow from where everything stands, from GPU `first` on. `packed`: bytes of buckets on
-    a trainer's GPU."""
-    own = critic[1] if critic and config.critic.placement == "own" else None
+    """Returns the report's fields that follow from the layout. `packed`: bytes of buckets on a trainer's GPU."""
     room, leaving = merging.published + merging.exported, packed + merging.work
     trainers = trainer_memory(config, spec, sizes, device, publication=leaving, merging=room)
     critics: tuple[TrainerMemory, ...] = ()
@@ -199,7 +201,7 @@ def _of_layout(
         for group in config.rollout.policy_engines
         if not group.borrowed
     )
-    critic_own = own is not None
+    critic_own = critic is not None and config.critic.placement == "own"
     phases = phase_memory(
         machine,
         trainers + critics,
@@ -215,7 +217,6 @@ def _of_layout(
         "critic": critic[1] if critic else None,
         "critic_own": critic_own,
         "critic_largest_rank": max((record.parameters for record in critics), default=0),
-        "rank_map": rank_map(config.rollout, config.schedule, spec, sizes, own, per_node=machine.per_node, first=first),
         "trainer_memory": trainers + critics,
         "engine_memory": engines,
         "colocated": colocated_memory(machine, phases, engines),

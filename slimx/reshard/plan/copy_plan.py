@@ -25,6 +25,8 @@ from slimx.reshard.plan.precision import ITEMSIZE, Precision
 
 FORMAT = 2
 """Format of `Plan.to_bytes`."""
+MOVES = 2**22
+"""Most moves of one plan: 10 times those of any configuration in configs/moe."""
 ALIGNMENT = 64
 """Bytes: tensors start on a cache line, so that the receiver's views are aligned for every dtype."""
 
@@ -262,6 +264,13 @@ class _Compiler:
             for move in self._meet(name, rect, part.quantised):
                 found.append((holders[move.source], move, rect))
         itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
+        if len(self.rows) + len(found) * len(part.ranks) > MOVES:
+            raise SlimxError(
+                f"plan: an engine of {len(self.ends)} ranks takes more than {MOVES} moves, counted up to {part.name}; "
+                "lower rollout.engines.tensor, or raise rollout.engines.expert, which keeps experts whole",
+                code="plan.moves",
+                about=part.name,
+            )
         for rank in part.ranks:
             if rank >= len(self.ends):
                 raise SlimxError(

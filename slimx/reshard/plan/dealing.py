@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import psutil
 
 from slimx.errors import SlimxError
 from slimx.reshard.plan.copy_plan import Holders, Plan
@@ -29,6 +30,8 @@ GRAIN = 2**18
 """Bytes: no move is divided into parts that are smaller."""
 CLOSE, SWEEPS = 1e-3, 200
 """Sharing ends when a sweep over all amounts changes no link by this part of its bytes, or after so many sweeps."""
+BYTES = 160
+"""Bytes of host memory that dealing takes at its peak for each move of each engine (measured)."""
 TURN = (5**0.5 - 1) / 2
 """Part of its length by which the line of a bucket is turned against the one before: multiples of it fall evenly."""
 
@@ -72,6 +75,14 @@ def deal(plan: Plan, *, ranks: int, engines: int = 1, links: Sequence[int] = (),
             f"dealing: {len(link_of)} links are given for {ranks} trainer ranks; name one for each rank",
             code="dealing.links",
             about="links",
+        )
+    needed, free = len(plan.moved) * engines * BYTES, psutil.virtual_memory().available
+    if needed > free:
+        raise SlimxError(
+            f"dealing: {len(plan.moved)} moves to {engines} engines take {needed / 2**30:.0f} GiB of this machine's "
+            f"memory, of which {free / 2**30:.0f} are free; lower rollout.engines.count, or use a machine with more",
+            code="dealing.memory",
+            about="rollout.engines.count",
         )
     nbytes = move_bytes(plan)
     amounts = np.bincount(plan.holders.of, weights=nbytes, minlength=len(plan.holders.groups)) * engines

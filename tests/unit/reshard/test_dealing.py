@@ -216,6 +216,13 @@ def test_links_for_other_ranks_are_refused(links: tuple[int, ...]):
     assert (error.value.code, error.value.about) == ("dealing.links", "links")
 
 
+def test_more_engines_than_memory_has_room_for_are_refused_before_it_is_taken():
+    case = Layouts(2, (0, 1), 1, 1, ((4, 1, ((0, 1),), True),))
+    with pytest.raises(SlimxError) as error:
+        deal(case.plan(), ranks=2, engines=2**40)
+    assert (error.value.code, error.value.about) == ("dealing.memory", "rollout.engines.count")
+
+
 def test_a_plan_that_does_not_know_its_holders_is_refused():
     case = Layouts(2, (0, 1), 1, 1, ((4, 1, ((0, 1),), True),))
     with pytest.raises(SlimxError) as error:

@@ -21,6 +21,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
+from slimx.reshard.plan import copy_plan
 from slimx.reshard.plan.copy_plan import ALIGNMENT, Plan, compile_plan
 from slimx.reshard.plan.precision import ITEMSIZE, Precision, Quantisation
 from tests.refusals import numbers
@@ -205,6 +206,14 @@ def refusal(source: list[Part], target: list[Part], **how: Any) -> SlimxError:
 def test_a_tensor_that_the_source_lacks_is_refused_by_name():
     error = refusal([whole_part("a", 8, 6)], [whole_part("a", 8, 6), whole_part("b", 8, 6)])
     assert (error.code, error.about) == ("plan.unheld", "b")
+
+
+def test_more_moves_than_the_limit_are_refused(monkeypatch):
+    monkeypatch.setattr(copy_plan, "MOVES", 2)
+    parts = [whole_part(name, 8, 6) for name in "abc"]
+    assert len(compile_plan(parts, parts[:2], precision=BF16, bucket_bytes=HUGE).moved) == 2
+    error = refusal(parts, parts)
+    assert (error.code, error.about) == ("plan.moves", "c")
 
 
 @pytest.mark.parametrize(
