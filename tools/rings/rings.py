@@ -6,8 +6,9 @@ from tools.rings.parts import part_of, test_files
 from tools.rings.sessions import ROOT, Session, pytest_session
 
 REPORT = ("-rfEs", "--durations=20")
-WORKERS = ("--dist=loadfile", "--no-loadscope-reorder", "--numprocesses")
-"""A file's tests stay together and share its fixtures. The number of workers follows."""
+WORKERS = ("--dist=loadfile", "--no-loadscope-reorder", "--max-worker-restart=0", "--numprocesses")
+"""A file's tests stay together and share its fixtures. A worker that dies ends the session with a failed test: the one
+that took its place would get no tests and be waited for. The number of workers follows."""
 
 
 def ring_one(seed: int) -> list[Session]:

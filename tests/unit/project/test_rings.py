@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from tools.rings.execute import execute
 from tools.rings.history import UNKNOWN, age, commit
 from tools.rings.page import PART_HEAD, RUN_HEAD, last_parts, recorded, rows
 from tools.rings.results import RING_ONE, Result, read
-from tools.rings.rings import ring_one, ring_two
+from tools.rings.rings import WORKERS, ring_one, ring_two
 from tools.rings.sessions import INTERRUPTED, Outcome
 from tools.rings.summary import left_out, stale_parts
 
@@ -214,33 +215,33 @@ def test_slow(case): ...
 """
 
 
+def counted(root: Path) -> dict[str, Any]:
+    """Returns the counts of the failed session of `root`/tests on two workers."""
+    (root / "pytest.ini").write_text("[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n")
+    counts = root / "counts.json"
+    options = ["-p", "tools.rings.counting", f"--counts={counts}", *WORKERS, "2", "--rootdir", str(root)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", *options, "tests"]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=300)
+    assert done.returncode == 1, done.stdout
+    return json.loads(counts.read_text())
+
+
 def test_a_session_counts_by_file_and_what_it_deselects(tmp_path: Path) -> None:
     """By way of two workers, which get one seed: with two orders pytest-xdist would refuse to run."""
     (tmp_path / "tests").mkdir()
     for name in ("one", "two"):
         (tmp_path / "tests" / f"test_{name}.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n")
-    counts = tmp_path / "counts.json"
-    options = [
-        "-p",
-        "tools.rings.counting",
-        f"--counts={counts}",
-        "-n",
-        "2",
-        "--dist=loadfile",
-        "--no-loadscope-reorder",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), "tests"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-    )
-    assert done.returncode == 1, done.stdout
-    found = json.loads(counts.read_text())
+    found = counted(tmp_path)
     assert found["left_out"] == {"tests": 6}
     shown = {file: (row["passed"], row["failed"]) for file, row in found["files"].items()}
     assert shown == {"tests/test_one.py": (1, 1), "tests/test_two.py": (1, 1)}
+
+
+def test_a_worker_that_dies_fails_its_test_and_ends_the_session(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("import os\n\ndef test_dies(): os._exit(9)\n")
+    assert counted(tmp_path)["files"]["tests/test_one.py"]["failed"] == 1
 
 
 def test_a_seed_repeats_an_order_in_which_files_of_whole_runs_are_first(tmp_path: Path) -> None:

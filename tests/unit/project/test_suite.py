@@ -27,12 +27,18 @@ def prepared():
 def test_with_a_fixture(prepared):
     pass
 
-def test_with_a_child():
-    # The child's parent ends first.
-    line = [sys.executable, "-c", BURN.format(seconds=1.0) + "# slimx.engines.server"]
-    subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({{line!r}})"])
+def test_with_a_child(tmp_path):
+    # The child's parent ends first. The child stays until it has been looked at: a busy machine takes its time.
     import time
+    burned = tmp_path / "burned"
+    waits = f"open({{str(burned)!r}}, 'w')\\nimport os\\nwhile os.path.exists({{str(burned)!r}}): time.sleep(0.1)\\n"
+    line = [sys.executable, "-c", BURN.format(seconds=1.0) + waits + "# slimx.engines.server"]
+    subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({{line!r}})"])
+    until = time.monotonic() + 300
+    while not burned.exists() and time.monotonic() < until:
+        time.sleep(0.1)
     time.sleep(3)
+    burned.unlink()
 """
 
 
