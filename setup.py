@@ -18,7 +18,9 @@ from setuptools.command.build_ext import build_ext
 
 HEADERS = [str(path) for pattern in ("*.h", "*.cuh") for path in sorted(Path("csrc").glob(pattern))]
 WARNINGS = ("-Wall", "-Wextra")
-"""Errors only in tests/unit/project/test_cuda_build.py: other compilers warn of other things."""
+"""tests/unit/project/test_cuda_build.py refuses them, the build does not: other compilers warn of other things."""
+LOGS = Path("build/compiler")
+"""Directory of the compilers' output, a file for each library."""
 
 CPU_FLAGS = [
     *("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off"),  # no -march: the code picks its loop when it runs
@@ -43,7 +45,7 @@ CUDA_FLAGS = [
     *("-O3", "-std=c++17", "-fmad=false"),  # fused, a multiply and an add would round once instead of twice
     *("-gencode", "arch=compute_90,code=sm_90", "-gencode", "arch=compute_100,code=sm_100"),
     *("-gencode", "arch=compute_100,code=compute_100"),  # PTX, for GB300 (sm_103) and what comes after it
-    *("--threads", "0", "-cudart", "static", "-lineinfo"),
+    *("--threads", "0", "-cudart", "static", "-lineinfo", "-Xptxas", "-v"),
     *("-Xcompiler", ",".join(("-fPIC", "-fvisibility-inlines-hidden", "-ffp-contract=off", *WARNINGS))),
     *("-shared", "-Xlinker", "--exclude-libs=ALL"),
 ]
@@ -103,7 +105,11 @@ class BuildLibraries(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [*compiler, *ext.extra_compile_args, *ext.sources, "-o", str(target)]
         print(shlex.join(command), flush=True)
-        if subprocess.run(command).returncode:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, end="", flush=True)
+        LOGS.mkdir(parents=True, exist_ok=True)
+        (LOGS / f"{target.stem}.log").write_text(done.stdout)
+        if done.returncode:
             advice = (
                 " (nvcc 12.8 is the first to know sm_100; SLIMX_CUDA=0 builds without CUDA)" if ext in ON_GPUS else ""
             )

@@ -93,7 +93,12 @@ TOO_LARGE = {
     ),
     "too many tokens": ("qwen3-30b-a3b", f"trainer.max_tokens_per_microbatch={10**30}"),
 }
-SELDOM = {"an engine without room", "bf16 engines", "a small GPU for a large model"}
+SELDOM = {
+    "an engine without room",
+    "bf16 engines",
+    "a small GPU for a large model",
+    "more engines than any memory has room for",
+}
 """They take longest, and are refused where others are."""
 
 

@@ -6,7 +6,6 @@ The CUDA part where nvcc is, which CI need not have. It runs nothing: `make gpu`
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -16,6 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tools.gpu.library import up_to_date
 
 ROOT = Path(__file__).parents[3]
 PATH = f"{os.environ['PATH']}:/usr/local/cuda/bin"
@@ -36,31 +37,19 @@ nvcc_needed = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The CUDA library of weights as setup.py compiles it beside that of exact mode, and what the compiler said.
+    """Returns the CUDA library of weights and the output of the compilers of all CUDA libraries.
 
-    That takes most of a minute of both cores, so build/ keeps it for the same sources and compiler."""
-    checkout = copy_of_sources(tmp_path_factory.mktemp("checkout"))
-    setup = checkout / "setup.py"
-    strict = '"-fmad=false", "-Xptxas", "-v", "-Werror", "all-warnings", "-Xcompiler", "-Werror"'
-    setup.write_text(setup.read_text().replace('"-fmad=false"', strict))
-    kept = ROOT / "build" / "cuda-libraries" / digest(checkout)
-    if not (kept / "said.txt").exists():
-        said = build(checkout, "1", "build_ext", "--inplace")
-        shutil.rmtree(kept.parent, ignore_errors=True)  # of other sources, or of a test that was ended
-        shutil.copytree(checkout / "slimx" / "_lib", kept)
-        (kept / "said.txt").write_text(said)
-    return kept / "libslimx_cuda.so", (kept / "said.txt").read_text()
+    They are those of `make build` where these are up to date: compiling takes most of a minute of both cores."""
+    checkout = ROOT
+    if not (up_to_date(ROOT) and compiled(ROOT)):
+        checkout = copy_of_sources(tmp_path_factory.mktemp("checkout"))
+        build(checkout, "1", "build_ext", "--inplace")
+    return checkout / "slimx" / "_lib" / "libslimx_cuda.so", compiled(checkout)
 
 
-def digest(checkout: Path) -> str:
-    """A name for what the compilers read, and for themselves."""
-    whole = hashlib.sha256()
-    for file in sorted(path for path in checkout.rglob("*") if path.is_file()):
-        whole.update(f"{file.relative_to(checkout)} {file.stat().st_size}\n".encode() + file.read_bytes())
-    for compiler in ("nvcc", "g++"):
-        command = [shutil.which(compiler, path=PATH), "--version"]
-        whole.update(subprocess.run(command, capture_output=True, check=True).stdout)
-    return whole.hexdigest()[:32]
+def compiled(checkout: Path) -> str:
+    """Returns the output of the compilers of all CUDA libraries, "" if there was no build."""
+    return "".join(log.read_text() for log in sorted((checkout / "build" / "compiler").glob("*_cuda.log")))
 
 
 def copy_of_sources(folder: Path) -> Path:
@@ -103,6 +92,11 @@ def test_the_cpu_libraries_compile_without_a_warning(source: str, stage: str) ->
     command = ["g++", *flags, ROOT / "csrc" / source]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@nvcc_needed
+def test_the_cuda_libraries_compile_without_a_warning(built: tuple[Path, str]) -> None:
+    assert not [line for line in built[1].splitlines() if "warning" in line.lower()]
 
 
 @nvcc_needed
