@@ -106,7 +106,8 @@ class BuildLibraries(build_ext):
         command = [*compiler, *ext.extra_compile_args, *ext.sources, "-o", str(target)]
         print(shlex.join(command), flush=True)
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        print(done.stdout, end="", flush=True)
+        if done.returncode or "warning" in done.stdout:
+            print(done.stdout, end="", flush=True)
         LOGS.mkdir(parents=True, exist_ok=True)
         (LOGS / f"{target.stem}.log").write_text(done.stdout)
         if done.returncode:

@@ -274,6 +274,8 @@ class PlanReport(Record):
     kernels: tuple[str, ...] = ()
     """The trainers' choices of kernels with the packages of the environment that plans, one sentence each."""
     rank_map: RankMap | None = None
+    nodes_lacking: int = 0
+    """Nodes that the run needs beyond cluster.nodes."""
     trainer_memory: tuple[TrainerMemory, ...] = ()
     engine_memory: tuple[EngineMemory, ...] = ()
     colocated: ColocatedMemory | None = None
@@ -284,7 +286,7 @@ class PlanReport(Record):
     disk: DiskBytes | None = None
     batch: BatchPlan | None = None
     publication: PublicationFigures | None = None
-    """Null for a run without engines."""
+    """Null for a run without engines, and for one that lacks nodes."""
     links: tuple[LinkBytes, ...] = ()
     predicted: Predicted | None = None
     """With --predict."""
@@ -309,4 +311,5 @@ class PlanReport(Record):
     @property
     def complete(self) -> bool:
         """True if all of it could be computed: nothing but sizes of memory and machine may be refused."""
-        return self.rank_map is not None and (self.publication is not None or not self.engines)
+        published = self.publication is not None or not self.engines
+        return self.rank_map is not None and (published or self.nodes_lacking > 0)

@@ -2,7 +2,8 @@
 
     python -m pytest -p tools.rings.counting --counts=FILE ...
 
-FILE is JSON: `files` has passed, failed, skipped and seconds by file, `left_out` the number of slow tests by directory.
+FILE is JSON: `files` has passed, failed, skipped and seconds by file, where a test that did not run has failed;
+`left_out` has the number of slow tests by directory.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Counting:
         self._config, self._path = config, path
         self.files: dict[str, Counter[str]] = defaultdict(Counter)
         self.left_out: Counter[str] = Counter()
+        self._waiting: set[str] = set()
+        """Tests that have not run, by their ids."""
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
@@ -42,7 +45,15 @@ class Counting:
         if report.failed:
             self._count(report, "failed")
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._waiting.update(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._waiting.update(ids)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._waiting.discard(report.nodeid)
         if report.failed or report.skipped or report.when == "call":
             self._count(report, report.outcome)
         self.files[report.nodeid.split("::")[0]]["seconds"] += report.duration
@@ -60,4 +71,6 @@ class Counting:
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput["left_out"] = dict(self.left_out)
         else:
+            for nodeid in self._waiting:  # a worker died, and with it the session
+                self.files[nodeid.split("::")[0]]["failed"] += 1
             self._path.write_text(json.dumps({"files": self.files, "left_out": self.left_out}))

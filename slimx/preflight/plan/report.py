@@ -56,7 +56,7 @@ from slimx.preflight.memory_record import TrainerMemory
 from slimx.preflight.plan.keepings import told_parts
 from slimx.preflight.plan.link_bytes import DealtPlan, direct_link_bytes, link_bytes
 from slimx.preflight.plan.rank_map import rank_map
-from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures
+from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.dealing import copies_of, deal
@@ -113,12 +113,13 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     if not split or any(problem.code in ("engines.sizes", "critic.split") for problem in problems):
         report = report.model_copy(update={"violations": tuple(map(str, problems)), "refits": not split})
         return Planned(report, None, spec, machine, tuple(problems))
-    critic_own = critic if critic is not None and config.critic.placement == "own" else None
-    places = rank_map(config.rollout, config.schedule, spec, sizes, critic_own, per_node=machine.per_node, first=first)
+    apart = critic if critic is not None and config.critic.placement == "own" else None
+    places = rank_map(config.rollout, config.schedule, spec, sizes, apart, per_node=machine.per_node, first=first)
     published, direct, seconds = None, None, 0.0
     on_gpus = config.publish.on_gpus(device, colocate=config.schedule.colocate)
-    # The moves of a run that no cluster has room for may exceed any memory.
-    if not broken((has_nodes,), {"machine": machine, "places": places}):
+    # The moves of a run that its cluster has no room for may exceed any memory.
+    lacking = max(0, places.nodes - machine.nodes) if machine.nodes is not None else 0
+    if not lacking:
         began = time.perf_counter()
         try:
             published = publication_plan(config, spec, sizes, device)
@@ -137,7 +138,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         if device == "cuda":
             packed = figures.publisher_bytes if on_gpus else packed_on_gpu(packs, ranks=sizes.world)
     own = None if critic is None else (facts["critic_spec"], critic)
-    known = _of_layout(config, spec, sizes, own, device, machine, figures, packed, merging)
+    known = _of_layout(config, spec, sizes, own, device, machine, figures, packed, merging, places)
     weighed = ("trainer_memory", "engine_memory", "phases", "host")
     placed = facts | {"places": places} | {key: known[key] for key in weighed}
     alone = all(policy.shares is not None for policy in facts["policies"].values())
@@ -151,7 +152,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     runs = device == "cuda" and not problems and not told
     update = {
         **known,
-        "rank_map": places,
+        "nodes_lacking": lacking,
         "trainer_memory": told_parts(known["trainer_memory"], facts),
         "publication": figures,
         "links": links,
@@ -186,6 +187,7 @@ def _of_layout(
     figures: PublicationFigures | None,
     packed: int,
     merging: MergingBytes,
+    places: RankMap,
 ) -> dict[str, Any]:
     """Returns the report's fields that follow from the layout. `packed`: bytes of buckets on a trainer's GPU."""
     room, leaving = merging.published + merging.exported, packed + merging.work
@@ -201,7 +203,7 @@ def _of_layout(
         for group in config.rollout.policy_engines
         if not group.borrowed
     )
-    critic_own = critic is not None and config.critic.placement == "own"
+    critic_own = bool(places.critic)
     phases = phase_memory(
         machine,
         trainers + critics,
@@ -217,6 +219,7 @@ def _of_layout(
         "critic": critic[1] if critic else None,
         "critic_own": critic_own,
         "critic_largest_rank": max((record.parameters for record in critics), default=0),
+        "rank_map": places,
         "trainer_memory": trainers + critics,
         "engine_memory": engines,
         "colocated": colocated_memory(machine, phases, engines),

@@ -57,7 +57,8 @@ def describe(report: PlanReport) -> list[str]:
     lines += _batch(report.batch)
     lines += _memory(report)
     if (figures := report.publication) is None:
-        return [*lines, "publication none: the run has no engines"]
+        why = f"the run lacks {report.nodes_lacking} nodes" if report.engines else "the run has no engines"
+        return [*lines, f"publication none: {why}"]
     lines += _publication(figures, report.device)
     for link in report.links:
         seconds = f", predicted {link.seconds:.2f} s at the link's rate" if link.seconds is not None else ""

@@ -266,8 +266,8 @@ class _Compiler:
         itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
         if len(self.rows) + len(found) * len(part.ranks) > MOVES:
             raise SlimxError(
-                f"plan: an engine of {len(self.ends)} ranks takes more than {MOVES} moves, counted up to {part.name}; "
-                "lower rollout.engines.tensor, or raise rollout.engines.expert, which keeps experts whole",
+                f"plan: {len(self.ends)} target ranks take more than {MOVES} moves, counted up to {part.name}; keep "
+                "experts whole: raise rollout.engines.expert, or lower rollout.engines.tensor or trainer.expert_tensor",
                 code="plan.moves",
                 about=part.name,
             )

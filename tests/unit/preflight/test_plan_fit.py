@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from slimx.config import load_config
+from slimx.preflight.plan import report as report_module
 from slimx.preflight.plan.report import plan_report
 from slimx.preflight.record import PlanReport
+from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import numbers
 from tests.unit.preflight.planning_stand import H100, RUN_30B, SHALLOW, lines_of
 from tests.unit.preflight.published_models import QWEN3_30B
@@ -62,6 +64,32 @@ def test_everything_that_is_violated_is_told_at_once(plan):
     ):
         assert sum(part in line for line in told) == 1, (part, told)
     assert len(told) == 5
+
+
+@pytest.mark.parametrize(("nodes", "code"), [("1", "machine.nodes"), ("null", "dealing.memory")])
+def test_a_publication_that_would_exceed_memory_is_not_dealt(plan, monkeypatch, nodes, code):
+    compiled = []
+
+    def counted(*of):
+        compiled.append(publication_plan(*of))
+        return compiled[-1]
+
+    plan(QWEN3_30B, "algorithm.name=sft", "rollout.engines=[]")  # writes the model
+    monkeypatch.setattr(report_module, "publication_plan", counted)
+    engines = "rollout.engines=[{tensor: 4, expert: 4, count: 65536}]"
+    overrides = [RUN_30B[0], engines, RUN_30B[2], "cluster.gpu=h200", f"cluster.nodes={nodes}"]
+    planned = plan_report(load_config(plan.directory / "run.yaml", overrides))
+    codes = {problem.code for problem in planned.problems}
+    assert codes & {"machine.nodes", "dealing.memory"} == {code} and planned.published is None
+    assert len(compiled) == (code == "dealing.memory")
+
+
+def test_a_run_that_lacks_nodes_is_shown_without_its_publication(plan):
+    run = (SHALLOW, *RUN_30B, "cluster={gpu: h200, nodes: 1}")
+    code, text = plan(*run)
+    report = json.loads(plan(*run, "--json")[1].partition("\nslimx: ")[0])
+    assert code == 2 and report["nodes_lacking"] == 1 and report["publication"] is None
+    assert [len(lines_of(text, name)) for name in ("places", "memory", "publication")] == [1, 1, 1]
 
 
 def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):

@@ -238,10 +238,14 @@ def test_a_session_counts_by_file_and_what_it_deselects(tmp_path: Path) -> None:
     assert shown == {"tests/test_one.py": (1, 1), "tests/test_two.py": (1, 1)}
 
 
-def test_a_worker_that_dies_fails_its_test_and_ends_the_session(tmp_path: Path) -> None:
+def test_a_worker_that_dies_ends_the_session_and_what_did_not_run_has_failed(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_one.py").write_text("import os\n\ndef test_dies(): os._exit(9)\n")
-    assert counted(tmp_path)["files"]["tests/test_one.py"]["failed"] == 1
+    for number in range(6):
+        text = "import os\n\ndef test_dies(): os._exit(9)\n\ndef test_after(): ...\n"
+        (tmp_path / "tests" / f"test_{number}.py").write_text(text)
+    files = counted(tmp_path)["files"]
+    assert len(files) == 6 and sum(row.get("passed", 0) + row["failed"] for row in files.values()) == 12
+    assert all(row["failed"] for row in files.values())
 
 
 def test_a_seed_repeats_an_order_in_which_files_of_whole_runs_are_first(tmp_path: Path) -> None:

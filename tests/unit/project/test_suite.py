@@ -31,7 +31,8 @@ def test_with_a_child(tmp_path):
     # The child's parent ends first. The child stays until it has been looked at: a busy machine takes its time.
     import time
     burned = tmp_path / "burned"
-    waits = f"open({{str(burned)!r}}, 'w')\\nimport os\\nwhile os.path.exists({{str(burned)!r}}): time.sleep(0.1)\\n"
+    waits = f"file, begun = {{str(burned)!r}}, time.time()\\nimport os\\nopen(file, 'w')\\n"
+    waits += "while os.path.exists(file) and time.time() < begun + 300: time.sleep(0.1)\\n"
     line = [sys.executable, "-c", BURN.format(seconds=1.0) + waits + "# slimx.engines.server"]
     subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({{line!r}})"])
     until = time.monotonic() + 300

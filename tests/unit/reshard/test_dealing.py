@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -16,7 +17,7 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.dealing import LinkLoad, deal, link_load, only, share
+from slimx.reshard.plan.dealing import BYTES, LinkLoad, deal, link_load, only, share
 from slimx.reshard.plan.precision import Precision, Quantisation
 from slimx.reshard.plan.wire import move_bytes, quantised_moves, wire_bytes
 from tests.unit.reshard.packer_stand import pack_all
@@ -214,6 +215,17 @@ def test_links_for_other_ranks_are_refused(links: tuple[int, ...]):
     with pytest.raises(SlimxError) as error:
         deal(case.plan(), ranks=2, links=links)
     assert (error.value.code, error.value.about) == ("dealing.links", "links")
+
+
+def test_dealing_takes_the_memory_that_is_reckoned_with():
+    plan, engines = Layouts(2, (0, 1), 1, 1, ((4, 1, ((0, 1),), True),)).plan(), 40_000
+    tracemalloc.start()
+    try:
+        deal(plan, ranks=2, engines=engines)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * BYTES < peak / engines / len(plan.moved) <= BYTES
 
 
 def test_more_engines_than_memory_has_room_for_are_refused_before_it_is_taken():

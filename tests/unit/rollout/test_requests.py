@@ -120,9 +120,9 @@ async def test_a_request_that_an_engine_refuses_is_final_and_one_that_it_fails_i
 async def test_while_no_engine_serves_a_request_waits_and_neither_its_deadline_nor_its_retries_pass():
     outage = Outage()
     outage.begin()
-    async with client_of(LOST, GOOD, outage=outage, deadline_s=0.5, retry_s=0.1, retries=1) as (client, bodies):
+    async with client_of(LOST, GOOD, outage=outage, deadline_s=3, retry_s=0.1, retries=1) as (client, bodies):
         asking = asyncio.create_task(client.generate(GenerationRequest([1], {}, seed=1)))
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(3.3)
         assert not asking.done() and not bodies, "longer than its deadline"
         outage.end()
         await asking
@@ -132,7 +132,7 @@ async def test_while_no_engine_serves_a_request_waits_and_neither_its_deadline_n
 async def test_a_stream_that_waits_for_an_engine_has_its_deadline_left():
     outage = Outage()
     outage.begin()
-    async with client_of(NO_ENGINE, outage=outage, deadline_s=0.4) as (client, bodies):
+    async with client_of(NO_ENGINE, outage=outage, deadline_s=3) as (client, bodies):
 
         async def read() -> None:
             async with client.stream(GenerationRequest([1], {}, 1)) as stream:
@@ -140,7 +140,7 @@ async def test_a_stream_that_waits_for_an_engine_has_its_deadline_left():
                     pass
 
         reading = asyncio.create_task(read())
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(3.3)
         assert not reading.done() and not bodies
         outage.end()
         with pytest.raises(DeadlineError):
