@@ -7,7 +7,7 @@ import inspect
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import BEFORE_BEGIN, Receiver, ReceiverLost
 from tests.refusals import refused
-from tests.unit.rollout.flow_stand import run_virtually
+from tests.virtual_time import run_virtually
 
 
 def manifest(epoch: int, version: int = 7) -> Manifest:
@@ -311,11 +311,20 @@ async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(actor, 
     assert len(ports) == engine_actor.PORTS
 
 
+def sockets() -> set[str]:
+    """Returns the sockets that this process has open, by inode."""
+    found = set[str]()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one of listdir itself, and those that other threads close
+            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return {each for each in found if each.startswith("socket:")}
+
+
 @pytest.mark.parametrize(("role", "ports"), [("regular", 1), ("prefill", 2)])
 def test_an_actor_keeps_the_ports_of_its_present_server_alone(role: str, ports: int) -> None:
     """Each start takes new ones: a run of thousands of restarts would else hold all that there are."""
-    own = len(os.listdir("/proc/self/fd"))
+    before = sockets()
     actor = EngineActor({"name": "e0", "model_path": "/", "dtype": "float32", "device": "cpu", "role": role}, "", 1.0)
     specs = [actor._spec() for _ in range(5)]
-    assert len(os.listdir("/proc/self/fd")) == own + ports
+    assert len(sockets() - before) == ports
     assert len({spec.port for spec in specs} | {spec.bootstrap_port for spec in specs} - {None}) > 1

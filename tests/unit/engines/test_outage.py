@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ from slimx.engines.outage import Elsewhere, Outage
 from slimx.errors import DeadlineError
 from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.standing_clock import Clock
-from tests.unit.rollout.flow_stand import run_virtually
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
+from tests.virtual_time import virtually
 
 
 class Away(FakeEngine):
@@ -27,16 +25,6 @@ class Away(FakeEngine):
     async def generate(self, request: GenerationRequest) -> Any:
         await self.there.wait()
         return await super().generate(request)
-
-
-def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test in a time that its own waits alone move on, however busy the machine is."""
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        run_virtually(test(*arguments, **named))
-
-    return run
 
 
 @pytest.mark.parametrize("key", ["rollout_deadline", "schedule__step_deadline"])

@@ -14,7 +14,7 @@ from slimx.errors import LOST, DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import numbers, refused
 from tests.unit.engines.recovery_stand import FakeEngine, Stand, gone
-from tests.unit.rollout.flow_stand import run_virtually
+from tests.virtual_time import run_virtually
 
 
 async def test_an_engine_is_in_the_router_only_after_its_admission():

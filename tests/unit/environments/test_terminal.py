@@ -167,7 +167,7 @@ async def test_the_tools_say_what_went_wrong_and_it_is_counted(task, tmp_path, b
     assert trajectory.metadata["tool_errors"] == {"box_file": 1, "box_path": 1, "edit": 1, "bad_arguments": 1}
     trajectory, script, _ = await play(task(), base, shell("sleep 600"), tasks=str(tmp_path), box={"seconds": 1})
     assert "over the limit of time" in script.asked[1][0]
-    assert trajectory.metadata["tool_errors"] == {"limit_time": 1}
+    assert trajectory.metadata["tool_errors"]["limit_time"] == 1  # what is left may not be packed in a second either
 
 
 # Tasks that cannot begin ---------------------------------------------------------------------------------------------

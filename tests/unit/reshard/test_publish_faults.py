@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -11,12 +10,14 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import NoReceiverLeft, ReceiverLost, TransportLost
 from tests.refusals import numbers, refused
 from tests.unit.reshard.publication_stand import STEPS, TENSORS, Calls, FakeEngine, Stand, died, lost
+from tests.virtual_time import virtually
 
 
 @pytest.mark.parametrize(
     ("step", "how"),
     [(step, how) for step in STEPS for how in ("refuses", "hangs") if (step, how) != ("admit", "hangs")],
 )
+@virtually
 async def test_an_engine_that_fails_in_any_step_is_quarantined_at_once_and_the_other_gets_the_version(step, how):
     stand = Stand(step_deadline_s=0.2 if how == "hangs" else 300)
     if how == "refuses":
@@ -36,6 +37,7 @@ async def test_an_engine_that_fails_in_any_step_is_quarantined_at_once_and_the_o
     assert (await stand.publish(8)).engines.keys() == {"e0"}
 
 
+@virtually
 async def test_an_engine_that_was_started_again_meanwhile_is_left_to_the_next_publication():
     stand = Stand()
     stand.calls.slow = {"e0.stage 0"}
@@ -59,6 +61,7 @@ async def test_an_engine_that_verified_fewer_tensors_is_quarantined_and_never_se
     assert (error.code, error.about, numbers(error)) == ("publish.unverified", "e1", [3, 4, 7])
 
 
+@virtually
 async def test_a_hanging_engine_holds_the_others_for_one_step_only_and_not_at_all_once_they_copy():
     stand = Stand(step_deadline_s=0.2)
     stand.calls.hang.add("e0.load")
@@ -158,15 +161,16 @@ async def test_a_failure_of_the_trainers_ends_the_publication_and_changes_no_eng
 @pytest.mark.parametrize(
     ("step", "stage"), [("forms", "check"), ("begin 7", "begin"), ("gather 1", "gather"), ("release", "release")]
 )
+@virtually
 async def test_trainers_that_hang_are_told_by_name_and_stage(step, stage):
     stand = Stand(deadline_s=0.1)
     stand.calls.hang.add(f"trainers.{step}")
     with pytest.raises(DeadlineError) as caught:
-        async with asyncio.timeout(60):
-            await stand.publish()
+        await stand.publish()
     assert {"7", stage} <= set(caught.value.awaited.replace(",", "").split()) and "trainers" in caught.value.holder
 
 
+@virtually
 async def test_engines_are_not_blamed_for_time_that_was_spent_before_they_were_asked():
     stand = Stand(deadline_s=0.015)
     stand.calls.slow = {"e0.stage 2", "e1.stage 2"}  # answered, in more than what was left
@@ -176,6 +180,7 @@ async def test_engines_are_not_blamed_for_time_that_was_spent_before_they_were_a
     assert stand.members.out == {}
 
 
+@virtually
 async def test_no_call_to_an_engine_is_under_way_when_the_abort_comes():
     """Else it would stage a bucket after its abort."""
     stand = Stand()
@@ -186,11 +191,11 @@ async def test_no_call_to_an_engine_is_under_way_when_the_abort_comes():
     assert stand.calls.at("e1.stage 0 done") < stand.calls.at("e1.abort")
 
 
+@virtually
 async def test_engines_that_hang_in_their_abort_cannot_hold_a_failed_publication():
     stand = Stand(deadline_s=0.1)
     stand.calls.hang |= {"e0.abort", "trainers.release"}
     stand.calls.fail["trainers.gather 0"] = died("rank 3")
-    began = time.monotonic()
     with refused("part.lost", about="rank 3"):
         await stand.publish()
-    assert time.monotonic() - began < 60
+    assert asyncio.get_running_loop().time() < 1

@@ -84,7 +84,7 @@ def test_mapped_memory_holds_no_file_and_lives_as_long_as_its_tensor():
     file = MemoryFile(4096)
     held = set(os.listdir("/proc/self/fd"))
     mapped = [open_memory(file.path, 4096) for _ in range(3)]
-    assert set(os.listdir("/proc/self/fd")) == held
+    assert set(os.listdir("/proc/self/fd")) <= held
     file.bytes[5] = 7
     path = file.path
     file.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from typing import Any
 
 import numpy as np
@@ -21,31 +20,6 @@ from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext, seed_of
 
 TURN_TOKENS = 6
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer as soon as nothing else is to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0.0
-
-    def time(self) -> float:
-        return self._now
-
-    def _run_once(self) -> None:
-        while self._scheduled and self._scheduled[0].cancelled():  # no time passes for these
-            self._timer_cancelled_count -= 1
-            heapq.heappop(self._scheduled)._scheduled = False
-        if not self._ready and self._scheduled:
-            self._now = max(self._now, self._scheduled[0].when())
-        super()._run_once()
-
-
-def run_virtually(work: Any) -> Any:
-    """The result of a coroutine; what it would wait for in real time takes none."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(work)
 
 
 class Engine:

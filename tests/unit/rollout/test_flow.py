@@ -24,8 +24,9 @@ from slimx.rollout.flow.progress import key_of
 from slimx.rollout.flow.tickets import Dropped
 from slimx.rollout.hooks import seed_of
 from tests.refusals import numbers, refused
-from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, expected_tokens, kept, run_virtually
+from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, expected_tokens, kept
 from tests.unit.rollout.rollout_stand import config_of
+from tests.virtual_time import run_virtually
 
 STEPS, SIZE = 7, 4
 PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7]) for n in range(23)]

@@ -15,8 +15,9 @@ from slimx.data.saved.codec import decode, encode
 from slimx.rollout.flow.manager import TOO_OLD
 from slimx.rollout.flow.tickets import Dropped, SavedTicket
 from tests.refusals import refused
-from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, kept, run_virtually
+from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, kept
 from tests.unit.rollout.rollout_stand import config_of
+from tests.virtual_time import run_virtually
 
 SIZE = 4
 PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7], metadata={"level": n % 3}) for n in range(60)]

@@ -22,9 +22,9 @@ from slimx.rollout.hooks import RolloutContext, RolloutEngine
 from slimx.runtime.tasks import cancelled
 from tests.refusals import refused
 from tests.unit.environments.calls import calling
-from tests.unit.rollout.flow_stand import run_virtually
 from tests.unit.rollout.proxy_stand import encode, tokenizer
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
+from tests.virtual_time import run_virtually
 
 COUNT = 200
 """Rollouts that wait."""
