@@ -37,7 +37,7 @@ from tests.unit.environments.tool_stand import context
 
 pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm", "tar")
 
-LEASE_S = 2.0
+LEASE_S = 8.0
 WORDS = ("--memory-mib", "128", "--disk-mib", "8", "--seconds", "60", "--boxes", "2", "--uploads-mib", "1")
 
 

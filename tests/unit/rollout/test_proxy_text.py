@@ -105,7 +105,7 @@ async def test_a_program_that_writes_without_end_is_ended_and_leaves_nothing_in_
     monkeypatch.setattr(agent_process, "MAX_WRITTEN", 1 << 20)
     for script in ("yes", "yes >&2"):
         with refused("agent.output"):
-            await asyncio.wait_for(run_command(["bash", "-c", script], "http://base/v1", PROMPT), 60)
+            await asyncio.wait_for(run_command(["bash", "-c", script], "http://base/v1", PROMPT), 600)
     assert not list(tmp_path.iterdir())
 
 
