@@ -11,16 +11,15 @@ import pytest
 
 from slimx.adapters.transformers import import_transformers
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, write_checkpoint
-from tests.unit.reshard.cuda_stand import EMULATOR, build_emulator
-from tests.workers import made_once
+from tests.unit.reshard.cuda_stand import emulator
 
 import_transformers()  # which saves a second of each process that collects tests
 
 
 @pytest.fixture(scope="session")
-def emulator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def emulator_library() -> Path:
     """The kernels of csrc/ on emulated threads, behind the CUDA library's interface."""
-    return made_once(tmp_path_factory, "emulator", build_emulator) / EMULATOR
+    return emulator()
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,34 +19,17 @@ from slimx.numerics.exact.forward import kernel_cuda, reference
 from slimx.numerics.exact.forward.reference import Gathered
 from tests.exact_batches import check_attention, check_rows
 from tests.refusals import refused
+from tests.unit.emulation import CSRC, PATIENT, library
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
 
-CSRC = Path(__file__).parents[3] / "csrc"
 EMULATION = Path(__file__).with_name("exact_emulation")
-THREADS = Path(__file__).parents[1] / "emulated_threads.h"
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture(scope="module")
-def emulator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exact_emulator")
-    own = (*EMULATION.iterdir(), THREADS)
-    for source in (*CSRC.glob("exact*"), CSRC / "arithmetic.h", CSRC / "intrinsics.h", *own):
-        shutil.copy(source, folder)
-    flags = [
-        "-O1",
-        "-std=c++20",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-ffp-contract=off",
-        "-U_FORTIFY_SOURCE",  # its longjmp, which Ubuntu's compiler takes by default, leaves no stack for another
-    ]
-    command = ["g++", *flags, "-shared", "-fPIC", "-x", "c++", "exact.cu", "-o", "emulator.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder / "emulator.so"
+def emulator_library() -> Path:
+    sources = (*CSRC.glob("exact*"), CSRC / "arithmetic.h", CSRC / "intrinsics.h", *EMULATION.iterdir())
+    return library(CSRC / "exact.cu", sources, "-O1", "-std=c++20", PATIENT)
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,26 +12,18 @@ import torch
 
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.transports import device
+from tests.unit.emulation import CSRC, PATIENT, library
 
-CSRC = Path(__file__).parents[3] / "csrc"
 EMULATION = Path(__file__).with_name("cuda_emulation")
-THREADS = Path(__file__).parents[1] / "emulated_threads.h"
-EMULATOR = "emulator.so"
 DEVICE = torch.device("cpu")
 """The device of torch in whose memory tensors of the emulated device lie."""
 
 
-def build_emulator(folder: Path) -> None:
-    """Compile the kernels of csrc/*.cuh with the emulated device.cuh in place of theirs: `folder`/EMULATOR."""
-    folder.mkdir()
-    for source in (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), *EMULATION.iterdir(), THREADS):
-        shutil.copy(source, folder)
-    flags = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]
-    flags += ["-U_FORTIFY_SOURCE"]  # its longjmp, which Ubuntu's compiler takes by default, leaves no stack for another
-    checks = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-static-libubsan"]
-    command = ["g++", *flags, *checks, "-shared", "-fPIC", "emulator.cpp", "-o", EMULATOR]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def emulator() -> Path:
+    """Returns the library of the kernels of csrc/*.cuh, with the emulated device.cuh in place of theirs."""
+    sources = (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), *EMULATION.iterdir())
+    checks = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-static-libubsan")
+    return library(EMULATION / "emulator.cpp", sources, "-O2", "-std=c++17", PATIENT, *checks)
 
 
 def use_emulator(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:

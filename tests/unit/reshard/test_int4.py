@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +14,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from slimx.models.files.int4 import GROUP, dequantise
 from slimx.reshard.kernels import int4
 from tests.refusals import refused
-from tests.unit.reshard.cuda_stand import CSRC, EMULATION, THREADS
+from tests.unit.emulation import CSRC, library
+from tests.unit.reshard.cuda_stand import EMULATION
 
 EPSILON = 2.0**-7
 SCHEME = QuantizationScheme(
@@ -137,11 +136,11 @@ def test_another_dtype_is_refused() -> None:
         int4.quantise(torch.zeros(4, 32, dtype=torch.float16))
 
 
-def test_the_kernel_for_gpus_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_for_gpus_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix()
     expected, narrow = int4.quantise(weight), weight.clone()
     int4.round_(narrow)
-    emulate(tmp_path, monkeypatch)
+    emulate(monkeypatch)
     for dtype in (torch.bfloat16, torch.float32):
         given = weight.to(dtype)
         codes, scales, finite = int4.quantise(given)
@@ -152,18 +151,14 @@ def test_the_kernel_for_gpus_gives_the_same_bytes(tmp_path: Path, monkeypatch: p
     assert int4.quantise(weight)[2] is False
 
 
-def emulate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel's own source, its threads one after another, round what lies in the host's memory."""
-    for source in (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), EMULATION / "device.cuh", THREADS):
-        shutil.copy(source, folder)
-    (folder / "int4.cpp").write_text(EMULATOR)
-    flags = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]
-    command = ["g++", *flags, "-shared", "-fPIC", "int4.cpp", "-o", "int4.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    library = int4._cuda(folder / "int4.so")
+    sources = (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), EMULATION / "device.cuh")
+    emulated = int4._cuda(
+        library(Path(__file__).with_name("int4_emulation") / "int4.cpp", sources, "-O2", "-std=c++17")
+    )
     monkeypatch.setattr(int4, "_cpu", lambda: pytest.fail("the CPU's kernel was asked"))
-    monkeypatch.setattr(int4, "_cuda", lambda path: library)
+    monkeypatch.setattr(int4, "_cuda", lambda path: emulated)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     run = int4._run
@@ -175,21 +170,3 @@ def emulate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **how: zeros(*size, **how))
     monkeypatch.setattr(int4, "_run", on_device)
-
-
-EMULATOR = """
-#include "int4.cuh"
-#include "int4_interface.cuh"
-int slimx_int4_cuda_abi(void) { return SLIMX_INT4_ABI; }
-const char* slimx_int4_cuda_error_string(int) { return "an error"; }
-template <class T>
-void run(const SlimxInt4& matrix, uint32_t* flags) {
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < slimx::kThreads; ++threadIdx.x) slimx::int4_round<T>(matrix, flags);
-}
-int slimx_int4_cuda(const SlimxInt4* matrix, uint32_t* flags, void*) {
-  gridDim.x = 3;  // threads take several groups each
-  matrix->item == 2 ? run<uint16_t>(*matrix, flags) : run<uint32_t>(*matrix, flags);
-  return 0;
-}
-"""
