@@ -34,6 +34,7 @@ pytest.register_assert_rewrite("tests.unit", "tests.integration")  # stands asse
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(program, ...): programs without which the test cannot run")
     stacks.install()
+    gc.disable()  # until all is imported: it would look again and again at what stays
 
 
 def pytest_unconfigure() -> None:
@@ -64,6 +65,7 @@ def pytest_collection_finish() -> None:
         pytest.exit("a test module has called slimx.adapters.megatron.cpu.install(); give it a process of its own", 3)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -25,7 +25,6 @@ CHEAP = {
 }
 """Run in forks of one process, which has imported torch."""
 APART = {
-    "balance": "--rounds 2 --rows 4 --layouts DP2 --sigmas 1 --draws 1",
     "convert": "--gb 0.1 --rounds 1 --only hf-to-megatron",
     "loop": "--pairs 2 --prompts 8",
     "numerics_server": "--size tiny --tokens 2 --batches 1",
@@ -33,7 +32,6 @@ APART = {
     "publish": "--rounds 3 --experts 2",
     "publish_dealing": "--cases 1",
     "publish_direct": "--mbit 200 --rounds 1 --layers 1 --hosts 1x1",
-    "recovery": "--hidden 64 --layers 2",
     "rollout": "--only buffer --trajectories 64 --groups 2",
     "rollout_waiting": "--only memory deadlines --sides hook --counts 8 --count 8 --prompt 32",
     "start": "--pairs 1 --model {model} --task {task}",
@@ -45,9 +43,10 @@ SLOW = {
     "balance": "--rounds 2",
     "convert": "--gb 0.1 --rounds 1",
     "publish": "--rounds 3",
+    "recovery": "--hidden 64 --layers 2",
     "rollout": "--only generation skew --pairs 2 --rounds 2 --steps 2",
 }
-"""Parts that take longer."""
+"""Benchmarks, and parts of them, that take longer."""
 ELSEWHERE = {"start_trl": "TRL is in no lock"}
 """Benchmarks that no test can run, each with the reason."""
 REFUSED = {
