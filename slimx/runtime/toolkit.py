@@ -83,11 +83,20 @@ def _driver(environment: Mapping[str, str]) -> Path | None:
     return next((path for folder in folders if (path := Path(folder, "libcuda.so.1")).exists()), None)
 
 
-def set_cuda_home(environment: MutableMapping[str, str], packages: Path | None = None) -> None:
-    """Set CUDA_HOME where nothing else tells it: DeepGEMM and DeepEP fail an assertion while they are imported if they
-    find no toolkit, and neither looks for the wheel."""
+def set_build_tools(
+    environment: MutableMapping[str, str], packages: Path | None = None, programs: Path | None = None
+) -> None:
+    """Set CUDA_HOME, and PATH for ninja, where nothing else names them, from the wheels of this Python: in `packages`
+    (its site-packages) and `programs` (its directory of programs).
+
+    DeepGEMM and DeepEP fail an assertion while they are imported if they find no toolkit. Torch and flashinfer start
+    ninja by its name, which an environment that is not activated lacks."""
     if (home := cuda_home(environment, packages)) is not None:
         environment.setdefault("CUDA_HOME", str(home))
+    programs = programs or Path(sysconfig.get_path("scripts"))
+    path = environment.get("PATH", "")
+    if shutil.which("ninja", path=path) is None and (programs / "ninja").exists():
+        environment["PATH"] = os.pathsep.join(filter(None, (path, str(programs))))
 
 
 def link_error(home: Path, *, driver: bool) -> str | None:

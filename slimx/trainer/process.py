@@ -8,7 +8,7 @@ import sys
 from slimx.runtime.allocator import set_expandable_segments, set_pinned_sizes
 from slimx.runtime.children import clean_environment
 from slimx.runtime.nvshmem import NVSHMEM
-from slimx.runtime.toolkit import set_cuda_home
+from slimx.runtime.toolkit import set_build_tools
 
 
 def prepare_process(
@@ -35,7 +35,7 @@ def prepare_process(
     set_expandable_segments(os.environ)
     if not waiting:
         set_pinned_sizes(os.environ)
-    set_cuda_home(os.environ)
+    set_build_tools(os.environ)
     if fp8:
         # Transformer Engine reads it on import: scales of 128-wide blocks are fp32, as publications write them, and not
         # powers of two.

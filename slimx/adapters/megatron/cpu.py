@@ -38,7 +38,7 @@ def install_megatron() -> list[str]:
     """Entries inside megatron.core itself; call after `install()`, before a model is built."""
     if torch.cuda.is_available():
         return []
-    entries = (_yarn_device, _token_dispatcher)
+    entries = (_yarn_device, _token_dispatcher, _shared_storage)
     for entry in entries:
         entry()
     return [entry.__name__.strip("_") for entry in entries]
@@ -179,3 +179,16 @@ def _token_dispatcher() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _shared_storage() -> None:
+    """A recomputed output is copied into the storage of the first one (`CheckpointWithoutOutput`): upstream compiles a
+    C++ extension in the first backward pass so that they share it, which needs ninja and 20 seconds."""
+    from megatron.core.tensor_parallel import random
+
+    def share(to: torch.Tensor, of: torch.Tensor) -> None:
+        target, source = to.untyped_storage(), of.untyped_storage()
+        target.resize_(source.nbytes())
+        target.copy_(source)
+
+    random._get_share_storage = lambda: share

@@ -19,7 +19,7 @@ from slimx.engines.server.keys import Keys
 from slimx.runtime.allocator import drop_expandable_segments
 from slimx.runtime.children import search_working_directory
 from slimx.runtime.process import end_with_parent
-from slimx.runtime.toolkit import set_cuda_home
+from slimx.runtime.toolkit import set_build_tools
 
 CPU_VARIABLES = {
     # SGLang's own: its modules ask for the device while they are imported, before arguments are parsed.
@@ -45,7 +45,7 @@ def prepare(arguments: list[str]) -> None:
     if ("--device", "cpu") in zip(arguments, arguments[1:], strict=False) or "--device=cpu" in arguments:
         os.environ.update(CPU_VARIABLES)
     else:
-        set_cuda_home(os.environ)
+        set_build_tools(os.environ)
 
 
 def prepare_imports() -> None:

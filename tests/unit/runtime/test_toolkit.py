@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slimx.runtime import toolkit
-from slimx.runtime.toolkit import WHEEL, cuda_home, link_error, set_cuda_home
+from slimx.runtime.toolkit import WHEEL, cuda_home, link_error, set_build_tools
 from tests.needed import missing
 from tests.refusals import refused
 
@@ -68,14 +68,35 @@ def test_the_variable_is_set_where_the_wheel_is_the_only_one(tmp_path: Path, mon
     monkeypatch.setattr(toolkit, "USUAL", tmp_path / "usual")
     bare = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment = dict(bare)
-    set_cuda_home(environment, tmp_path)
+    set_build_tools(environment, tmp_path)
     assert environment == bare
     wheels_in(tmp_path)
-    set_cuda_home(environment, tmp_path)
+    set_build_tools(environment, tmp_path)
     assert environment["CUDA_HOME"] == str(cuda_home(bare, tmp_path))
     environment["CUDA_HOME"] = "/named"
-    set_cuda_home(environment, tmp_path)
+    set_build_tools(environment, tmp_path)
     assert environment["CUDA_HOME"] == "/named"
+
+
+def test_ninja_is_found_in_an_environment_that_is_not_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolkit, "USUAL", tmp_path / "usual")
+    programs, system = tmp_path / "environment", tmp_path / "system"
+    for place in (programs, system):
+        place.mkdir()
+
+    def path(before: str) -> str:
+        environment = {"PATH": before}
+        set_build_tools(environment, tmp_path, programs)
+        return environment["PATH"]
+
+    assert path(str(system)) == str(system), "there is none"
+    (programs / "ninja").touch(mode=0o755)
+    assert path(str(system)) == f"{system}{os.pathsep}{programs}"
+    assert path("") == str(programs)
+    (system / "ninja").touch(mode=0o755)
+    assert path(str(system)) == str(system)
 
 
 def test_wheels_get_the_layout_and_the_names_of_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
