@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
+from slimx.runtime.asyncio_processes import ended
 from slimx.runtime.children import bypass_proxies
 from slimx.runtime.logs import how_ended
 from slimx.runtime.process import guarded_argv, kill_descendants
@@ -22,7 +23,7 @@ MAX_OUTPUT = 20_000
 MAX_WRITTEN = 64 << 20
 """Bytes that a program may write to standard output, and to standard error."""
 GRACE_S = 2.0
-"""Seconds that a program gets to end when its rollout is over."""
+"""Seconds that a program gets to end when its rollout is over, and again after SIGKILL."""
 ALLOWED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TERM"),
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
@@ -106,12 +107,12 @@ async def _end(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
         return
     process = starting.result()
     if process.returncode is None:
-        with contextlib.suppress(TimeoutError, ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-            await asyncio.wait_for(process.wait(), GRACE_S)
+        await ended(process, GRACE_S)
     if process.returncode is None:
         with contextlib.suppress(SlimxError):
             await in_thread(kill_descendants, process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    await ended(process, GRACE_S)

@@ -11,6 +11,7 @@ from typing import Any
 
 from slimx.environments.hubs.mcp_bounds import Stderr
 from slimx.runtime.answers import MAX_ANSWER
+from slimx.runtime.asyncio_processes import ended
 
 END_S = 2.0
 """Seconds that a server has to leave, and again after SIGTERM and SIGKILL."""
@@ -92,8 +93,5 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         if signum is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signum)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                while process.returncode is None:  # `wait` also waits for those that have its pipes
-                    await asyncio.sleep(0.01)
-                return
+        if await ended(process, END_S):
+            return

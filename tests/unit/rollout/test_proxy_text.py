@@ -109,6 +109,16 @@ async def test_a_program_that_writes_without_end_is_ended_and_leaves_nothing_in_
     assert not list(tmp_path.iterdir())
 
 
+async def test_a_program_that_fills_its_pipe_and_ignores_the_end_of_its_rollout_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(agent_process, "MAX_WRITTEN", 1 << 20)
+    monkeypatch.setattr(agent_process, "GRACE_S", 0.05)
+    monkeypatch.setattr(agent_process, "guarded_argv", list)  # the guard would leave at SIGTERM
+    with refused("agent.output"):
+        await asyncio.wait_for(run_command(["bash", "-c", "trap '' TERM; exec yes"], "http://base/v1", PROMPT), 600)
+
+
 async def test_a_program_has_no_variables_of_the_run_but_those_that_it_was_given(monkeypatch: pytest.MonkeyPatch):
     for name in ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY", "GIVEN"):
         monkeypatch.setenv(name, "secret")
