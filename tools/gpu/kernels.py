@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from slimx.runtime.toolkit import set_cuda_home
+from slimx.runtime.toolkit import set_build_tools
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-kernels"
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="kernels at once [the machine's CPUs]")
     options = parser.parse_args()
     os.environ["SGLANG_JIT_CACHE_DIR"] = str(options.out.resolve())  # SGLang's setting
-    set_cuda_home(os.environ)
+    set_build_tools(os.environ)
     import torch
 
     from slimx.adapters.sglang.absent import install
