@@ -18,12 +18,12 @@ from slimx.rewards.shared.notation import DELIMITED, depth, expression, last_box
 from slimx.rewards.shared.verification import in_time, parse, verify
 
 SECONDS = 5
-"""For parsing a response, and again for comparing it."""
+"""CPU seconds for parsing a response, and again for comparing it."""
 DEEPEST = 100
 """Brackets inside one another that a response may have: at thousands the grammar computes for minutes."""
 ANSWER_SECONDS = 60
-"""For parsing a prompt's answer: the first one of a process waits for the library's grammar, and on a busy machine
-longer than a response may. An answer that is not read in time would refuse its prompt."""
+"""CPU seconds for parsing a prompt's answer: the first one of a process waits for the library's grammar, longer than a
+response may. An answer that is not read in time would refuse its prompt."""
 
 
 @needs_process

@@ -1,5 +1,5 @@
-"""math-verify's two functions with a bound of time that holds, and without its warnings: one for each response that is
-not read in time, all of it."""
+"""math-verify's two functions with a bound of CPU time that holds, and without its warnings: one for each response that
+is not read in time, all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from math_verify.errors import TimeoutException
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 AGAIN_S = 1.0
-"""Seconds between alarms after the first one."""
+"""CPU seconds between alarms after the first one."""
 
 
 def parse(text: str, *, seconds: float | None) -> list[Any]:
@@ -29,10 +29,11 @@ def verify(gold: Sequence[Any], found: Sequence[Any], *, seconds: float | None) 
 
 
 def in_time[T](compute: Callable[[], T], seconds: float | None) -> T | None:
-    """Returns the result of `compute`, or None if it takes longer or recurses too deep; in the main thread only, except
-    without a bound (None).
+    """Returns the result of `compute`, or None if it takes more CPU seconds of this process or recurses too deep.
 
-    The alarm repeats, unlike the library's own: Python drops an exception that strikes in a finaliser.
+    In the main thread only, except without a bound (None). Not seconds of the clock: on a busy machine a right response
+    would earn nothing. The alarm repeats, unlike the library's own: Python drops an exception that strikes in a
+    finaliser.
     """
     if seconds is None:
         return compute()
@@ -40,15 +41,15 @@ def in_time[T](compute: Callable[[], T], seconds: float | None) -> T | None:
     def expire(signum: int, frame: FrameType | None) -> NoReturn:
         raise TimeoutException
 
-    before = signal.signal(signal.SIGALRM, expire)
+    before = signal.signal(signal.SIGPROF, expire)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+        signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_S)
         try:
             return compute()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
     except (TimeoutException, RecursionError):
         return None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have struck before the same call above
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)  # the alarm may have struck before the same call above
+        signal.signal(signal.SIGPROF, before)

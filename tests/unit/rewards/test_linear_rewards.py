@@ -108,9 +108,9 @@ def seconds(parser: Callable[[str], object], written: str) -> float:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_four_times_the_text_takes_less_than_eight_times_the_time(parser):
     for shape in SHAPES:
-        long = seconds(PARSERS[parser], text(shape, 4 * SMALL))
-        if long > NOISE_S:
-            short = max(seconds(PARSERS[parser], text(shape, SMALL)), NOISE_S / 8)
-            if long >= 8 * short:  # once more: a busy machine lengthens times
-                long = seconds(PARSERS[parser], text(shape, 4 * SMALL))
-            assert long < 8 * short, shape
+        for _ in range(4):  # a busy machine lengthens times, of the one or of the other
+            long = seconds(PARSERS[parser], text(shape, 4 * SMALL))
+            if long <= NOISE_S or long < 8 * max(seconds(PARSERS[parser], text(shape, SMALL)), NOISE_S / 8):
+                break
+        else:
+            pytest.fail(shape)
