@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from slimx.rewards.choice import chosen
 from slimx.rewards.f1 import words
 from slimx.rewards.math import _stated
 from slimx.rewards.shared.notation import depth, expression, last_boxes, latex
+from tests.unit.proportion import grows
 
 PARSERS: dict[str, Callable[[str], object]] = {
     "boxes": lambda text: last_boxes(text, boxes(text)),
@@ -108,9 +110,5 @@ def seconds(parser: Callable[[str], object], written: str) -> float:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_four_times_the_text_takes_less_than_eight_times_the_time(parser):
     for shape in SHAPES:
-        for _ in range(4):  # a busy machine lengthens times, of the one or of the other
-            long = seconds(PARSERS[parser], text(shape, 4 * SMALL))
-            if long <= NOISE_S or long < 8 * max(seconds(PARSERS[parser], text(shape, SMALL)), NOISE_S / 8):
-                break
-        else:
-            pytest.fail(shape)
+        short, long = (partial(seconds, PARSERS[parser], text(shape, size)) for size in (SMALL, 4 * SMALL))
+        assert not grows(short, long, 8, NOISE_S / 8), shape

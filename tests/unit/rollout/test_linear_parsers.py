@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +21,7 @@ from slimx.environments.hubs.views import Words, answered
 from slimx.rollout.proxy.answer import AnswerReader, Pieces, cut, split, spoken
 from slimx.rollout.proxy.request import ChatRequest
 from slimx.rollout.proxy.tool_calls import ATTEMPT, WRITTEN_IDS, find_parser, gpt_oss, hermes
+from tests.unit.proportion import grows
 from tests.unit.rollout.test_proxy_text import bytewise
 
 GROWTH = 8
@@ -154,7 +157,7 @@ def seconds(function: Callable[[str], Any], shape: Shape, length: int) -> float:
     text = begins + unit * ((length - len(begins) - len(ends)) // len(unit)) + ends
     began = time.thread_time()
     function(text)
-    return max(time.thread_time() - began, FLOOR_S)
+    return time.thread_time() - began
 
 
 @pytest.mark.usefixtures("no_collection")
@@ -162,13 +165,9 @@ def seconds(function: Callable[[str], Any], shape: Shape, length: int) -> float:
 @pytest.mark.parametrize("longest", [SHORT, pytest.param(LENGTHS[-1], marks=pytest.mark.slow("a million characters"))])
 def test_readers_of_sampled_text_take_time_in_proportion_to_its_length(reader, longest):
     for shape in dict.fromkeys(reader.shapes):
-        before = seconds(reader.function, shape, LENGTHS[0])
-        for length in (each for each in LENGTHS[1:] if each <= min(longest, reader.longest)):
-            now = seconds(reader.function, shape, length)
-            if now >= GROWTH * before:  # once more: a busy machine lengthens times
-                now = min(now, seconds(reader.function, shape, length))
-            assert now < GROWTH * before, (shape, length, before, now)
-            before = now
+        for shorter, length in pairwise(each for each in LENGTHS if each <= min(longest, reader.longest)):
+            short, long = (partial(seconds, reader.function, shape, each) for each in (shorter, length))
+            assert not grows(short, long, GROWTH, FLOOR_S), (shape, length)
 
 
 @pytest.mark.parametrize("parse", [hermes, gpt_oss, Fields(None).action])
