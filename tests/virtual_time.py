@@ -1,4 +1,4 @@
-"""Tests whose waits and deadlines take no real time: nothing in them depends on how busy the machine is.
+"""Runs tests whose waits and deadlines take no real time, so that they do not depend on the load of the machine.
 
 For fakes of one process: the clock also jumps past work of another thread or process that it could wait for.
 """
@@ -32,13 +32,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(work: Any) -> Any:
-    """The result of a coroutine; what it would wait for in real time takes none."""
+    """Returns the result of a coroutine, whose waits take no real time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
 
 
 def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test in a time that its own waits alone move on, however busy the machine is."""
+    """Runs a test on a clock that its waits alone move, however loaded the machine is."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
