@@ -1,0 +1,100 @@
+"""The size of slimx is measured, and bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grimp
+import pytest
+
+from tools import house
+
+TEXT = '''"""A module."""
+
+from a.first import B, C
+import d
+
+NUMBER: int = 3
+"""Three, or "drei" – with an é."""
+
+class Big:
+    """A class."""
+
+    def __init__(self, x, /, y, *, z=(1,
+        2)):
+        import e; self.x = x  # why
+        é = "é"; "text"
+
+
+def _hidden(): return B
+'''
+TOKENS = [
+    *("NUMBER", ":", "int", "=", "3"),
+    *("class", "Big", ":"),
+    *("def", "__init__", "(", "self", ",", "x", ",", "/", ",", "y", ",", "*", ",", "z", "="),
+    *("(", "1", ",", "2", ")", ")", ":"),
+    *(";", "self", ".", "x", "=", "x"),
+    *("é", "=", '"é"', ";"),
+    *("def", "_hidden", "(", ")", ":", "return", "B"),
+]
+
+
+def test_imports_docstrings_comments_and_layout_are_not_counted() -> None:
+    module = house.measure("a.second", "a", TEXT)
+    assert [token.string for token in house.code_tokens(TEXT, house.ast.parse(TEXT))] == TOKENS
+    assert (module.lines, module.code_lines, module.tokens) == (18, 7, len(TOKENS))
+    assert module.imported == {("a.first", "B"), ("a.first", "C")}
+    assert module.public == {"NUMBER", "Big"}
+    assert module.constructors == {"Big": 3}
+
+
+@pytest.fixture
+def graph() -> grimp.ImportGraph:
+    graph = grimp.ImportGraph()
+    for importer, imported in (
+        ("slimx.a.b", "slimx.c"),
+        ("slimx.c", "slimx.a.b"),
+        ("slimx.c", "slimx.d.e"),
+        ("slimx.f", "slimx.a.b"),
+        ("slimx.d", "slimx.extras.x"),
+    ):
+        graph.add_import(importer=importer, imported=imported)
+    return graph
+
+
+def test_the_closure_has_the_packages_around_modules(graph: grimp.ImportGraph) -> None:
+    for package in ("slimx", "slimx.a", "slimx.extras"):
+        graph.add_module(package)
+    assert house.closure(graph, ["slimx.a.b"]) == {
+        *("slimx", "slimx.a", "slimx.a.b", "slimx.c", "slimx.d", "slimx.d.e", "slimx.extras", "slimx.extras.x")
+    }
+    with pytest.raises(KeyError):
+        house.closure(graph, ["slimx.gone"])
+
+
+def test_names_are_counted_by_their_importers() -> None:
+    texts = {"p.a": "X = 1\ndef y(): ...\nclass Z: ...", "p.b": "from p.a import X, y", "p.c": "from p.a import y"}
+    modules = [house.measure(name, "p", text) for name, text in texts.items()]
+    assert house.names_with_one_importer(modules) == (1, 2)
+
+
+def test_large_files_folders_and_constructors_are_named() -> None:
+    parameters = ", ".join(f"x{index}" for index in range(house.PARAMETERS + 1))
+    text = f"class A:\n  def __init__(self, {parameters}): ..."
+    modules = [
+        house.measure("p.long", "p", "\n" * (house.FILE_LINES + 1)),
+        *(house.measure(f"p.q.m{index}", "p.q", "") for index in range(house.ROOM_FILES + 1)),
+        *(house.measure(f"{room}.m{index}", room, "") for room in house.LARGE_ROOMS for index in range(99)),
+        house.measure("p.many", "p", text),
+    ]
+    named = [line.partition(":")[0] for line in house.too_large(modules)]
+    assert named == ["p.long", "p.q", "p.many.A"]
+
+
+def test_slimx_stays_within_its_bounds() -> None:
+    modules = house.modules_of(Path(house.ROOT, "slimx"))
+    found = house.figures(modules, grimp.build_graph("slimx", exclude_type_checking_imports=True, cache_dir=None))
+    assert house.passed_bounds(found) == []
+    assert house.passed_bounds({name: bound + 1 for name, bound in house.BOUNDS.items()}) != []
+    assert found["tokens"] > found["core tokens"] // 2 > 0 and found["files"] == len(modules)
+    assert found["public names with one importer"] < found["public names with an importer"]
