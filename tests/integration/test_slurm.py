@@ -93,7 +93,8 @@ def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_t
     # Two steps and half a batch: where the signal finds it.
     config = recording_config(directory, tiny_model, task_of_sums, hold=2 * ROWS + ROWS // 2)
     job = Job(slurm, directory, "--nodes=2", str(config), "publish.transport=nixl")
-    job.until(lambda: completed_steps(directory / "run") >= 2)
+    job.until(lambda: completed_steps(directory / "run") >= 2 or slurm.state(job.number) == "FAILED")
+    assert slurm.state(job.number) == "RUNNING", job.text()
     urgent = slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
     job.until(lambda: slurm.state(urgent) == "COMPLETED")
     (directory / "go").touch()

@@ -215,10 +215,10 @@ def devices_at(host: str) -> list[str]:
     """Network devices that transfers of a machine whose address is `host` use; none: all, RDMA among them."""
     if not is_loopback(host) and RDMA.is_dir() and any(RDMA.iterdir()):
         return []
-    for device, addresses in psutil.net_if_addrs().items():
-        if any(
-            a.family in (socket.AF_INET, socket.AF_INET6) and a.address.partition("%")[0] == host for a in addresses
-        ):
+    for device, rows in psutil.net_if_addrs().items():
+        addresses = [row.address.partition("%")[0] for row in rows if row.family in (socket.AF_INET, socket.AF_INET6)]
+        # Loopback's interface has all of 127.0.0.0/8 and is listed with one address.
+        if host in addresses or (is_loopback(host) and any(map(is_loopback, addresses))):
             return [device]
     raise SlimxError(
         f"no network interface of {socket.gethostname()} has the address {host}", code="direct.interface", about=host

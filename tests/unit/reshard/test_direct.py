@@ -208,6 +208,6 @@ def test_metadata_of_no_agent_are_refused() -> None:
 
 
 def test_transfers_on_loopback_use_its_device_alone() -> None:
-    assert devices_at(HOST) == ["lo"]
+    assert devices_at(HOST) == devices_at("127.0.1.1") == devices_at("::1") == ["lo"]
     with refused("direct.interface", about="198.51.100.7"):
         devices_at("198.51.100.7")
