@@ -43,8 +43,9 @@ A phase "write" begins with the first file of a version that rank 0 publishes by
 class Struck:
     """A run that goes on, and what is done to it."""
 
-    def __init__(self, config: Path):
-        self.process, self.directory = TrainProcess(config), config.parent / "run"
+    def __init__(self, config: Path, *, cold: bool = False):
+        """`cold`: as in TrainProcess."""
+        self.process, self.directory = TrainProcess(config, cold=cold), config.parent / "run"
         self.process.until(lambda: completed_steps(self.directory) >= 1)
         self.lasting = {process.pid for process in ENGINE(self.process)}
         assert self.lasting

@@ -17,9 +17,9 @@ from tests.integration.struck import Struck, config_of, ended_as, undisturbed
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow("two whole runs"), pytest.mark.timeout(3600)]
 
-STEPS = 220
+STEPS = 90
 """Enough for all strikes to fall into the run."""
-STRIKES = 50
+STRIKES = 20
 
 
 def test_struck_at_random_moments_a_run_has_the_metrics_of_one_that_was_left_alone(
