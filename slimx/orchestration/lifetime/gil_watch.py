@@ -48,9 +48,9 @@ class GilWatch:
         self.put_off()
         return self
 
-    def put_off(self) -> None:
-        """Begin to count anew."""
-        for timer, seconds in zip(self._timers, (self._seconds, self._seconds + SAY_S), strict=True):
+    def put_off(self, more: float = 0.0) -> None:
+        """Begin to count anew; `more`: seconds of the processor beyond the usual ones."""
+        for timer, seconds in zip(self._timers, (self._seconds + more, self._seconds + more + SAY_S), strict=True):
             # struct itimerspec: seconds and nanoseconds of the interval, and of the first time
             spec = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))
             self._call("timer_settime", timer, 0, spec, None)

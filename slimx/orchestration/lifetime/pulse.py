@@ -18,6 +18,8 @@ from slimx.orchestration.lifetime.watchdog import main_place
 
 LOOK_S = 0.5
 """Seconds between two looks of the thread."""
+STRIKE_S = 60.0
+"""CPU seconds that a loop which computes may take while the thread writes stacks and the sentence."""
 
 
 def pulse_deadline(config: Config) -> float:
@@ -61,5 +63,6 @@ class Pulse:
                 self._gil.put_off()
             if not beat.is_set() and not self._over.is_set():
                 place = f"{main_place()}, which blocks it; await there, or call it by asyncio.to_thread"
+                self._gil.put_off(STRIKE_S)
                 self._strike(DeadlineError("the driver's event loop", self._deadline_s, place))
                 return

@@ -20,7 +20,7 @@ from slimx.observability.live.safe_text import one_line
 
 OWN = str(Path(__file__).parents[2])
 
-SAY_S = 1.0
+SAY_S = 10.0
 """Seconds that the sentence gets."""
 
 

@@ -23,7 +23,6 @@ RUN = (
 from pathlib import Path
 from slimx.observability.live.run_lock import held
 config.run.dir, config.cluster.stop_deadline = sys.argv[1], 60.0
-# As many CPU seconds must be left for the stacks of a loop that computes (GilWatch), also on a busy machine.
 config.trainer.watch_deadline = config.rollout.rollout_deadline = 3.0
 async def work(alarm):
     sys.path.insert(0, config.run.dir)
@@ -42,9 +41,17 @@ async def generate(ctx, prompt):
 """
 
 
-def run(directory: Path, line: str) -> subprocess.Popen[str]:
+SLOW = """
+async def write(*_):
+    await asyncio.sleep(8)
+lifetime.keep_stacks = write
+"""
+"""Stacks that take longer than the deadline."""
+
+
+def run(directory: Path, line: str, before: str = "") -> subprocess.Popen[str]:
     (directory / "hooks.py").write_text(HOOK.format(line))
-    argv = [sys.executable, "-c", RUN, str(directory)]
+    argv = [sys.executable, "-c", RUN.replace("async def work", f"{before}async def work"), str(directory)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -55,6 +62,11 @@ def test_a_hook_that_blocks_the_loop_ends_the_run_and_is_named(tmp_path: Path, l
     assert f"generate ({tmp_path / 'hooks.py'}, line 5)" in sentences[0]
     (file,) = (tmp_path / "stacks").glob("*.txt")
     assert "hooks.py:5" in file.read_text() or "not permitted" in file.read_text().lower()
+
+
+def test_a_loop_that_computes_leaves_its_stacks_the_time_that_they_take(tmp_path: Path) -> None:
+    status, sentences = ended(run(tmp_path, "while True: pass", SLOW), seconds=120)
+    assert status == LOST and len(sentences) == 1
 
 
 def test_a_c_call_that_keeps_pythons_lock_ends_the_run_and_is_named(tmp_path: Path) -> None:
