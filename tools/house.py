@@ -79,13 +79,14 @@ def is_in_extras(module: str) -> bool:
 
 def code_tokens(text: str, tree: ast.Module) -> list[tokenize.TokenInfo]:
     """Returns the tokens of a file that are neither imports, docstrings, comments nor layout."""
-    skipped: dict[int, list[tuple[int, int, int]]] = {}
+    skipped: dict[int, list[tuple[int, int]]] = {}
+    """Columns that are left out, by line."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)) or _is_docstring(node):
             for line in range(node.lineno, node.end_lineno + 1):
                 start = node.col_offset if line == node.lineno else 0
                 end = node.end_col_offset if line == node.end_lineno else sys.maxsize
-                skipped.setdefault(line, []).append((line, start, end))
+                skipped.setdefault(line, []).append((start, end))
     lines = text.splitlines()
 
     def is_code(token: tokenize.TokenInfo) -> bool:
@@ -95,7 +96,7 @@ def code_tokens(text: str, tree: ast.Module) -> list[tokenize.TokenInfo]:
         if line not in skipped:
             return True
         column = len(lines[line - 1][:column].encode())  # ast counts bytes
-        return not any(start <= column < end for _, start, end in skipped[line])
+        return not any(start <= column < end for start, end in skipped[line])
 
     return [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if is_code(token)]
 
@@ -181,16 +182,13 @@ def too_large(modules: Sequence[Module]) -> list[str]:
     return lines
 
 
-def figures(modules: Sequence[Module], graph: grimp.ImportGraph) -> dict[str, int]:
-    """Returns the figures by name, among them those of `BOUNDS`."""
+def figures(modules: Sequence[Module], graph: grimp.ImportGraph, entries: Iterable[str] = GRPO) -> dict[str, int]:
+    """Returns the figures by name, among them those of `BOUNDS`; `entries`: modules whose closure is one."""
     core = [module for module in modules if not module.in_extras]
     edges = sum(
-        is_in_extras(found)
-        for module in core
-        if module.name in graph.modules
-        for found in graph.find_modules_directly_imported_by(module.name)
+        is_in_extras(found) for module in core for found in graph.find_modules_directly_imported_by(module.name)
     )
-    one, any_ = names_with_one_importer(modules)
+    one, imported = names_with_one_importer(modules)
     return {
         "tokens": sum(module.tokens for module in modules),
         "code lines": sum(module.code_lines for module in modules),
@@ -198,11 +196,17 @@ def figures(modules: Sequence[Module], graph: grimp.ImportGraph) -> dict[str, in
         "core tokens": sum(module.tokens for module in core),
         "core code lines": sum(module.code_lines for module in core),
         "core files": len(core),
-        "closure": len(closure(graph, GRPO)),
+        "closure": len(closure(graph, entries)),
         "edges from core to extras": edges,
-        "public names with an importer": any_,
+        "public names with an importer": imported,
         "public names with one importer": one,
     }
+
+
+def measured() -> tuple[list[Module], dict[str, int]]:
+    """Returns slimx's modules and figures."""
+    modules = modules_of(ROOT / "slimx")
+    return modules, figures(modules, grimp.build_graph("slimx", exclude_type_checking_imports=True, cache_dir=None))
 
 
 def passed_bounds(found: dict[str, int]) -> list[str]:
@@ -212,8 +216,7 @@ def passed_bounds(found: dict[str, int]) -> list[str]:
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    modules = modules_of(ROOT / "slimx")
-    found = figures(modules, grimp.build_graph("slimx", exclude_type_checking_imports=True, cache_dir=None))
+    modules, found = measured()
     print(f"{'room':32}{'files':>8}{'lines':>10}{'tokens':>10}")
     for room in sorted({module.room for module in modules}):
         rows = [module for module in modules if module.room == room]
