@@ -16,6 +16,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from slimx.environments import sandbox_probe
 from slimx.environments.enclosure import MIB, OWN_PROCESSES, Enclosure, Ran, descriptor, in_thread
@@ -23,6 +24,9 @@ from slimx.environments.sandbox_watch import Limits
 from slimx.errors import SlimxError
 
 __all__ = ["Limits", "Ran", "Sandbox", "host_programs", "in_thread"]
+
+TRIAL_S = 60.0
+"""Seconds that the trial may take on a busy machine, whatever the limit of a program."""
 
 
 class Sandbox:
@@ -73,12 +77,13 @@ class Sandbox:
 
     def check(self) -> None:
         """Try to break out, once. Raises SlimxError naming the guarantees that this machine does not give."""
+        patient = type(self)(replace(self.limits, seconds=max(self.limits.seconds, TRIAL_S)))
         outside = {
             "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in sandbox_probe.NAMESPACES},
             "processes": self.limits.processes + OWN_PROCESSES,
             "memory": self.limits.memory_mib * MIB,
         }
-        ran = self.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
+        ran = patient.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
         if not ran.ok:
             raise SlimxError(
                 f"the sandbox could not be tried (the trial {ran.ending}): {ran.stderr.strip()[-300:]}",

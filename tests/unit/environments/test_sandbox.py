@@ -180,6 +180,10 @@ def test_a_guarantee_that_is_missing_is_named(missing, said):
     assert refused.value.code == "sandbox.promise" and said in str(refused.value)
 
 
+def test_a_trial_has_a_minute_and_not_that_of_a_program():
+    Sandbox(replace(QUICK, seconds=0.001)).check()
+
+
 def test_memory_is_guarded_twice():
     """Without a limit of the address space, the look at all processes together ends the probe."""
     with pytest.raises(SlimxError) as refused:

@@ -231,6 +231,10 @@ def test_a_deadline_that_ends_before_the_tests_do_is_refused_before_the_run(task
     check_generated(hooks.generate, [task(tests=TESTS | {"seconds": 59})])
 
 
+def test_the_trial_of_a_box_has_the_time_of_its_tests_and_not_that_of_a_program(task, tmp_path):
+    check_generated(load_hooks(asked(tmp_path, box={"seconds": 0.001})).generate, [task()])
+
+
 def test_a_root_without_a_shell_is_refused_before_the_run(task, tmp_path):
     hooks = load_hooks(asked(tmp_path, box={"host_usr": False}))
     with refused("box.trial", about="p"):
