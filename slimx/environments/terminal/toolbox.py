@@ -85,12 +85,12 @@ class Terminal:
     @classmethod
     def check_prompts(cls, prompts: Iterable[Prompt], **options: Any) -> None:
         """Refuse a prompt whose task cannot begin, naming it; the first one's box is begun, tried and ended."""
-        made, known = cls(**options), set[str | Path | None]()
+        made, known = cls(**options), {None}
         for number, prompt in enumerate(prompts):
             task = Task.of(prompt, made._base)
             source = task.image or task.root
             try:
-                if source is not None and source not in known:
+                if source not in known:
                     made._options.check_source(source)
                 made._check_size(task)
                 if number == 0:
@@ -118,8 +118,9 @@ class Terminal:
         if {*arguments} != {*wanted} or not all(isinstance(value, str) for value in arguments.values()):
             text = f"{name} takes the texts {', '.join(wanted)}, and nothing else."
             return ToolResult(text=text, error="bad_arguments")
-        if wrong := [what for each, value in arguments.items() if (what := _unfit(each, value))]:
-            return ToolResult(text=wrong[0], error="bad_arguments")
+        for argument, value in arguments.items():
+            if unfit := _unfit(argument, value):
+                return ToolResult(text=unfit, error="bad_arguments")
         try:
             return await self._in_thread(lambda stop: self._call(name, arguments, stop))
         except BoxRefusal as error:
