@@ -94,12 +94,12 @@ class Rank:
 
     def compare_plan(self, trainer: Any) -> None:
         """`slimx plan` knows the bytes that this rank holds now, of every family."""
-        from slimx.preflight.memory.state import state_bytes
+        from slimx.preflight.memory.state import Buffers
         from slimx.preflight.memory.trainer import holdings
 
         config, sizes = trainer.config, self.parallel.sizes
         runs = holdings(config.trainer, config.numerics, trainer.weights.spec).runs(sizes, self.rank)
-        planned = state_bytes(runs, config.trainer, sizes, self.rank)
+        planned = Buffers(runs, config.trainer, sizes).of(self.rank)
         held = tuple(trainer.offloading.sizes().values())
         assert (planned.weights, planned.gradients, planned.optimizer) == held, (planned, held)
 

@@ -124,14 +124,14 @@ class LoraRank(Rank):
         }
 
     def resumed(self) -> None:
-        from slimx.preflight.memory.state import state_bytes
+        from slimx.preflight.memory.state import Buffers
         from slimx.preflight.memory.trainer import holdings
 
         config = self.config()
         trainer = self.trainer(config)
         self.steps(trainer, 0, STEPS)
         sizes, held = trainer.offloading.sizes(), holdings(config.trainer, config.numerics, self.spec)
-        planned = state_bytes(held.runs(self.sizes, self.rank), config.trainer, self.sizes, self.rank)
+        planned = Buffers(held.runs(self.sizes, self.rank), config.trainer, self.sizes).of(self.rank)
         self.said["bytes"] = [sizes["weights"], sizes["gradients"], sizes["optimizer state"]]
         self.said["planned"] = [planned.weights, planned.gradients, planned.optimizer]
         self.said["merged"] = [

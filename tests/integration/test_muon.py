@@ -13,7 +13,7 @@ from slimx.config.sections.trainer import Trainer
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.memory.parameter_runs import Holdings
-from slimx.preflight.memory.state import state_bytes
+from slimx.preflight.memory.state import Buffers
 from tests.integration.conftest import free_port
 from tests.integration.rank_processes import run_ranks
 
@@ -91,4 +91,4 @@ def test_the_plan_counts_one_moment_of_a_matrix_and_two_of_all_else(laboratory, 
     for rank, said in enumerate(laboratory[name]):
         for dtype, held in (("float32", said["state_bytes"]), ("bfloat16", said["bf16_state_bytes"])):
             runs = Holdings(table, dtype).runs(sizes, rank)
-            assert state_bytes(runs, trainer, sizes, rank).optimizer == held, dtype
+            assert Buffers(runs, trainer, sizes).of(rank).optimizer == held, dtype

@@ -19,7 +19,7 @@ from slimx.models.families import read_model
 from slimx.models.trunk import read_trunk
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.parameter_runs import Holdings
-from slimx.preflight.memory.state import state_bytes
+from slimx.preflight.memory.state import Buffers
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.runtime.ports import free_port
 from tests.integration.invariance_models import DEEPSEEK, QWEN
@@ -191,7 +191,7 @@ def check_case(job: dict[str, Any], model: str, case: dict[str, Any], said: list
     off = []
     for rank, held in enumerate(said):
         runs = Holdings(spec.table, settings.numerics.dtype).runs(sizes, rank)
-        state = state_bytes(runs, settings.trainer, sizes, rank)
+        state = Buffers(runs, settings.trainer, sizes).of(rank)
         found = held["weights"], held["gradients"], held["optimizer state"]
         assert (state.weights, state.gradients, state.optimizer) == found, (model, case, rank)
         record = records[coordinates(rank, sizes).pipeline]

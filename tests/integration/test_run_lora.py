@@ -124,7 +124,7 @@ def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_mod
         numerics={"dtype": dtype},
         trainer={"lora": {"rank": 4, "alpha": 8, "targets": targets}, "optimizer": {"lr": 1e-2}, **layout},
         publish={"adapters": "alone", "transport": "memory"},
-        schedule={"steps": 4},
+        schedule={"steps": 10},  # some are left when the engine is killed, on a busy machine too
         checkpoint={"export_hf": True},
         algorithm={"reference": True, "kl_coef": 0.01},
     )
@@ -136,14 +136,14 @@ def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_mod
     run.assert_nothing_left()
     said, (gap, bound) = steps(directory), GAPS[dtype]
     assert all(step[gap] < bound and step["gap/tokens"] > 0 for step in said.values())
-    assert said[1]["kl/reference"] <= 1e-8 < said[4]["kl/reference"], "the adapters learned, and engines use them"
+    assert said[1]["kl/reference"] <= 1e-8 < said[10]["kl/reference"], "the adapters learned, and engines use them"
     parts = [*adapter_targets(read_model(model).table, targets, 4)]
     few = sum(getattr(torch, dtype).itemsize * math.prod(part.shape) for part in parts) / 2**20
     assert [said[step]["publish/mib"] for step in (1, 2)] == [pytest.approx(few)] * 2
     assert [said[step]["publish/tensors_verified"] for step in (1, 2)] == [len(parts)] * 2
     timeline = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
     assert any(line["track"] == "engine actor-0" and line["name"] == "restart" for line in timeline)
-    assert said[4]["publish/engines_verified"] == 1
+    assert said[10]["publish/engines_verified"] == 1
 
 
 def engines(run: TrainProcess) -> list[psutil.Process]:

@@ -132,6 +132,13 @@ class Holdings:
         once = {id(block): sum(run.elements * run.count for run in block if run.trained) for block in blocks}
         return sum(once[id(block)] for block in blocks)
 
+    def unlike_stages(self, sizes: Sizes) -> list[int]:
+        """Pipeline stages whose layers are of other kinds than those of each stage before. The first of a kind has most
+        micro-batches in flight."""
+        # Layers of a kind share their block.
+        kinds = [tuple(map(id, self._blocks(sizes, stage * sizes.stage))) for stage in range(sizes.pipeline)]
+        return [stage for stage, kind in enumerate(kinds) if kind not in kinds[:stage]]
+
     def _blocks(self, sizes: Sizes, rank: int) -> list[tuple[ParameterRun, ...]]:
         table, place = self.table, coordinates(rank, sizes)
         counts = sizes.split or (table.layers // sizes.stages,) * sizes.stages

@@ -140,11 +140,6 @@ def pinned(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
 
 
-def state_bytes(runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes, rank: int) -> StateBytes:
-    """State of the rank that holds `runs`, after its first optimizer step."""
-    return Buffers(runs, trainer, sizes).of(rank)
-
-
 def _buffer(run: ParameterRun) -> tuple[int, bool, str]:
     return run.chunk, run.expert, run.dtype
 

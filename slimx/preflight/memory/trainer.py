@@ -20,7 +20,7 @@ from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.deep_ep import trainer_buffers
 from slimx.preflight.memory.parameter_runs import Holdings, ParameterRun
 from slimx.preflight.memory.pipeline import ActivationBytes, activation_bytes
-from slimx.preflight.memory.state import FP32, Buffers, StateBytes, state_bytes
+from slimx.preflight.memory.state import FP32, Buffers, StateBytes
 from slimx.preflight.memory_record import TrainerMemory
 from slimx.reshard.plan.precision import ITEMSIZE, RECIPES
 
@@ -84,18 +84,12 @@ def stage_states(
     model: Literal["trainer", "critic"] = "trainer",
     quick: bool = False,
 ) -> tuple[StageState, ...]:
-    """State of the fullest rank of each pipeline stage. `quick`: of the first two stages and the last only, one of
-    which is the fullest, and of the first rank of each."""
-    stages = range(sizes.pipeline)
+    """State of the fullest rank of each pipeline stage. `quick`: of stages unlike those before them only, one of which
+    is the fullest, and of the first rank of each."""
     out = []
-    for stage in sorted({*stages[:2], *stages[-1:]}) if quick else stages:
+    for stage in held.unlike_stages(sizes) if quick else range(sizes.pipeline):
         head = _value_head(spec, sizes, stage) if model == "critic" else []
-        first = stage * sizes.stage
-        if quick:
-            state = state_bytes(held.runs(sizes, first) + head, trainer, sizes, first)
-            out.append(StageState(stage=stage, rank=first, state=state))
-        else:
-            out.append(_fullest(held, trainer, sizes, stage, head))
+        out.append(_fullest(held, trainer, sizes, stage, head, 1 if quick else sizes.stage))
     return tuple(out)
 
 
@@ -129,13 +123,15 @@ def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]
     return [ParameterRun(name=f"value_head.{n}", elements=e, **alike) for n, e in (("weight", hidden), ("bias", 1))]
 
 
-def _fullest(held: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun]) -> StageState:
-    """The rank of a stage with most state. Ranks differ in gaps of their shares and, frozen experts aside, in nothing
-    else."""
-    ranks = stage * sizes.stage + np.arange(sizes.stage)
+def _fullest(
+    held: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun], count: int
+) -> StageState:
+    """Returns the rank with most state of a stage's first `count`. Ranks differ in gaps of their shares and, frozen
+    experts aside, in nothing else."""
+    ranks = stage * sizes.stage + np.arange(count)
     own = ranks // sizes.expert_tensor % sizes.expert  # frozen experts make a difference between expert ranks
     found: dict[int, tuple[int, Buffers]] = {}
-    for expert in range(sizes.expert) if held.frozen else (None,):
+    for expert in np.unique(own) if held.frozen else (None,):
         alike = ranks if expert is None else ranks[own == expert]
         buffers = Buffers(held.runs(sizes, int(alike[0])) + head, trainer, sizes)
         owned = buffers.owned(alike)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from slimx.config.rule import broken, rules_in
-from slimx.config.rules import activations
+from slimx.config.rules import RULES
 from slimx.preflight import checks
 from slimx.preflight.memory_record import TrainerMemory
 from slimx.preflight.plan.splits import Fields
 
-KEPT_RULES = rules_in(activations, checks.activations)
-"""Rules of how activations are kept; a way that breaks one is passed over."""
+KEPT_RULES = RULES + rules_in(checks.activations)
+"""Rules of a configuration and of how activations are kept; a way that breaks one is passed over."""
 _BESIDE = ("activations.device", "activations.proven", "activations.attention")
 """Codes of what refuses offloading whatever the parts are, recomputation aside."""
 

@@ -191,11 +191,11 @@ class Search:
                     yield split
 
     def _fullest(self, sizes: Sizes) -> int:
-        """Trained elements of the fullest rank, which is of the first two stages or the last."""
+        """Trained elements of the fullest rank."""
         alone = replace(sizes, context=1, data=sizes.expert * sizes.expert_tensor)
         if alone not in self._elements:
-            stages = {0, min(1, sizes.pipeline - 1), sizes.pipeline - 1}
-            self._elements[alone] = max(self.held.elements(alone, stage * alone.stage) for stage in stages)
+            ranks = (stage * alone.stage for stage in self.held.unlike_stages(alone))
+            self._elements[alone] = max(self.held.elements(alone, rank) for rank in ranks)
         return self._elements[alone]
 
     def _floor(self, split: Split) -> int:
@@ -215,10 +215,11 @@ class Search:
         states = self._states(split)
         if states is None:
             return None
-        first, *between, last = KEEPINGS
-        kept, dropped = self._kept(split, first), self._kept(split, last)
+        first, *between, _ = KEEPINGS
+        kept = self._kept(split, first)
         if kept is not None and not self._problems(least := self._weigh(split, kept, states), states):
             return self._found(split, least)
+        dropped = next(filter(None, (self._kept(split, keeping) for keeping in reversed(KEEPINGS))), None)
         if dropped is None:
             return None
         smallest = self._weigh(split, dropped, states)

@@ -202,6 +202,20 @@ def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
     assert all(peak <= gib for peak, gib in zip(peaks, (100, 90, 70, 50), strict=True))
 
 
+def test_no_layout_is_suggested_that_the_configuration_refuses():
+    """Adapters were never proven with interleaved stages, nor with moments on the host."""
+    file, adapters = (
+        ROOT / "configs/moe/qwen3-30b-a3b.yaml",
+        ["trainer.lora={rank: 8, alpha: 16}", "trainer.optimizer.offload_fraction=0"],
+    )
+    config = load_config(file, adapters)
+    planned = plan_report(config)
+    suggested, _ = suggest_layouts(config, planned.spec, replace(planned.machine, memory=70 * 2**30), "cuda")
+    assert suggested
+    for each in suggested:
+        load_config(file, [*adapters, *each.overrides])
+
+
 @pytest.mark.slow("full grid of shipped configurations")
 @pytest.mark.parametrize("file", sorted((ROOT / "configs/moe").glob("*.yaml")), ids=lambda file: file.stem)
 def test_what_is_suggested_for_a_shipped_configuration_fits(file):

@@ -23,7 +23,7 @@ from slimx.preflight.memory.activations import Setting, layer_bytes
 from slimx.preflight.memory.engine import kv_bytes
 from slimx.preflight.memory.parameter_runs import Holdings, ParameterRun
 from slimx.preflight.memory.pipeline import _layers, in_flight
-from slimx.preflight.memory.state import pinned, state_bytes
+from slimx.preflight.memory.state import Buffers, pinned
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.reshard.pack.served import ServedWeights
 from slimx.reshard.plan.precision import Quantisation
@@ -80,12 +80,22 @@ def test_shares_of_the_optimizer_hold_every_parameter_once(name: str, sizes: Siz
     states = wanted = 0
     for rank in range(sizes.world):
         runs = Holdings(table, "bfloat16").runs(sizes, rank)
-        states += state_bytes(runs, trainer, sizes, rank).optimizer
+        states += Buffers(runs, trainer, sizes).of(rank).optimizer
         place = coordinates(rank, sizes)
         for run in runs:
             first = place.expert_data == 0 if run.expert else place.data == place.context == 0
             wanted += 12 * run.elements * run.count * (first and run.parameter)
     assert states == wanted
+
+
+@pytest.mark.parametrize(("dense", "kinds"), [(1, 3), (2, 4), (3, 4)])
+def test_the_fullest_rank_is_of_a_stage_unlike_those_before_it(dense: int, kinds: int):
+    """Dense layers, which a model may begin with, hold less than those with experts."""
+    table = deepseek_v3.weight_table(DEEPSEEK | {"num_hidden_layers": 8, "first_k_dense_replace": dense}, mtp=0)
+    held, sizes = Holdings(table, "bfloat16"), Sizes(pipeline=8)
+    elements = [held.elements(sizes, rank) for rank in range(sizes.world)]
+    unlike = held.unlike_stages(sizes)
+    assert {elements[stage] for stage in unlike} == {*elements} and len(unlike) == kinds
 
 
 def test_bytes_per_parameter_are_those_of_megatron_lm():
@@ -96,7 +106,7 @@ def test_bytes_per_parameter_are_those_of_megatron_lm():
     runs = Holdings(wide, "bfloat16").runs(sizes, 0)
     count = sum(run.elements * run.count for run in runs)
     for distributed, each in ((False, 18), (True, 6 + 12 / 4)):
-        state = state_bytes(runs, Trainer(world_size=4, distributed_optimizer=distributed), sizes, 0)
+        state = Buffers(runs, Trainer(world_size=4, distributed_optimizer=distributed), sizes).of(0)
         found = state.weights + state.gradients + state.optimizer
         assert found == pytest.approx(each * count, rel=1e-3 if distributed else 1e-9)
 
@@ -155,7 +165,7 @@ def test_frozen_experts_have_neither_gradients_nor_moments():
         entry.sources for entry in table.entries() if entry.row.per_expert and entry.expert == 5 and entry.layer == 1
     )
     whole, less = (
-        [state_bytes(Holdings(table, "float32", f).runs(sizes, rank), Trainer(), sizes, rank) for rank in (0, 1)]
+        [Buffers(Holdings(table, "float32", f).runs(sizes, rank), Trainer(), sizes).of(rank) for rank in (0, 1)]
         for f in (frozenset(), frozen)
     )
     assert less[0] == whole[0], "expert 5 is on the second rank"
@@ -271,7 +281,7 @@ def test_copies_of_parameters_take_what_rounding_makes_of_them():
         ParameterRun(name="linear.weight", elements=3 * 2**20, count=5, **run),
         ParameterRun(name="norm.weight", elements=2**12, count=2, **run),
     ]
-    state = state_bytes(runs, Trainer(), Sizes(), 0)
+    state = Buffers(runs, Trainer(), Sizes()).of(0)
     elements = 5 * 3 * 2**20 + 2 * 2**12
     assert state.pinned_share == (5 * 4 * 2**20 + 2 * 2**12) / elements
     assert state.weights <= state.pinned_weights == pinned(state.weights), "one buffer holds them all"
