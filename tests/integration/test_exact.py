@@ -119,8 +119,9 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
 ) -> None:
     def group(name: str, dtype: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
         cases = cases_of(name, cases)
-        return {"model": str(models[name]), "dtype": dtype, "completions": sequences(), "cases": cases}
+        return {"model": str(models[name]), "dtype": dtype, "completions": completions, "cases": cases}
 
+    completions = sequences(12)
     spoilt = [{**ONE, "spoil": what} for what in SPOILT]
 
     def trained(case: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
         if each["dtype"] == "float32":
             each["cases"][: 1 + len(TWO)] = [trained(case) for case in each["cases"][: 1 + len(TWO)]]
     found = gaps(tmp_path / "ranks", groups)
-    tokens = sum(len(one["tokens"]) for one in sequences())
+    tokens = sum(len(one["tokens"]) for one in completions)
     for group_of, (_, *metrics) in zip(groups, found, strict=True):
         for case, metric in zip(group_of["cases"][1:], metrics, strict=True):
             assert metric["gap/tokens"] == tokens, case

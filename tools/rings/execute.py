@@ -1,4 +1,4 @@
-"""Runs a ring: its sessions, the reference loop before and after them, its summary, and its results."""
+"""Runs a ring: its sessions, the reference loop beside them, its summary, and its results."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def execute(
     """
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     head = commit(ROOT)  # of the tests that begin now
-    before, load = machine.loop_seconds(), [round(os.getloadavg()[0], 1)]
+    load = [round(os.getloadavg()[0], 1)]
     began = time.monotonic()
-    outcomes = run()
+    with machine.sampled() as samples:
+        outcomes = run()
     seconds = time.monotonic() - began
     load.append(round(os.getloadavg()[0], 1))
-    factor = machine.factor(before, machine.loop_seconds())
+    factor = machine.factor(samples)
     if all(outcome.status in (0, 1) and outcome.files for outcome in outcomes):
         rows = _parts(outcomes) if by_part else {RING_ONE: _ring(outcomes, seconds)}
         append(

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import harmonic_mean
 
-REFERENCE_S = 0.5
+REFERENCE_S = 0.0625
 """CPU seconds of `loop_seconds` on the reference machine, a fast core."""
-LOOPS = 8_000_000
+LOOPS = 1_000_000
+EVERY_S = 15.0
+"""Seconds between two samples: a virtual machine's speed changes within minutes, whatever runs on it."""
 
 
 def loop_seconds() -> float:
     """Returns the CPU seconds of a loop of plain Python."""
-    began, total = time.process_time(), 0
+    began, total = time.thread_time(), 0
     for number in range(LOOPS):
         total += number * number % 7
-    return time.process_time() - began
+    return time.thread_time() - began
 
 
-def factor(before: float, after: float) -> float:
-    """Returns how many times the reference machine's CPU seconds this one takes, before and after the tests."""
-    return round((before + after) / 2 / REFERENCE_S, 2)
+@contextmanager
+def sampled() -> Iterator[list[float]]:
+    """Yields a list that gets CPU seconds of the loop, from a thread, until the block ends."""
+    samples, over = [loop_seconds()], threading.Event()
+
+    def sample() -> None:
+        while not over.wait(EVERY_S):
+            samples.append(loop_seconds())
+
+    thread = threading.Thread(target=sample, name="speed of the machine", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
+
+
+def factor(samples: list[float]) -> float:
+    """Returns how many times the reference machine's CPU seconds this one takes for the same work."""
+    return round(harmonic_mean(samples) / REFERENCE_S, 2)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,19 @@ def test_ring_one_is_two_sessions_in_one_order() -> None:
     assert integration[-1] == "tests/integration" and unit[-1] == "tests/unit"
     assert list(unit[:3]) == ["nice", "-n", "10"] and "nice" not in integration
     assert "--randomly-seed=7" in integration and "--randomly-seed=7" in unit
+
+
+@pytest.mark.usefixtures("instant")
+def test_the_machine_is_measured_while_tests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "EVERY_S", 0.001)
+    with machine.sampled() as samples:
+        wait_for(lambda: len(samples) > 3)
+    assert not [thread for thread in threading.enumerate() if thread.name == "speed of the machine"]
+
+
+def test_seconds_on_a_machine_that_changes_are_worth_its_mean_speed() -> None:
+    """Half of the time at the reference's speed and half at a third of it: two thirds of the work."""
+    assert machine.factor([machine.REFERENCE_S, 3 * machine.REFERENCE_S]) == 1.5
 
 
 @pytest.mark.usefixtures("instant")
