@@ -16,11 +16,11 @@ def exchange(connection: Connection, message: Any, seconds: float, kill: Callabl
 
     `kill` ends the other process after `seconds`: nothing less ends a wait for one that is stopped, be it half-way
     through a message. Raises TimeoutError then, and EOFError or OSError if it ended by itself."""
-    late = threading.Event()
+    settled = threading.Lock()
 
     def give_up() -> None:
-        late.set()
-        kill()
+        if settled.acquire(blocking=False):
+            kill()
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
@@ -28,12 +28,10 @@ def exchange(connection: Connection, message: Any, seconds: float, kill: Callabl
     try:
         connection.send(message)
         return connection.recv()
-    except (EOFError, OSError):
-        if late.is_set():
-            raise TimeoutError from None
-        raise
     finally:
         timer.cancel()
+        if not settled.acquire(blocking=False):  # an answer that came meanwhile is one of a process that is killed
+            raise TimeoutError from None
 
 
 def reply(connection: Connection, work: Callable[[], Any]) -> None:

@@ -56,7 +56,7 @@ def pytest_session(name: str, seed: int, arguments: Sequence[str], *, nice: bool
     """Returns a session of pytest in random order. `nice`: with less priority, its output at the end in one piece."""
     counts = BUILD / f"{name}-counts.json"
     plugin = ["-p", "tools.rings.counting", f"--counts={counts}", f"--randomly-seed={seed}"]
-    command = [*(("nice", "-n", "10") if nice else ()), sys.executable, "-m", "pytest", *plugin, *arguments]
+    command = [*(("nice", "-n", "5") if nice else ()), sys.executable, "-m", "pytest", *plugin, *arguments]
     return Session(name, command, counts, BUILD / f"{name}-tests.txt" if nice else None)
 
 

@@ -36,21 +36,24 @@ async def environments() -> AsyncIterator[Environments]:
     environments.close()
 
 
-def make(environments: Environments, *, processes: int = 2, deadline_s: float = 300.0, **options: Any) -> Any:
-    return environments.make(WORLD, options, deadline_s=deadline_s, rollout="g/0", processes=processes)
+def make(environments: Environments, *, processes: int = 2, **options: Any) -> Any:
+    return environments.make(WORLD, options, deadline_s=300.0, rollout="g/0", processes=processes)
 
 
-async def begin(environments: Environments, name: str = "p", **options: Any) -> tuple[Any, int]:
-    """An environment that has begun, and the id of its process."""
+async def begin(environments: Environments, name: str = "p", step_s: float = 300.0, **options: Any) -> tuple[Any, int]:
+    """Returns an environment that has begun, however long that took, and the id of its process. `step_s`: deadline of
+    each step."""
     world = make(environments, **options)
-    return world, int((await world.reset(Prompt(id=name, token_ids=[1]), 5)).rpartition(" ")[2])
+    pid = int((await world.reset(Prompt(id=name, token_ids=[1]), 5)).rpartition(" ")[2])
+    world._deadline_s = step_s
+    return world, pid
 
 
 async def test_what_one_does_fails_its_own_rollout_alone(environments):
     """Those beside it are asked by the same two threads, before and after."""
     good, good_pid = await begin(environments)
     assert (await good.step("a")).info == {"prompt": "p", "turns": 1, "pid": good_pid}
-    late, late_pid = await begin(environments, deadline_s=5.0)
+    late, late_pid = await begin(environments, step_s=5.0)
     with refused("deadline", kind=DeadlineError) as slow:
         await late.step("compute for ever")
     assert (slow.value.seconds, slow.value.holder) == (5.0, WORLD) and "g/0" in slow.value.awaited
@@ -82,7 +85,7 @@ async def test_what_one_does_fails_its_own_rollout_alone(environments):
 async def test_one_that_is_killed_or_stopped_from_outside_fails_its_own_rollout_and_is_gone(
     environments, signum, text, code
 ):
-    world, pid = await begin(environments, deadline_s=5.0)
+    world, pid = await begin(environments, step_s=5.0 if code == "deadline" else 300.0)
     other, _ = await begin(environments)
     os.kill(pid, signum)
     async with asyncio.timeout(120):
@@ -94,7 +97,7 @@ async def test_one_that_is_killed_or_stopped_from_outside_fails_its_own_rollout_
 
 
 async def test_what_a_killed_environment_started_is_killed_with_it(environments, tmp_path):
-    world, _ = await begin(environments, str(tmp_path / "pid"), deadline_s=5.0)
+    world, _ = await begin(environments, str(tmp_path / "pid"), step_s=15.0)
     with pytest.raises(DeadlineError):
         await world.step("start another")
     child = int((tmp_path / "pid").read_text())
@@ -145,7 +148,7 @@ async def test_only_as_many_calls_compute_at_once_as_there_are_places(environmen
     await asyncio.gather(*(world.step("a") for world in worlds))
     assert time.monotonic() - began >= 4 * 0.1
     # The wait for a place is not the environment's fault: a deadline of one call holds for the computation alone.
-    worlds = [(await begin(environments, processes=1, busy_s=0.4, deadline_s=3.5))[0] for _ in range(10)]
+    worlds = [(await begin(environments, processes=1, busy_s=1.1, step_s=10.0))[0] for _ in range(10)]
     await asyncio.gather(*(world.step("a") for world in worlds))
 
 

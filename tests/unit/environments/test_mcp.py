@@ -180,7 +180,7 @@ async def test_a_long_result_is_cut_and_says_so(url):
 async def test_a_call_that_takes_too_long_is_told_and_the_second_ends_the_rollout(kind, url):
     server = STDIO if kind == "stdio" else {"url": url}
     late = calling("hang")
-    trajectory, ctx, script = await play(server, late, calling("add", a=1, b=1), "2", call_deadline=2.0)
+    trajectory, ctx, script = await play(server, late, calling("add", a=1, b=1), "2", call_deadline=10.0)
     assert trajectory.metadata["tool_errors"] == {"deadline": 1} and script.asked[2][0].count("tool: 2<end>") == 1
     with pytest.raises(GivenUp) as caught:
         await play(server, late, late, "2", call_deadline=0.5)

@@ -130,9 +130,11 @@ async def test_the_verifier_reads_the_whole_rollout_as_a_response():
 )
 async def test_a_server_that_answers_wrongly_or_not_at_all_is_counted(answers, reason):
     good = {path: (200, '{"reward": 1}') for path in ("verify", "elsewhere")}
+    hangs = {path for path, (status, _) in answers.items() if not status}
+    opens, calls = (5.0 if hangs & {path} else 300.0 for path in ("seed_session", "verify"))
     async with stand_in(answering(**good | answers)) as url:
         with pytest.raises(GivenUp) as caught:
-            await play(url, calling("get_counter_value"), "6", open_deadline=1.0, call_deadline=5.0)
+            await play(url, calling("get_counter_value"), "6", open_deadline=opens, call_deadline=calls)
     assert caught.value.reason == reason
 
 
