@@ -8,9 +8,6 @@ Engine's kernels are not shown by that.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,11 @@ from slimx.models.families import read_model
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.runtime.ports import free_port
 from tests.gpu.trainer_cases import write_model
-from tests.integration.conftest import ROOT
 from tests.integration.invariance_models import DEEPSEEK, QWEN
 from tests.integration.memory_rank import config
+from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
-SECONDS = 900
 WITHIN = 0.15
 ALL = {
     "offload_activations": ["core_attn", "attn_proj", "expert_fc1", "moe_act"],
@@ -59,7 +55,9 @@ def test_weights_do_not_depend_on_where_activations_wait(name: str, tmp_path: Pa
     }
     job["rollouts"] = 2 * sizes_of(config(job | {"rollouts": 1}, model, job["case"]).trainer).data
     (tmp_path / "job.json").write_text(json.dumps(job))
-    for rank, (plain, *others) in enumerate(run(tmp_path, world)):
+    run_ranks("tests.integration.activation_offload_rank", tmp_path, world, role="rank_on_pretended_gpu")
+    for rank in range(world):
+        plain, *others = json.loads((tmp_path / f"{rank}.json").read_text())
         check_plan(job, {}, rank, plain)
         for way, said in zip(WAYS[1:], others, strict=True):
             assert said["weights"] == plain["weights"]
@@ -78,23 +76,3 @@ def check_plan(job: dict[str, Any], way: dict[str, Any], rank: int, said: dict[s
     moved = record.moved / said["moved"] - 1 if way and job["model"] != "deepseek" else 0.0
     print(f"rank {rank}, {len(way.get('offload_activations', ()))} parts: peak {off:+.1%}, moved {moved:+.1%}")
     assert abs(off) <= WITHIN and abs(moved) <= WITHIN, (way, record, said)
-
-
-def run(out: Path, world: int) -> list[list[dict[str, Any]]]:
-    """Collect what every rank said. Ranks are programs and no forks: they change torch before it is used."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.integration.activation_offload_rank", str(out / "job.json")]
-    ranks = []
-    try:
-        for rank in range(world):
-            with (out / f"{rank}.log").open("wb") as log:
-                each = [*command, str(rank)]
-                ranks.append(subprocess.Popen(each, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        for rank, process in enumerate(ranks):
-            code = process.wait(timeout=SECONDS)
-            assert code == 0, f"rank {rank} ended with {code}:\n{(out / f'{rank}.log').read_text()[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]

@@ -7,20 +7,16 @@ A whole run, from loading weights to a restored checkpoint, on pretended CUDA te
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.integration.chosen import chosen_cases
-from tests.integration.conftest import ROOT
+from tests.integration.rank_processes import run_programs
 
 pytestmark = pytest.mark.integration
 CASES = ["qwen", pytest.param("deepseek", marks=pytest.mark.slow("full grid of models"))]
-SECONDS = 800
 NO_WAITS = (
     "forward_backward.py",
     "logprobs.py",
@@ -35,28 +31,15 @@ says; the metrics are read once per step."""
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Directories of both runs, which go on side by side, with the models of the chosen tests."""
+    """Directories of both runs, with the models of the chosen tests."""
     chosen = {case.get("case") for case in chosen_cases(request)}
     cases = sorted({"qwen"} | chosen & {"deepseek"}, reverse=True)
-    commands = {
-        "pretended": ["-m", "tests.integration.pretended_cuda_rank"],
-        "cpu": ["-m", "tests.gpu.trainer_rank", "cpu"],
-    }
-    out = {kind: tmp_path_factory.mktemp(kind) for kind in commands}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    started: dict[str, subprocess.Popen] = {}
-    try:
-        for kind, command in commands.items():
-            with (out[kind] / "output.txt").open("wb") as log:
-                words = [sys.executable, *command, str(out[kind]), *cases]
-                started[kind] = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        for kind, process in started.items():
-            code = process.wait(timeout=SECONDS)
-            assert code == 0, f"{kind} ended with {code}:\n{(out[kind] / 'output.txt').read_text()[-3000:]}"
-    finally:
-        for process in started.values():
-            process.kill()
-            process.wait()
+    out = {kind: tmp_path_factory.mktemp(kind) for kind in ("pretended", "cpu")}
+    for kind, role, command in (
+        ("pretended", "rank_on_pretended_gpu", ["-m", "tests.integration.pretended_cuda_rank"]),
+        ("cpu", "rank", ["-m", "tests.gpu.trainer_rank", "cpu"]),
+    ):
+        run_programs([[*command, str(out[kind]), *cases]], [out[kind] / "output.txt"], role=role)
     return out
 
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.integration.conftest import ROOT
+from tests.integration.rank_processes import run_programs
 
 pytestmark = pytest.mark.integration
-SECONDS = 800
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Bytes on a pretended GPU, by `restore_rank`, with an Adam that loads as Transformer Engine's does."""
     out = tmp_path_factory.mktemp("restore")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.integration.restore_rank", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = ["-m", "tests.integration.restore_rank", str(out)]
+    run_programs([command], [out / "output.txt"], role="rank_on_pretended_gpu")
     return json.loads((out / "bytes.json").read_text())
 
 

@@ -64,6 +64,16 @@ def load_rank_with_engine() -> None:
     load_rank()
 
 
+def load_rank_on_pretended_gpu() -> None:
+    """Imports what trainers need on a pretended GPU, without the layers that they choose."""
+    from tests.integration import pretended_cuda
+
+    pretended_cuda.install()
+    pretended_cuda.install = lambda: None  # once in a process
+    import slimx.adapters.megatron.layers
+    import slimx.trainer.trainer  # noqa: F401
+
+
 def load_server() -> None:
     """Imports SGLang as a server on the CPU does."""
     from slimx.engines.server import launch
@@ -80,6 +90,7 @@ ROLES: dict[str, Callable[[], None]] = {
     "driver": load_driver,
     "rank": load_rank,
     "rank_with_engine": load_rank_with_engine,
+    "rank_on_pretended_gpu": load_rank_on_pretended_gpu,
     "server": load_server,
 }
 
