@@ -24,7 +24,7 @@ from slimx.environments.sandbox_watch import Limits
 from slimx.errors import SlimxError
 
 TRIAL_S = 60.0
-"""Seconds that the trial may take besides the limit of a program: a busy machine is no reason to refuse a run."""
+"""Seconds that the trial may take besides the limit of a program, as a busy machine is slow to start it."""
 
 
 class Sandbox:

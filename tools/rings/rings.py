@@ -15,8 +15,8 @@ def ring_one(seed: int) -> list[Session]:
     """Returns two sessions, as unit tests compute while integration tests wait for Ray, a server or a deadline.
 
     Integration tests take longest, so unit tests have less of the cores. With a niceness of 10 they waited for minutes
-    while ranks of eight computed, missed deadlines of seconds, and ended last; with 19 they would have nothing of a
-    machine that others load.
+    while ranks computed, missed deadlines of seconds, and ended last; with 19 they would have nothing of a machine
+    that others load.
     """
     return [
         pytest_session("integration", seed, [*REPORT, *WORKERS, "2", "tests/integration"]),

@@ -173,7 +173,7 @@ class Terminal:
             )
 
     def _try(self, task: Task) -> None:
-        """Refuse a task in whose box no shell runs, in the time of its tests: a busy machine is no reason."""
+        """Refuse a task in whose box no shell runs. It has the tests' time: a busy machine is slow."""
         box = self._begin(task, seconds=max(task.seconds, self._options.limits.seconds))
         try:
             ran = box.run(["sh", "-c", "tar --help"], cwd=task.directory)

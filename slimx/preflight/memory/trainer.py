@@ -129,10 +129,11 @@ def _fullest(
     """Returns the rank with most state of a stage's first `count`. Ranks differ in gaps of their shares and, frozen
     experts aside, in nothing else."""
     ranks = stage * sizes.stage + np.arange(count)
-    own = ranks // sizes.expert_tensor % sizes.expert  # frozen experts make a difference between expert ranks
+    # Frozen experts make a difference between expert ranks.
+    own = ranks // sizes.expert_tensor % sizes.expert if held.frozen else 0 * ranks
     found: dict[int, tuple[int, Buffers]] = {}
-    for expert in np.unique(own) if held.frozen else (None,):
-        alike = ranks if expert is None else ranks[own == expert]
+    for expert in np.unique(own):
+        alike = ranks[own == expert]
         buffers = Buffers(held.runs(sizes, int(alike[0])) + head, trainer, sizes)
         owned = buffers.owned(alike)
         found[int(alike[owned.argmax()])] = int(owned.max()), buffers

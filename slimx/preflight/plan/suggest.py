@@ -194,8 +194,9 @@ class Search:
         """Trained elements of the fullest rank."""
         alone = replace(sizes, context=1, data=sizes.expert * sizes.expert_tensor)
         if alone not in self._elements:
-            ranks = (stage * alone.stage for stage in self.held.unlike_stages(alone))
-            self._elements[alone] = max(self.held.elements(alone, rank) for rank in ranks)
+            self._elements[alone] = max(
+                self.held.elements(alone, stage * alone.stage) for stage in self.held.unlike_stages(alone)
+            )
         return self._elements[alone]
 
     def _floor(self, split: Split) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slimx.config.rule import broken
+from slimx.config.rules import RULES
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.errors import SlimxError
@@ -22,12 +24,11 @@ def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[
     require_gpu(machine)
     out = []
     for group in config.rollout.policy_engines:
-        gpus, table = group.started * group.tensor, engine_table(spec, group)
-        while group.started and gpus <= LARGEST * group.started * group.tensor:
-            found = [
-                _engine(config, spec, machine, group, table, sizes) for sizes in _engine_splits(gpus, group, machine)
-            ]
-            if fitting := [each for each in found if each is not None and each.concurrency]:
+        table, gpus = engine_table(spec, group), group.started * group.tensor
+        largest = LARGEST * gpus
+        while 0 < gpus <= largest:
+            splits = _engine_splits(gpus, group, machine)
+            if fitting := [*filter(None, (_engine(config, spec, machine, group, table, sizes) for sizes in splits))]:
                 out.append(max(fitting, key=lambda each: (each.concurrency, -each.tensor, -each.dp_attention)))
                 break
             gpus *= 2
@@ -35,27 +36,30 @@ def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[
 
 
 def _engine_splits(gpus: int, group: Engines, machine: Machine) -> Iterator[Fields]:
-    experts = group.expert > 1
     for tensor in powers_of_two(gpus, max(machine.domain, group.tensor, gpus // group.count)):
         for copies in powers_of_two(tensor, 8):
-            nodes = -(-tensor // machine.per_node)
-            expert = tensor if experts else 1
-            yield {"tensor": tensor, "expert": expert, "dp_attention": copies, "count": gpus // tensor, "nodes": nodes}
+            yield {
+                "tensor": tensor,
+                "expert": tensor if group.expert > 1 else 1,
+                "dp_attention": copies,
+                "count": gpus // tensor,
+                "nodes": -(-tensor // machine.per_node),
+            }
 
 
 def _engine(
     config: Config, spec: ModelSpec, machine: Machine, group: Engines, table: Table, fields: Fields
 ) -> EngineSuggestion | None:
+    """Returns servers of these sizes; None if they hold no rollout or a rule refuses them."""
     changed = group.model_copy(update=fields)
+    rollout = config.rollout.model_copy(
+        update={"engines": [changed if each is group else each for each in config.rollout.engines]}
+    )
     try:
         record = engine_memory(config, spec, changed, machine, staged=0, table=table)
     except SlimxError:
         return None
-    if record.static is None or record.weights > record.static:
+    if not record.fits or broken(RULES, config.sections | {"rollout": rollout}):
         return None
-    return EngineSuggestion(
-        group=group.name,
-        **fields,
-        weights=record.weights,
-        concurrency=record.concurrency * changed.count,
-    )
+    concurrency = record.concurrency * changed.count
+    return EngineSuggestion(group=group.name, **fields, weights=record.weights, concurrency=concurrency)

@@ -18,6 +18,7 @@ from slimx.preflight.checks import activations
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.plan.report import plan_report
 from slimx.preflight.plan.suggest import Search, suggest_layouts
+from slimx.preflight.plan.suggest_engines import suggest_engines
 from slimx.preflight.plan.text import describe
 from slimx.trainer.device.backends import choose_backends
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE
@@ -214,6 +215,16 @@ def test_no_layout_is_suggested_that_the_configuration_refuses():
     assert suggested
     for each in suggested:
         load_config(file, [*adapters, *each.overrides])
+
+
+def test_no_engines_are_suggested_that_the_configuration_refuses():
+    """Exact mode was never proven with data-parallel attention, which holds most rollouts at once."""
+    file = ROOT / "configs/moe/qwen3-30b-a3b.yaml"
+    for mode, copies in (("fast", 2), ("exact", 1)):
+        config = load_config(file, [f"numerics.mode={mode}"])
+        planned = plan_report(config)
+        (suggested,) = suggest_engines(config, planned.spec, planned.machine)
+        assert suggested.dp_attention == copies
 
 
 @pytest.mark.slow("full grid of shipped configurations")
