@@ -14,13 +14,12 @@ that took its place would get no tests and be waited for. The number of workers 
 def ring_one(seed: int) -> list[Session]:
     """Returns two sessions, as unit tests compute while integration tests wait for Ray, a server or a deadline.
 
-    Integration tests take longest, so unit tests have less of the cores. With a niceness of 10 they waited for minutes
-    while ranks computed, missed deadlines of seconds, and ended last; with 19 they would have nothing of a machine
-    that others load.
+    Their priority is the same: unit tests that were niced waited for minutes while ranks computed, missed deadlines of
+    seconds, and ended last.
     """
     return [
         pytest_session("integration", seed, [*REPORT, *WORKERS, "2", "tests/integration"]),
-        pytest_session("unit", seed, [*REPORT, *WORKERS, "3", "tests/unit"], nice=True),
+        pytest_session("unit", seed, [*REPORT, *WORKERS, "3", "tests/unit"], at_end=True),
     ]
 
 

@@ -52,12 +52,12 @@ class Outcome:
         return sum(int(counts.get(key, 0)) for counts in self.files.values())
 
 
-def pytest_session(name: str, seed: int, arguments: Sequence[str], *, nice: bool = False) -> Session:
-    """Returns a session of pytest in random order. `nice`: with less priority, its output at the end in one piece."""
+def pytest_session(name: str, seed: int, arguments: Sequence[str], *, at_end: bool = False) -> Session:
+    """Returns a session of pytest in random order. `at_end`: prints at its end, in one piece."""
     counts = BUILD / f"{name}-counts.json"
     plugin = ["-p", "tools.rings.counting", f"--counts={counts}", f"--randomly-seed={seed}"]
-    command = [*(("nice", "-n", "5") if nice else ()), sys.executable, "-m", "pytest", *plugin, *arguments]
-    return Session(name, command, counts, BUILD / f"{name}-tests.txt" if nice else None)
+    command = [sys.executable, "-m", "pytest", *plugin, *arguments]
+    return Session(name, command, counts, BUILD / f"{name}-tests.txt" if at_end else None)
 
 
 def run(sessions: Sequence[Session]) -> list[Outcome]:

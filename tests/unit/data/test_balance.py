@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -65,12 +64,11 @@ def test_differencing_is_closer_to_equal_than_greedy_on_skewed_lengths():
     assert np.median(excess[differencing]) < 0.6 * np.median(excess[greedy])
 
 
-def test_a_large_batch_is_split_in_time():
-    """8192 rollouts in 1280 micro-batches: differencing alone would take seconds."""
+def test_a_large_batch_is_split_without_differencing(monkeypatch):
+    """8192 rollouts in 1280 micro-batches: differencing would take seconds."""
+    monkeypatch.setattr("slimx.data.balance.differencing", None)
     costs = np.random.default_rng(0).lognormal(8, 0.5, 8192)
-    began = time.process_time()
     split = balance(costs.tolist(), 1280)
-    assert time.process_time() - began < 1
     assert heaviest(costs, split) < 1.1 * costs.sum() / 1280
 
 

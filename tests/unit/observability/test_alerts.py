@@ -99,7 +99,8 @@ def test_a_url_that_nobody_answers_costs_an_event_but_not_the_run(alerts, notes,
     assert "finished" in note and "KEY" not in note
 
 
-def test_a_server_that_takes_its_time_does_not_hold_up_the_end_for_ever():
+def test_a_server_that_takes_its_time_does_not_hold_up_the_end_for_ever(monkeypatch):
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 300.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hook = Webhook(f"http://127.0.0.1:{silent.getsockname()[1]}/", close_s=0.3)
         alerts = Alerts("r", Path("."), print, factor=1, at_least=1)

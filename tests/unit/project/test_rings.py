@@ -69,7 +69,6 @@ def test_a_wrong_part_is_one_sentence_and_status_2(part: str) -> None:
 def test_ring_one_is_two_sessions_in_one_order() -> None:
     integration, unit = (session.command for session in ring_one(7))
     assert integration[-1] == "tests/integration" and unit[-1] == "tests/unit"
-    assert list(unit[:3]) == ["nice", "-n", "5"] and "nice" not in integration
     assert "--randomly-seed=7" in integration and "--randomly-seed=7" in unit
 
 
