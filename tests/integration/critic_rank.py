@@ -22,7 +22,7 @@ from slimx.data.packing import pack
 from slimx.data.pairs import pair_rows
 from slimx.data.records import Group, Prompt
 from tests.integration.saving import begin_save, finish_save
-from tests.integration.trainer_rank import MAX_TOKENS, Rank, demonstrations
+from tests.integration.trainer_rank import Rank, demonstrations, half_of_a_rank
 
 QWEN, DEEPSEEK = "Qwen3-MoE", "DeepSeek-V3"
 STEPS = 12
@@ -77,7 +77,7 @@ class CriticRank(Rank):
                 "run": {"dir": str(self.out)},
                 "model": {"path": self.job["model"]},
                 "numerics": {"dtype": self.job.get("dtype", "float32")},
-                "trainer": {**self.job["layout"], **trainer, "max_tokens_per_microbatch": MAX_TOKENS},
+                "trainer": {**self.job["layout"], **trainer},
                 "rollout": {"prompts": "p"},
                 "schedule": {"steps": STEPS},
                 "algorithm": {"name": "ppo"},
@@ -100,7 +100,7 @@ class CriticRank(Rank):
         batch = pack(
             rows,
             data_size=sizes.data,
-            max_tokens=MAX_TOKENS,
+            max_tokens=half_of_a_rank(rows, sizes.data),
             multiple_of=sizes.tensor * sizes.context,
             count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
             sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,

@@ -20,9 +20,7 @@ from slimx.data.packing import pack
 from tests.integration import rank_start
 from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save
-from tests.integration.trainer_rank import demonstrations
-
-MAX_TOKENS = 80
+from tests.integration.trainer_rank import demonstrations, half_of_a_rank
 
 
 def main() -> None:
@@ -36,7 +34,6 @@ def main() -> None:
             "trainer": {
                 **job["layout"],
                 "distributed_optimizer": False,  # it would leave each rank a part of the gradients
-                "max_tokens_per_microbatch": MAX_TOKENS,
                 "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
             },
             "rollout": {"prompts": "p", "engines": []},
@@ -61,7 +58,7 @@ def main() -> None:
     packed = pack(
         rows,
         data_size=sizes.data,
-        max_tokens=MAX_TOKENS,
+        max_tokens=half_of_a_rank(rows, sizes.data),
         multiple_of=sizes.tensor * sizes.context,
         sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
     )

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.config.schema import Config
-from slimx.data.batch import MicroBatch, make_rows
+from slimx.data.batch import MicroBatch, TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
@@ -44,7 +44,7 @@ OPTIMIZER = {
 }
 """Of the ten steps and the two after them."""
 MAX_TOKENS = 60
-"""Of one micro-batch: every data-parallel rank has several."""
+"""Of one micro-batch, at least."""
 VERSION = 3
 """The engines' weight version at the GRPO step."""
 
@@ -72,6 +72,11 @@ def demonstrations(step: int) -> list[Trajectory]:
             )
         )
     return out
+
+
+def half_of_a_rank(rows: Sequence[TrainingRow], data: int) -> int:
+    """Returns the greatest size of a micro-batch, in tokens, for two or three of them on each data-parallel rank."""
+    return max(MAX_TOKENS, round(0.6 * sum(map(len, rows)) / data))
 
 
 class Rank:
@@ -119,7 +124,7 @@ class Rank:
         batch = pack(
             rows,
             data_size=self.sizes.data,
-            max_tokens=MAX_TOKENS,
+            max_tokens=half_of_a_rank(rows, self.sizes.data),
             multiple_of=self.sizes.tensor * self.sizes.context,
             sequence_multiple=self.sizes.sequence_multiple,
             # Interleaved pipelines go round in turns of as many micro-batches as there are stages.

@@ -125,7 +125,9 @@ def become_zygote(role: str, listener: socket.socket, programs: Path) -> NoRetur
     """Imports what programs of a role share, and forks them; `programs`: directory with a file for each."""
     if role != "server":
         guards.install(pytest.MonkeyPatch(), programs.parent)
+    gc.disable()
     ROLES[role]()
+    gc.enable()
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{role}: a fork of a process with {threads} threads may hang"
     adopt_orphans()
