@@ -103,6 +103,7 @@ async def test_the_python_tool_runs_the_last_program_and_an_answer_ends_it():
     assert end.done and end.info == {"runs": 2}
 
 
+@pytest.mark.needs("bwrap")
 async def test_an_answer_is_graded_by_the_example_with_a_python_tool():
     solver = Solver(price=0.25)
     assert "<answer>" in await solver.reset(PROMPT, 0)
@@ -139,6 +140,7 @@ NO_ANSWERS = [
 ]
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("said", NO_ANSWERS)
 async def test_listing_numbers_or_repeating_what_a_tool_said_earns_nothing(said, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
