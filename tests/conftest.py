@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from slimx.orchestration.lifetime.heap import MIDDLE, OLD, YOUNG
 from tests import stacks
 from tests.needed import missing
 
@@ -67,7 +68,7 @@ def pytest_collection_finish() -> None:
         pytest.exit("a test module has called slimx.adapters.megatron.cpu.install(); give it a process of its own", 3)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(YOUNG, MIDDLE, OLD)
     gc.enable()
 
 

@@ -21,12 +21,11 @@ from slimx.data.packing import pack
 from slimx.trainer.checkpoint import files
 from tests.integration import rank_start
 from tests.integration.saving import begin_save, finish_save
-from tests.integration.trainer_rank import demonstrations
+from tests.integration.trainer_rank import demonstrations, microbatch_tokens
 from tests.refusals import told
 
 HELD_S = 300.0
 """Seconds after which the thread of a save that nobody lets go writes all the same."""
-MAX_TOKENS = 250
 
 
 class Rank:
@@ -67,7 +66,7 @@ class Rank:
         batch = pack(
             rows,
             data_size=sizes.data,
-            max_tokens=MAX_TOKENS // sizes.data,
+            max_tokens=microbatch_tokens(rows, sizes.data),
             multiple_of=sizes.tensor * sizes.context,
             sequence_multiple=2 * sizes.context,
         )

@@ -22,7 +22,7 @@ from slimx.data.packing import pack
 from slimx.data.pairs import pair_rows
 from slimx.data.records import Group, Prompt
 from tests.integration.saving import begin_save, finish_save
-from tests.integration.trainer_rank import Rank, demonstrations, half_of_a_rank
+from tests.integration.trainer_rank import Rank, demonstrations, microbatch_tokens
 
 QWEN, DEEPSEEK = "Qwen3-MoE", "DeepSeek-V3"
 STEPS = 12
@@ -100,7 +100,7 @@ class CriticRank(Rank):
         batch = pack(
             rows,
             data_size=sizes.data,
-            max_tokens=half_of_a_rank(rows, sizes.data),
+            max_tokens=microbatch_tokens(rows, sizes.data),
             multiple_of=sizes.tensor * sizes.context,
             count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
             sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,

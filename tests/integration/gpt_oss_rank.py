@@ -20,7 +20,7 @@ from slimx.data.packing import pack
 from tests.integration import rank_start
 from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save
-from tests.integration.trainer_rank import demonstrations, half_of_a_rank
+from tests.integration.trainer_rank import demonstrations, microbatch_tokens
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
     packed = pack(
         rows,
         data_size=sizes.data,
-        max_tokens=half_of_a_rank(rows, sizes.data),
+        max_tokens=microbatch_tokens(rows, sizes.data),
         multiple_of=sizes.tensor * sizes.context,
         sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
     )

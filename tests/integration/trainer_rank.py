@@ -44,7 +44,7 @@ OPTIMIZER = {
 }
 """Of the ten steps and the two after them."""
 MAX_TOKENS = 60
-"""Of one micro-batch, at least."""
+"""Tokens: no limit of a micro-batch is smaller."""
 VERSION = 3
 """The engines' weight version at the GRPO step."""
 
@@ -74,8 +74,9 @@ def demonstrations(step: int) -> list[Trajectory]:
     return out
 
 
-def half_of_a_rank(rows: Sequence[TrainingRow], data: int) -> int:
-    """Returns the greatest size of a micro-batch, in tokens, for two or three of them on each data-parallel rank."""
+def microbatch_tokens(rows: Sequence[TrainingRow], data: int) -> int:
+    """Returns the `max_tokens` of `pack` that leaves each of `data` data-parallel ranks a few micro-batches, as few as
+    show that gradients add up over them: each costs a forward and a backward pass of every test."""
     return max(MAX_TOKENS, round(0.6 * sum(map(len, rows)) / data))
 
 
@@ -124,7 +125,7 @@ class Rank:
         batch = pack(
             rows,
             data_size=self.sizes.data,
-            max_tokens=half_of_a_rank(rows, self.sizes.data),
+            max_tokens=microbatch_tokens(rows, self.sizes.data),
             multiple_of=self.sizes.tensor * self.sizes.context,
             sequence_multiple=self.sizes.sequence_multiple,
             # Interleaved pipelines go round in turns of as many micro-batches as there are stages.

@@ -125,7 +125,7 @@ def become_zygote(role: str, listener: socket.socket, programs: Path) -> NoRetur
     """Imports what programs of a role share, and forks them; `programs`: directory with a file for each."""
     if role != "server":
         guards.install(pytest.MonkeyPatch(), programs.parent)
-    gc.disable()
+    gc.disable()  # until all is imported, as in pytest's processes
     ROLES[role]()
     gc.enable()
     threads = len(os.listdir("/proc/self/task"))

@@ -219,7 +219,7 @@ def test_the_model_holds_if_the_median_pair_is_within_a_quarter(measured, off, h
 
 
 def test_a_rehearsal_publishes_for_real_and_predicts_in_the_same_unit():
-    # A wrong unit is a factor of a thousand; a busy machine has been off by five.
+    # A wrong unit is a factor of a thousand; a busy machine was off by 4.5.
     trial = rehearse()
     assert len(trial.measured) >= 3 and 1 / 30 < 1 + trial.off < 30
 

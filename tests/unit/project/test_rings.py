@@ -67,7 +67,9 @@ def test_a_wrong_part_is_one_sentence_and_status_2(part: str) -> None:
 
 
 def test_ring_one_is_two_sessions_in_one_order() -> None:
-    integration, unit = (session.command for session in ring_one(7))
+    sessions = ring_one(7)
+    integration, unit = (session.command for session in sessions)
+    assert [session.output is None for session in sessions] == [True, False], "one prints while it runs"
     assert integration[-1] == "tests/integration" and unit[-1] == "tests/unit"
     assert "--randomly-seed=7" in integration and "--randomly-seed=7" in unit
 
