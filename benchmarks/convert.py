@@ -144,6 +144,7 @@ def measure(
 
 def main(
     gb: Annotated[float, typer.Option(help="Size of the bf16 checkpoint.")] = 2.0,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 2048,
     rounds: Annotated[int, typer.Option(min=1, help="Copies and conversions of each kind.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Of conversion and copy.")] = 2,
     only: Annotated[str, typer.Option(help="One conversion of the table.")] = "",
@@ -153,7 +154,8 @@ def main(
     torch.set_num_threads(1)  # as the command does
     begin, others = time.perf_counter(), cpu_seconds()
     with directory(out) as work:
-        config = MODEL | {"num_hidden_layers": max(1, round(gb / LAYER_GB))}
+        layers = max(1, round(gb / LAYER_GB * MODEL["hidden_size"] / hidden))
+        config = MODEL | {"num_hidden_layers": layers, "hidden_size": hidden}
         source = write_checkpoint(work / "source", config, file_bytes=10**9)
         print(
             f"{'conversion':<22}{'GB':>6}{'copy':>7}{'convert':>9}{'ratio':>7}   {'quartiles':<13}  {'range':<13}  CPU"

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from machine import cpu_seconds, surroundings
 from peer import DEADLINE_S, Peer
-from publish_clusters import predicted
+from publish_clusters import CASES, predicted
 from publish_figures import PER_TENSOR, PublishFigures, describe, describe_model, describe_predictions
 from publish_model import MODEL, TRAINERS, Layer
 from publish_ranks import ENCODINGS, EngineProcess, TrainerProcess
@@ -193,6 +193,7 @@ def main() -> int:
     parser.add_argument("--experts", type=positive, default=MODEL["num_experts"], help="experts of the layer")
     parser.add_argument("--rounds", type=positive, default=5, help="rounds of every way; one more is not counted")
     parser.add_argument("--bucket-mib", type=positive, default=256, help="size of a bucket")
+    parser.add_argument("--cases", type=positive, default=len(CASES), help="clusters predicted, the first of them")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     if arguments.rounds < 3:
@@ -212,7 +213,7 @@ def main() -> int:
         for peer in (*trainers, engine):
             peer.stop()
     own, rehearsed = own_publication(ways, figures), rehearse()
-    rows = predicted() if own.holds and rehearsed.holds else None
+    rows = predicted(CASES[: arguments.cases]) if own.holds and rehearsed.holds else None
     print(describe(figures))
     print(
         f"two trainers, {layer.split} parallel; {layer.experts} experts, {figures.tensors} Hugging Face tensors; "

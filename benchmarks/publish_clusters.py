@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -125,10 +126,10 @@ CASES = (
 )
 
 
-def predicted() -> list[tuple[str, str]]:
-    """(publication on links, what the model says) of every case on every cluster."""
+def predicted(cases: Sequence[Case] = CASES) -> list[tuple[str, str]]:
+    """Returns each publication on links and its prediction, for each case on each cluster."""
     rows = []
-    for case in CASES:
+    for case in cases:
         traffic = case.traffic()
         received = int(traffic.received.sum(axis=0).max())
         sent = int(traffic.sent.sum(axis=0).max())

@@ -25,11 +25,11 @@ CHEAP = {
 }
 """Run in forks of one process, which has imported torch."""
 APART = {
-    "convert": "--gb 0.1 --rounds 1 --only hf-to-megatron",
+    "convert": "--gb 0.02 --hidden 256 --rounds 1 --only hf-to-megatron",
     "loop": "--pairs 2 --prompts 8",
     "numerics_server": "--size tiny --tokens 2 --batches 1",
     "numerics_trainer": "--sizes tiny --pairs 6 --rows 2 --dtypes float32",
-    "publish": "--rounds 3 --experts 2",
+    "publish": "--rounds 3 --experts 2 --cases 1",
     "publish_dealing": "--cases 1",
     "publish_direct": "--mbit 200 --rounds 1 --layers 1 --hosts 1x1",
     "rollout": "--only buffer --trajectories 64 --groups 2",

@@ -31,6 +31,7 @@ from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Bucket, Weights, perturbed, present, publish
 from tests.integration.engine_oracle import PROMPT, fused, logprobs_of
 from tests.refusals import numbers, refused
+from tests.warm.interpreter import interpreter
 
 pytestmark = pytest.mark.integration
 
@@ -340,8 +341,12 @@ async def test_the_router_sends_to_registered_engines_only(
 
 OWNER = """
 import sys, time
+from pathlib import Path
+from pytest import MonkeyPatch
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.spec import EngineSpec
+from tests.warm import guards
+guards.install(MonkeyPatch(), Path(sys.argv[4]))
 spec = EngineSpec("orphan", sys.argv[1], "float32", "cpu", int(sys.argv[2]), max_total_tokens=1024)
 engine = Engine(spec, sys.argv[3])
 engine.start()
@@ -353,9 +358,8 @@ time.sleep(600)
 def test_a_killed_owner_leaves_no_server_process(tiny_model: Path, tmp_path: Path) -> None:
     """SIGKILL while the server is starting its children: the moment in which SGLang alone would leave orphans."""
     log = tmp_path / "server.log"
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tiny_model), str(free_port()), str(log)], stdout=subprocess.PIPE, text=True
-    )
+    arguments = map(str, (tiny_model, free_port(), log, interpreter().parent))
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, *arguments], stdout=subprocess.PIPE, text=True)
     tree: list[psutil.Process] = []
     try:
         guard = psutil.Process(int(owner.stdout.readline()))

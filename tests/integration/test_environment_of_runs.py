@@ -42,7 +42,7 @@ def test_variables_and_modules_of_other_programs_change_nothing(
         tiny_model,
         task_of_sums / "train.jsonl",
         # The reward is imported in a process of its own, from the working directory.
-        reward={"function": "my_reward.reward", "isolation": "process"},
+        reward={"function": "my_reward.reward", "isolation": "process", "workers": 1},
         schedule={"steps": 1},
     )
     here = tmp_path / "here"

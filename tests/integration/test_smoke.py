@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import ROOT
+from tests.warm.interpreter import interpreter
 
 pytestmark = pytest.mark.integration
 CPU = ("--device", "cpu", "--trainers", "2", "--engines", "2")
@@ -18,7 +19,7 @@ def smoke(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["scripts/launch/smoke_8gpu.sh", *CPU, "--out", str(out), *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "PATH": f"{interpreter().parent}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=850,

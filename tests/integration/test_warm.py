@@ -87,3 +87,22 @@ def test_what_no_zygote_runs_is_started(tmp_path: Path) -> None:
     code = "import sys; print(sys.executable)"
     done = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert Path(done.stdout.strip()).resolve() == Path(sys.executable).resolve()
+
+
+FORKED = """
+import multiprocessing, sys
+
+def has_torch():
+    return "torch" in sys.modules
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        print(pool.apply(has_torch))
+"""
+
+
+def test_a_server_of_forks_is_forked_with_its_imports(tmp_path: Path) -> None:
+    program = tmp_path / "forked.py"
+    program.write_text(FORKED)
+    done = subprocess.run([interpreter(), program], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)

@@ -13,12 +13,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 BYTES = 2**20
 """Bytes of a request, at most."""
 RAY_WORKER = "default_worker.py"
+FORKSERVER = "from multiprocessing.forkserver "
+"""Beginning of the text of multiprocessing's server of forks."""
 
 
 def main(directory: str, python: str, arguments: list[str]) -> None:
     """`directory`: of the zygotes' sockets. `python`: the interpreter, for programs that none of them runs."""
-    first = next((word for word in arguments if word not in ("-P", "-u")), "")
-    if first != "-m" and not first.endswith(".py"):
+    first, *rest = without_flags(arguments) or [""]
+    if first != "-m" and not first.endswith(".py") and not (first == "-c" and rest[0].startswith(FORKSERVER)):
         os.execv(python, [python, *arguments])
     role = "rank" if any(word.endswith(RAY_WORKER) for word in arguments) else "driver"
     connection = connected(os.path.join(directory, role))
@@ -36,6 +38,14 @@ def main(directory: str, python: str, arguments: list[str]) -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def without_flags(arguments: list[str]) -> list[str]:
+    """Returns the arguments of an interpreter without flags that a fork has no use for."""
+    begin = 0
+    while begin < len(arguments) and arguments[begin].startswith(("-P", "-u", "-B", "-W")):
+        begin += 1
+    return arguments[begin:]
 
 
 def connected(path: str) -> socket.socket:

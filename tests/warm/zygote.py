@@ -28,7 +28,7 @@ from sitecustomize import answer
 from slimx.runtime.process import adopt_orphans, end_with_parent
 from tests.forked import execute, run_and_end
 from tests.warm import guards
-from tests.warm.client import BYTES, RAY_WORKER
+from tests.warm.client import BYTES, RAY_WORKER, without_flags
 from tests.warm.interpreter import MARK, TEST
 
 FILES = 200
@@ -36,11 +36,12 @@ FILES = 200
 
 
 def load_driver() -> None:
-    """Imports what `slimx train` and Ray's agents need."""
+    """Imports what `slimx train`, Ray's agents and the programs that make the quickstart's model need."""
     # Ray reads it when it is imported.
     os.environ["RAY_AUTH_MODE"] = "token"
     import ray  # noqa: F401
-    import torch  # noqa: F401
+    import torch
+    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     import slimx.commands.start
     import slimx.orchestration.run  # noqa: F401
@@ -240,7 +241,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     sys.path[:0] = [
         path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path
     ]
-    words = [word for word in arguments if word not in ("-P", "-u")]
+    words = without_flags(arguments)
     worker = next((index for index, word in enumerate(words) if word.endswith(RAY_WORKER)), 0)
     # Ray starts its worker by a program that sets variables, none here.
     words = [word for word in words[worker:] if not worker or not word.startswith(("--language", "--serialized-"))]

@@ -42,9 +42,9 @@ async def generate(ctx, prompt):
 
 
 SLOW = """
-config.trainer.watch_deadline = config.rollout.rollout_deadline = 1.0
+config.trainer.watch_deadline = config.rollout.rollout_deadline = 0.5
 async def write(*_):
-    await asyncio.sleep(3)
+    await asyncio.sleep(1.5)
 lifetime.keep_stacks = write
 """
 """Stacks that take longer than the deadline."""
