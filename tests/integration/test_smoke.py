@@ -16,10 +16,11 @@ CPU = ("--device", "cpu", "--trainers", "2", "--engines", "2")
 
 
 def smoke(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(interpreter().parent), os.environ["PATH"]))
     return subprocess.run(
         ["scripts/launch/smoke_8gpu.sh", *CPU, "--out", str(out), *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "PATH": f"{interpreter().parent}{os.pathsep}{os.environ['PATH']}"},
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "PATH": path},
         capture_output=True,
         text=True,
         timeout=850,

@@ -40,7 +40,7 @@ def load_driver() -> None:
     # Ray reads it when it is imported.
     os.environ["RAY_AUTH_MODE"] = "token"
     import ray  # noqa: F401
-    import torch
+    import torch  # noqa: F401
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     import slimx.commands.start
