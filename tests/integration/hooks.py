@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,18 @@ from tests.unit.environments.repairs import IN_ONE_CALL, shell
 async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:
     """The share of digits in the answer: random weights differ in it, so that every step has a gradient."""
     return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))
+
+
+HELD = "SLIMX_TEST_HELD"
+"""Variable with the file in which the highest weight version stands whose rollouts `held_digits` rewards."""
+
+
+async def held_digits(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """`digits`, once a test lets a run go on to the weights that sampled the answer."""
+    version = max(span.version for span in trajectory.spans if span.version is not None)
+    while HELD in os.environ and version > int(Path(os.environ[HELD]).read_text()):
+        await asyncio.sleep(0.05)
+    return await digits(ctx, trajectory)
 
 
 async def above_zero(ctx: RewardContext, trajectory: Trajectory) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import psutil
 
+from slimx.durable import write_atomic
+from tests.integration.hooks import HELD
 from tests.integration.recorded import UNCHECKED
-from tests.integration.runs import TrainProcess, completed_steps, steps, write_config, written
+from tests.integration.runs import DEADLINE_S, TrainProcess, completed_steps, steps, write_config, written
 from tests.integration.victims import command_of, matching
 
 ENGINE = matching(r"sglang::|slimx\.engines\.server|ray::EngineActor")
@@ -43,12 +46,27 @@ A phase "write" begins with the first file of a version that rank 0 publishes by
 class Struck:
     """A run that goes on, and what is done to it."""
 
-    def __init__(self, config: Path, *, cold: bool = False):
-        """`cold`: as in TrainProcess."""
-        self.process, self.directory = TrainProcess(config, cold=cold), config.parent / "run"
+    def __init__(self, config: Path, *, cold: bool = False, ahead: int | None = None):
+        """`cold`: as in TrainProcess. `ahead`: weight versions that the run goes on to after a strike begins, before it
+        waits for the next; None: it does not wait."""
+        self.ahead, self.held = ahead, config.with_name("held")
+        variables = {}
+        if ahead is not None:
+            self._let(1)
+            variables[HELD] = str(self.held)
+        self.process = TrainProcess(config, cold=cold, variables=variables)
+        self.directory = config.parent / "run"
         self.process.until(lambda: completed_steps(self.directory) >= 1)
         self.lasting = {process.pid for process in ENGINE(self.process)}
         assert self.lasting
+
+    def _let(self, version: int) -> None:
+        """Lets the run go on to the rollouts of `version`."""
+        write_atomic(self.held, str(version).encode(), sync=False)
+
+    def let_end(self) -> None:
+        """Lets the run go on to its end."""
+        self._let(sys.maxsize)
 
     def phases(self) -> list[dict[str, Any]]:
         return written(self.directory / "timeline.jsonl")
@@ -77,11 +95,13 @@ class Struck:
         """Do what `moment` says, as soon as its phase begins."""
         victim = self.rank(moment.rank)
         assert victim is not None, self.process.text()
+        at = len(self.phases())
+        if self.ahead is not None:
+            self._let(completed_steps(self.directory) + self.ahead)
         if moment.phase == "write":
             self._stop_as_it_writes(victim)
             victim.send_signal(moment.signum)
             return
-        at = len(self.phases())
 
         def begins() -> bool:
             # A phase may be over before the next look: then the strike falls a little later, but it falls.
@@ -125,6 +145,7 @@ def config_of(directory: Path, model: Path, task: Path, *, count: int, replaced:
         "recovery": {"trainers": replaced},
         "trainer": {"watch_deadline": 10},
         "rollout": rollout,
+        "reward": {"function": "tests.integration.hooks.held_digits", "deadline": DEADLINE_S},
     }
     merged = {name: own.get(name, {}) | sections.get(name, {}) for name in own.keys() | sections.keys()}
     return write_config(directory, model, task / "train.jsonl", **merged)
@@ -149,6 +170,7 @@ def same(directory: Path) -> dict[int, dict[str, float]]:
 
 def ended_as(run: Struck, expected: dict[int, dict[str, float]]) -> None:
     """Wait for the end of `run`, which must have had the metrics `expected`."""
+    run.let_end()
     assert run.process.wait(3000) == 0, run.process.text()
     run.process.assert_nothing_left()
     found = same(run.directory)

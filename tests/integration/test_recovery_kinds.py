@@ -54,8 +54,8 @@ def sections(kind: dict[str, Any]) -> dict[str, Any]:
     return kind | {"trainer": {"watch_deadline": 10} | kind.get("trainer", {})}
 
 
-def struck(config: Path, moments: Sequence[Moment] = STRIKES) -> Struck:
-    run = Struck(config)
+def struck(config: Path, moments: Sequence[Moment] = STRIKES, ahead: int | None = 2) -> Struck:
+    run = Struck(config, ahead=ahead)
     for moment in moments:
         before, seen = run.recovered(), completed_steps(run.directory)
         run.strike(moment)
@@ -82,7 +82,7 @@ def test_while_generation_runs_ahead_no_group_is_lost_or_trained_twice(
 ) -> None:
     """Steps that are trained again must have the metrics that were recorded, else the run would end."""
     config = config_of(tmp_path / "struck", tiny_model, task_of_sums, count=FEW, replaced=20, **sections(AHEAD))
-    run = struck(config, STRIKES[:2])
+    run = struck(config, STRIKES[:2], ahead=None)
     assert run.process.wait(3000) == 0, run.process.text()
     run.process.assert_nothing_left()
     account = Ledger(run.directory).account()

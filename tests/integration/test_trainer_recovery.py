@@ -33,7 +33,7 @@ def run(
 ) -> Iterator[Struck]:
     """A run that is struck; in the end it must have the metrics of one that was not."""
     base, steps = tmp_path_factory.mktemp("recovery"), 4 + 4 * len(chosen_cases(request))
-    struck = Struck(config_of(base / "struck", tiny_model, task_of_sums, count=steps, replaced=20))
+    struck = Struck(config_of(base / "struck", tiny_model, task_of_sums, count=steps, replaced=20), ahead=3)
     yield struck
     expected = undisturbed(config_of(base / "alone", tiny_model, task_of_sums, count=steps, replaced=20))
     ended_as(struck, expected)
