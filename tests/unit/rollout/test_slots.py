@@ -11,6 +11,7 @@ from slimx.rollout.flow.slots import Slots
 from slimx.rollout.hooks import RolloutContext
 from slimx.runtime.standing_clock import Clock
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
+from tests.virtual_time import virtually
 
 
 class Tools:
@@ -60,6 +61,7 @@ async def test_rollouts_in_flight_have_a_bound_of_their_own():
         assert tools.most == 3
 
 
+@virtually
 async def test_waiting_for_a_place_at_the_engines_does_not_count_against_a_rollouts_deadline():
     engine = FakeEngine()
 
