@@ -18,7 +18,7 @@ def ring_one(seed: int) -> list[Session]:
     seconds, and ended last.
     """
     return [
-        pytest_session("integration", seed, [*REPORT, *WORKERS, "3", "tests/integration"]),
+        pytest_session("integration", seed, [*REPORT, *WORKERS, "2", "tests/integration"]),
         pytest_session("unit", seed, [*REPORT, *WORKERS, "3", "tests/unit"], at_end=True),
     ]
 
