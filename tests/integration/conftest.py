@@ -45,6 +45,8 @@ Weights = dict[str, torch.Tensor]
 
 SHARED = ({"test_deepseek_v3.py", "test_families.py"},)
 """Files whose tests share an expensive fixture of the session, `families`."""
+STARTERS = {"TrainProcess", "interpreter", "run_program"}
+"""Names that a file of whole runs or programs imports."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedFixtures:
@@ -53,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedF
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files of whole runs and programs first: with a long one at the end, all other cores would wait for it."""
-    items.sort(key=lambda item: not {"TrainProcess", "interpreter"} & vars(getattr(item, "module", item)).keys())
+    items.sort(key=lambda item: not STARTERS & vars(getattr(item, "module", item)).keys())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.forked import ROOT, Run, run_all
-from tests.warm.interpreter import interpreter
+from tests.programs import run_program
+from tests.warm.interpreter import ROOT
 
 FOLDER = ROOT / "benchmarks"
 pytestmark = pytest.mark.integration
 
-CHEAP = {
+QUICK = {
+    "convert": "--gb 0.02 --hidden 256 --rounds 1 --only hf-to-megatron",
     "delta_rule": "--tokens 32 --heads 2 --size 16 --cut 10 --requests 2",
     "exact_cuda": "",
     "logprobs": "--tokens 1024 --vocabulary 2048 --hidden 32 --rounds 1 --chunks 16",
-    "numerics": "--hidden 64 --layers 1 --rounds 1",
-    "publish_delta": "--steps 1 --warm 0 --rates 1e-6 --layers 1 --rows 1 --length 16 --disk disk",
-    "reshard": "--experts 2 --rounds 1 --threads 1",
-    "reshard_cuda": "--experts 2 --rounds 1",
-}
-"""Run in forks of one process, which has imported torch."""
-APART = {
-    "convert": "--gb 0.02 --hidden 256 --rounds 1 --only hf-to-megatron",
     "loop": "--pairs 2 --prompts 8",
+    "numerics": "--hidden 64 --layers 1 --rounds 1",
     "numerics_server": "--size tiny --tokens 2 --batches 1",
     "numerics_trainer": "--sizes tiny --pairs 6 --rows 2 --dtypes float32",
     "publish": "--rounds 3 --experts 2 --cases 1",
     "publish_dealing": "--cases 1",
+    "publish_delta": "--steps 1 --warm 0 --rates 1e-6 --layers 1 --rows 1 --length 16 --disk disk",
     "publish_direct": "--mbit 200 --rounds 1 --layers 1 --hosts 1x1",
+    "reshard": "--experts 2 --rounds 1 --threads 1",
+    "reshard_cuda": "--experts 2 --rounds 1",
     "rollout": "--only buffer --trajectories 64 --groups 2",
     "rollout_waiting": "--only memory deadlines --sides hook --counts 8 --count 8 --prompt 32",
     "start": "--pairs 1 --model {model} --task {task}",
     "trainer": "--ranks 1 --rows 2 --pairs 6",
     "trainer_cuda": "--device cpu --steps 1 --models tiny",
 }
-"""Start processes of their own, which begin with the program's file."""
+"""The smallest form of each."""
 SLOW = {
     "balance": "--rounds 2",
     "convert": "--gb 0.1 --rounds 1",
@@ -70,35 +66,22 @@ def test_every_benchmark_is_run() -> None:
     """A new file is a benchmark with a row above, or imported by one."""
     texts = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
     programs = {name for name, text in texts.items() if '__name__ == "__main__"' in text}
-    assert programs == CHEAP.keys() | APART.keys() | SLOW.keys() | ELSEWHERE.keys()
+    assert programs == QUICK.keys() | SLOW.keys() | ELSEWHERE.keys()
     others = "\n".join(texts.values()) + (ROOT / "tests/integration/test_direct_links.py").read_text()
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", others, re.MULTILINE))
     by_path = set(re.findall(r"\b(\w+)\.\w+\"", others))  # hooks
     assert texts.keys() - programs - imported - by_path == set()
 
 
-def test_the_cheap_benchmarks_run(tmp_path: Path) -> None:
-    runs = [Run([f"benchmarks/{name}.py", *options.split()]) for name, options in CHEAP.items()]
-    for name, (status, text) in zip(CHEAP, run_all(runs, tmp_path), strict=True):
-        judged(name, status, text)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *APART.items(),
+        *QUICK.items(),
         *(pytest.param(*row, marks=pytest.mark.slow("whole runs and servers")) for row in SLOW.items()),
     ],
 )
 @pytest.mark.timeout(3600)
 def test_a_benchmark_runs(name: str, options: str, tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
     words = options.format(model=tiny_model, task=task_of_sums).split()
-    done = subprocess.run(
-        [interpreter(), str(FOLDER / f"{name}.py"), *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=3000,
-    )
-    judged(name, done.returncode, done.stdout)
+    status, text = run_program([f"benchmarks/{name}.py", *words], tmp_path, deadline_s=3000)
+    judged(name, status, text)

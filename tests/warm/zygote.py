@@ -25,11 +25,12 @@ import pytest
 from setproctitle import setproctitle
 from sitecustomize import answer
 
+from slimx.orchestration.lifetime.heap import MIDDLE, OLD, YOUNG
 from slimx.runtime.process import adopt_orphans, end_with_parent
-from tests.forked import execute, run_and_end
 from tests.warm import guards
 from tests.warm.client import BYTES, RAY_WORKER, without_flags
 from tests.warm.interpreter import MARK, TEST
+from tests.warm.program import execute, run_and_end
 
 FILES = 200
 """Files that a program inherits, at most."""
@@ -134,6 +135,7 @@ def become_zygote(role: str, listener: socket.socket, programs: Path) -> NoRetur
     adopt_orphans()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG, MIDDLE, OLD)  # as in a driver
     Zygote(listener, programs).serve()
 
 
@@ -223,6 +225,9 @@ def become(
     for index, number in enumerate(numbers):
         os.dup2(high + index, number)
         os.close(high + index)
+    # Python found out of the zygote's files whether they can be sought.
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.setsid()
     os.chdir(directory)
     if not any("/ray/" in word for word in arguments):  # which sets titles by another library

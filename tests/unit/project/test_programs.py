@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.documents import COMMANDS
-from tests.forked import ROOT, Run, run_all
+from tests.programs import run_program
 from tests.unit.project.page_stand import python_program
+from tests.warm.interpreter import ROOT
 from tools.quickstart.make_model import make_model
 
 
@@ -24,15 +25,6 @@ def programs() -> list[list[str]]:
     return found
 
 
-SHARED = (
-    "torch",
-    "slimx.orchestration.prepare",
-    "slimx.convert",
-    "slimx.rollout",
-    "slimx.cli",
-    "tools.quickstart.make_model",
-)
-"""Modules that many programs import."""
 LACKING = [
     ["benchmarks/start.py", "."],  # a directory of TRL
     ["benchmarks/start_trl.py", "model", "prompts", "out"],
@@ -49,24 +41,21 @@ def test_programs_take_the_options_of_pages_and_refuse_wrong_ones(tmp_path: Path
     named = {tuple(arguments) for words in COMMANDS if (arguments := python_program(words)) is not None}
     found = [find_spec(words[1]) if words[0] == "-m" else (ROOT / words[0]).is_file() for words in named]
     assert all(found), named
-    right = [Run(words, parse_only=True) for words in sorted(named) if len(words) > (2 if words[0] == "-m" else 1)]
-    wrong = [Run([*words, "--no-such-option"], parse_only=True) for words in programs()]
+    right = [words for words in sorted(named) if len(words) > (2 if words[0] == "-m" else 1)]
+    wrong = [[*words, "--no-such-option"] for words in programs()]
     benchmarks = [words[0] for words in programs() if words[0] != "-m"]
     none = [
-        Run([file, f"--{option}", "0"], parse_only=True)
+        [file, f"--{option}", "0"]
         for file in benchmarks
         for option in re.findall(r'"--(pairs|rounds|steps|window)"', (ROOT / file).read_text())
     ]
-    refused = [*wrong, *none, *(Run(words) for words in LACKING)]
-    runs = [*right, *refused, Run(["tools/quickstart/make_model.py", "--out", "there"])]
-    done = [(run, *row) for run, row in zip(runs, run_all(runs, tmp_path, SHARED), strict=True)]
-    assert [(run.words, status, output) for run, status, output in done[: len(right)] if status != 0] == []
-    assert [
-        (run.words, status, output)
-        for run, status, output in done[len(right) : -1]
-        if status != 2 or "Traceback" in output or not output.strip()
-    ] == []
-    assert done[-1][1] == 0, done[-1]
+    taken = [(words, *run_program(words, tmp_path, parse_only=True)) for words in right]
+    assert [row for row in taken if row[1] != 0] == []
+    refused = [(words, *run_program(words, tmp_path, parse_only=True)) for words in (*wrong, *none)]
+    refused += [(words, *run_program(words, tmp_path)) for words in LACKING]
+    assert [row for row in refused if row[1] != 2 or "Traceback" in row[2] or not row[2].strip()] == []
+    status, output = run_program(["tools/quickstart/make_model.py", "--out", "there"], tmp_path)
+    assert status == 0, output
     make_model(tmp_path / "here")
     made, again = ({each.name: each.read_bytes() for each in (tmp_path / name).iterdir()} for name in ("here", "there"))
     assert made == again, "the same seed gives the same bytes in another process"
