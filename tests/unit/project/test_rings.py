@@ -266,7 +266,7 @@ def test_a_worker_that_dies_ends_the_session_and_what_did_not_run_has_failed(tmp
 def test_a_seed_repeats_an_order_in_which_files_of_whole_runs_are_first(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     sorting = inspect.getsource(conftest.pytest_collection_modifyitems)
-    (tmp_path / "conftest.py").write_text(f"import pytest\n\n{sorting}")
+    (tmp_path / "conftest.py").write_text(f"import pytest\n\nSTARTERS = {conftest.STARTERS}\n\n{sorting}")
     for name in "abcdef":
         text = "TrainProcess = None\n" if name in "ef" else ""
         (tmp_path / f"test_{name}.py").write_text(text + "def test_one(): ...\ndef test_two(): ...\n")

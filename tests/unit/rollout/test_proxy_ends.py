@@ -263,17 +263,19 @@ async def test_an_address_that_is_taken_or_that_nobody_could_be_told_is_refused(
 async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():
     proxy = ChatProxy(context=100)
     left: dict[str, Any] = {}
-    engine = Script("never", "2")
+    engine, begun = Script("never", "2"), asyncio.Event()
 
     async def gate(number: int) -> None:
-        await asyncio.sleep(60 if number == 0 else 0)
+        if number == 0:
+            begun.set()
+            await asyncio.sleep(600)
 
     engine.gate = gate
 
     async def leaves(client: Any, prompt: Any) -> None:
         left["client"] = client_of(str(client.base_url))
         left["pending"] = asyncio.create_task(said(left["client"], USER))
-        await asyncio.sleep(0.1)
+        await begun.wait()
         await said(client, USER)
 
     call.function = leaves
