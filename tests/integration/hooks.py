@@ -26,14 +26,14 @@ async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:
     return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))
 
 
-HELD = "SLIMX_TEST_HELD"
-"""Variable with the file in which the highest weight version stands whose rollouts `held_digits` rewards."""
+PACE = "SLIMX_TEST_PACE"
+"""Variable with the path of a file: the highest weight version whose rollouts `paced_digits` rewards."""
 
 
-async def held_digits(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """`digits`, once a test lets a run go on to the weights that sampled the answer."""
+async def paced_digits(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """`digits`, once a test allows the weight version that sampled the answer."""
     version = max(span.version for span in trajectory.spans if span.version is not None)
-    while HELD in os.environ and version > int(Path(os.environ[HELD]).read_text()):
+    while PACE in os.environ and version > int(Path(os.environ[PACE]).read_text()):
         await asyncio.sleep(0.05)
     return await digits(ctx, trajectory)
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from slimx.durable import write_atomic
-from tests.integration.hooks import HELD
+from tests.integration.hooks import PACE
 from tests.integration.recorded import UNCHECKED
 from tests.integration.runs import DEADLINE_S, TrainProcess, completed_steps, steps, write_config, written
 from tests.integration.victims import command_of, matching
@@ -47,26 +47,19 @@ class Struck:
     """A run that goes on, and what is done to it."""
 
     def __init__(self, config: Path, *, cold: bool = False, ahead: int | None = None):
-        """`cold`: as in TrainProcess. `ahead`: weight versions that the run goes on to after a strike begins, before it
-        waits for the next; None: it does not wait."""
-        self.ahead, self.held = ahead, config.with_name("held")
-        variables = {}
-        if ahead is not None:
-            self._let(1)
-            variables[HELD] = str(self.held)
-        self.process = TrainProcess(config, cold=cold, variables=variables)
+        """`cold`: as in TrainProcess. `ahead`: steps after that of a strike that are trained before the next strike;
+        None: all."""
+        self.ahead, self.pace = ahead, config.with_name("pace")
+        self.allow(sys.maxsize if ahead is None else 1)
+        self.process = TrainProcess(config, cold=cold, variables={PACE: str(self.pace)})
         self.directory = config.parent / "run"
         self.process.until(lambda: completed_steps(self.directory) >= 1)
         self.lasting = {process.pid for process in ENGINE(self.process)}
         assert self.lasting
 
-    def _let(self, version: int) -> None:
-        """Lets the run go on to the rollouts of `version`."""
-        write_atomic(self.held, str(version).encode(), sync=False)
-
-    def let_end(self) -> None:
-        """Lets the run go on to its end."""
-        self._let(sys.maxsize)
+    def allow(self, version: int) -> None:
+        """Lets the run train rollouts of weights up to `version`, and wait then."""
+        write_atomic(self.pace, str(version).encode(), sync=False)
 
     def phases(self) -> list[dict[str, Any]]:
         return written(self.directory / "timeline.jsonl")
@@ -97,7 +90,7 @@ class Struck:
         assert victim is not None, self.process.text()
         at = len(self.phases())
         if self.ahead is not None:
-            self._let(completed_steps(self.directory) + self.ahead)
+            self.allow(completed_steps(self.directory) + self.ahead)
         if moment.phase == "write":
             self._stop_as_it_writes(victim)
             victim.send_signal(moment.signum)
@@ -145,7 +138,7 @@ def config_of(directory: Path, model: Path, task: Path, *, count: int, replaced:
         "recovery": {"trainers": replaced},
         "trainer": {"watch_deadline": 10},
         "rollout": rollout,
-        "reward": {"function": "tests.integration.hooks.held_digits", "deadline": DEADLINE_S},
+        "reward": {"function": "tests.integration.hooks.paced_digits", "deadline": DEADLINE_S},
     }
     merged = {name: own.get(name, {}) | sections.get(name, {}) for name in own.keys() | sections.keys()}
     return write_config(directory, model, task / "train.jsonl", **merged)
@@ -170,7 +163,7 @@ def same(directory: Path) -> dict[int, dict[str, float]]:
 
 def ended_as(run: Struck, expected: dict[int, dict[str, float]]) -> None:
     """Wait for the end of `run`, which must have had the metrics `expected`."""
-    run.let_end()
+    run.allow(sys.maxsize)
     assert run.process.wait(3000) == 0, run.process.text()
     run.process.assert_nothing_left()
     found = same(run.directory)
