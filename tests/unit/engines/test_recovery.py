@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 import pytest
@@ -291,10 +292,12 @@ async def test_a_run_waits_for_an_engine_no_longer_than_the_outages_deadline():
 
 
 async def test_restarts_count_no_more_once_an_engine_has_served_long_enough():
-    async with Stand(restarts=1, stable_after=0.05) as stand:
+    passed = 0.0
+    async with Stand(restarts=1, stable_after=60) as stand:
         first = stand.engines[0]
+        stand.members.restarts[first.name]._clock = lambda: time.monotonic() + passed
         for _ in range(4):
-            await asyncio.sleep(0.06)
+            passed += 60
             await stand.members.quarantine(first, gone())
             await stand.until(lambda: first.standing is Standing.JOINING)
             await stand.members.admit(first)

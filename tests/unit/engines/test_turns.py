@@ -8,11 +8,13 @@ from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.fleet.turn import EnginesTurn
 from slimx.engines.server.engine import State
 from tests.unit.engines.recovery_stand import Stand, gone
+from tests.virtual_time import virtually
 
 LIMIT_S = 300.0
 """For what would never end."""
 
 
+@virtually
 async def test_an_engine_lost_in_the_trainers_turn_is_ended_at_once_and_started_in_its_own():
     async with Stand(outage_deadline=0.02) as stand:
         await stand.members.turn.end()
@@ -28,7 +30,7 @@ async def test_an_engine_lost_in_the_trainers_turn_is_ended_at_once_and_started_
 
 async def test_the_trainers_turn_waits_for_an_engine_that_is_being_started_or_ended():
     async with Stand() as stand:
-        stopping, starting = asyncio.Event(), asyncio.Event()
+        stopping, starting, begun = asyncio.Event(), asyncio.Event(), asyncio.Event()
         stop, start = stand.engines[0].stop, stand.engines[0].start
 
         async def slow_stop(grace_s: float) -> None:
@@ -36,6 +38,7 @@ async def test_the_trainers_turn_waits_for_an_engine_that_is_being_started_or_en
             await stop(grace_s)
 
         async def slow_start(deadline_s: float) -> None:
+            begun.set()
             await starting.wait()
             await start(deadline_s)
 
@@ -49,7 +52,7 @@ async def test_the_trainers_turn_waits_for_an_engine_that_is_being_started_or_en
         assert stand.engines[0].standing is Standing.OUT
 
         stand.members.turn.begin()
-        await asyncio.sleep(0.02)  # the start has begun
+        await asyncio.wait_for(begun.wait(), LIMIT_S)
         turn = asyncio.create_task(stand.members.turn.end())
         await asyncio.sleep(0.02)
         assert not turn.done()

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slimx.environments.boxes.bubblewrap import BubblewrapBox
@@ -116,6 +117,11 @@ def made(kind: str, server: RemoteServer | None, base: Path) -> Callable[..., Bo
         return BubblewrapBox(Path(source), limits, host_usr=True, base=base)
 
     return begin
+
+
+def runs(argument: str) -> bool:
+    """True while a process of this machine has this argument."""
+    return any(argument in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
 
 
 def eventually(happens: Callable[[], bool]) -> None:

@@ -220,7 +220,7 @@ def test_processes_are_limited(box):
 
 
 def test_what_a_program_leaves_behind_has_ended_with_it(box):
-    left = "(while sleep 0.05; do echo x >> count; done) > /dev/null 2>&1 & sleep 0.3"
+    left = "(while sleep 0.05; do echo x >> count; done) > /dev/null 2>&1 & until [ -s count ]; do sleep 0.05; done"
     assert box.run(["sh", "-c", left], cwd="/work").ok
     counted = box.get("/work/count", 10**6)
     time.sleep(0.5)
@@ -235,10 +235,10 @@ def test_a_command_that_is_not_there_has_failed_by_itself(box):
 
 
 def test_ending_a_box_ends_what_runs_in_it(box):
-    ended = []
-    thread = threading.Thread(target=lambda: ended.append(python(box, "import time; time.sleep(300)").ended))
+    ended, program = [], f"import time; time.sleep(300)  # of {os.getpid()}"
+    thread = threading.Thread(target=lambda: ended.append(python(box, program).ended))
     thread.start()
-    time.sleep(1.0)
+    box_stand.eventually(lambda: box_stand.runs(program))
     box.end()
     thread.join(120)
     assert ended == ["stop"]

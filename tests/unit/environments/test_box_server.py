@@ -195,11 +195,10 @@ async def test_a_killed_server_ends_the_rollout_and_the_next_one_removes_its_box
     prompt_of = {"image": "base.tar", "directory": "/work", "tests": {"command": ["true"]}}
     prompt = Prompt(id="p", **tasks.to_prompt({"prompt": "?"} | prompt_of))
     with served(directory, *WORDS, *images) as (server, process):
-        started = threading.Event()
+        started, seconds = threading.Event(), f"50.{os.getpid()}"
 
         def kill() -> None:
-            eventually(lambda: state(server)["held"] == 1)
-            time.sleep(1.0)
+            eventually(lambda: box_stand.runs(seconds))
             started.set()
             process.send_signal(signal.SIGKILL)
 
@@ -208,7 +207,7 @@ async def test_a_killed_server_ends_the_rollout_and_the_next_one_removes_its_box
         try:
             box = {"backend": "remote", "url": server.url, "token_env": "BOXES_TOKEN", "patience": 1, "seconds": 60,
                    "memory_mib": 128, "disk_mib": 8, "again": 1}  # fmt: skip
-            ctx, _ = context(calling("shell", command="sleep 50"), "Done.")
+            ctx, _ = context(calling("shell", command=f"sleep {seconds}"), "Done.")
             with pytest.raises(GivenUp) as given:
                 options = {"box": box, "tasks": str(directory)}
                 await tools.generate(

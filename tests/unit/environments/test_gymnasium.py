@@ -212,10 +212,11 @@ async def test_an_environment_that_breaks_is_named(made_with, said, code):
 
 async def test_an_environment_that_hangs_is_killed_with_its_process():
     environments = Environments()
-    world = environments.make(PATH, OLD, deadline_s=15.0, rollout="g/0", processes=1)
+    world = environments.make(PATH, OLD, deadline_s=300.0, rollout="g/0", processes=1)
     try:
         assert (await world.reset(PROMPT, 0)).text.startswith("seed ")
         assert (await world.step("a")).state_key == state_digest("you said a")
+        world._deadline_s = 5.0
         with pytest.raises(DeadlineError):
             await world.step("hang")
     finally:

@@ -118,6 +118,7 @@ def test_a_connection_that_sends_nothing_ends_and_strange_requests_leave_no_thre
     until = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.05)
+    sink._server.RequestHandlerClass.timeout = 60.0
     assert threading.active_count() <= before and scraped(sink) == {} and capsys.readouterr().err == ""
     sink.close()
 

@@ -129,7 +129,7 @@ async def test_what_an_interrupted_save_left_is_removed_and_never_taken_for_a_ch
 async def test_a_save_that_is_nearly_done_when_the_run_is_stopped_becomes_complete(tmp_path):
     bench = Bench(tmp_path)
     await bench.checkpoints.save(state(1))
-    stopping = asyncio.create_task(bench.checkpoints.stop(grace_s=5))
+    stopping = asyncio.create_task(bench.checkpoints.stop(grace_s=60))
     await asyncio.sleep(0.02)
     for rank in range(2):
         bench.trainers.write(rank)

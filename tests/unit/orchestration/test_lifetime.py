@@ -15,7 +15,7 @@ import pytest
 
 from slimx.errors import LOST, DeadlineError, Interrupted, PartLost, Preempted, SlimxError, ending_of
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, interruptible, run_loop
-from slimx.orchestration.lifetime.remains import unguarded
+from slimx.orchestration.lifetime.remains import LOOK_S, POLL_S, unguarded
 from slimx.orchestration.lifetime.signals import TWICE_S, Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
 from slimx.runtime.threads import in_thread
@@ -300,11 +300,12 @@ def test_a_disarmed_watchdog_ends_nothing_and_one_that_is_armed_twice_keeps_to_t
     with Watchdog(left.append) as watchdog:
         watchdog.arm(0.05, 3, "first")
         watchdog.arm(60, 4, "second")
-        time.sleep(0.5)
+        wait_for(lambda: left)
     assert left == [3]
+    before = set(threading.enumerate())
     with Watchdog(left.append) as watchdog:
-        watchdog.arm(0.3, 5, "third")
-    time.sleep(0.6)
+        watchdog.arm(60, 5, "third")
+    wait_for(lambda: set(threading.enumerate()) <= before)
     assert left == [3]
 
 
@@ -334,7 +335,9 @@ def test_what_a_killed_driver_has_started_ends_but_guards_end_their_own():
         assert {one.pid for one in unguarded(psutil.Process(owner.pid))} >= {grandchild.pid, child.pid}
         assert unguarded(psutil.Process(owner.pid)).isdisjoint([guard, *guarded])
         processes += guarded
-        time.sleep(5)  # it has looked
+        (remains,) = (one for one in psutil.Process(owner.pid).children() if one not in processes)
+        slept = remains.num_ctx_switches().voluntary
+        wait_for(lambda: remains.num_ctx_switches().voluntary > slept + 2 * LOOK_S / POLL_S)  # it has looked
         grandchild.suspend()  # as a stopped process of Ray's
         owner.kill()
         owner.wait()

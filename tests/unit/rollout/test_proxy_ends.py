@@ -190,8 +190,15 @@ async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along()
     bare.function = various
     hook = functools.partial(agent.generate, agent="tests.unit.rollout.proxy_stand.bare")
     proxy = ChatProxy(context=200)
-    async with Stand(config_of(max_failed_share=1.0, rollout_deadline=4.0), generate=hook, reward=one) as stand:
-        stand.maker.proxy = proxy
+    patient, strict = (config_of(max_failed_share=1.0, rollout_deadline=seconds) for seconds in (600.0, 4.0))
+    async with Stand(patient, generate=hook, reward=one) as stand:
+        rollout = stand.maker._rollout
+
+        async def with_deadline(prompt: Prompt, *rest: Any, **options: Any) -> Any:
+            stand.maker.config = strict if prompt.id == unlucky[1] else patient
+            return await rollout(prompt, *rest, **options)
+
+        stand.maker.proxy, stand.maker._rollout = proxy, with_deadline
         batch = await stand.next_batch()
         assert batch.dropped == Counter({"agent failed": 1, "generate deadline": 1})
         assert [len(group.trajectories) for group in batch.groups] == [2, 2, 2, 2]

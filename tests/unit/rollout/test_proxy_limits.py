@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -97,8 +98,11 @@ async def test_a_body_that_no_context_could_fill_is_refused():
 
 
 async def test_the_loop_goes_on_while_messages_become_tokens(monkeypatch: pytest.MonkeyPatch):
+    begun, turned = threading.Event(), threading.Event()
+
     def slow(*args: Any, **named: Any) -> list[int]:
-        time.sleep(1.0)
+        begun.set()
+        turned.wait(60)
         return [1]
 
     monkeypatch.setattr("slimx.rollout.proxy.conversations.encode_chat", slow)
@@ -109,15 +113,23 @@ async def test_the_loop_goes_on_while_messages_become_tokens(monkeypatch: pytest
             turns = 0
             while not asked.done():
                 await asyncio.sleep(0.01)
-                turns += 1
+                turns += begun.is_set()
+                if turns == 10:
+                    turned.set()
             return turns
 
-    assert await served(turns_of_the_loop) >= 10, "the loop turned while the tokenizer slept for a second"
+    assert await served(turns_of_the_loop) >= 10, "the loop turned while the tokenizer was at work"
 
 
 async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     place = urlsplit(url)
     return await asyncio.open_connection(place.hostname, place.port)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.01)
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
@@ -162,20 +174,16 @@ async def test_connections_beyond_the_bound_are_closed_and_counted():
     proxy = ChatProxy(context=1000)
     proxy.connections = 3
 
-    async def many(url: str) -> list[bool]:
+    async def many(url: str) -> list[bytes]:
         opened = [await connect(url) for _ in range(5)]
-        closed = []
-        for reader, _ in opened:
-            try:
-                closed.append(await asyncio.wait_for(reader.read(), 1.0) == b"")
-            except ConnectionResetError:
-                closed.append(True)
-            except TimeoutError:
-                closed.append(False)
+        reading = [asyncio.create_task(ended(reader)) for reader, _ in opened]
+        await until(lambda: sum(each.done() for each in reading) >= 2)
+        await asyncio.sleep(0.5)
+        closed = [each.result() for each in reading if each.done()]
         for _, writer in opened:
             writer.close()
-        await asyncio.sleep(0.2)
+        await until(lambda: len(proxy._open) == 0)  # else the next one would need room
         return closed
 
-    assert sum(await served(many, proxy=proxy)) == 2
+    assert await served(many, proxy=proxy) == [b"", b""]
     assert proxy._open.refused == 2

@@ -17,6 +17,7 @@ from slimx.rollout import single_turn
 from slimx.rollout.flow.tickets import SavedTicket
 from slimx.rollout.hooks import Generate, RolloutContext, seed_of
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of, ids_of, one, prompts, tokens_of
+from tests.virtual_time import virtually
 
 
 def stuck(*tickets: int) -> Generate:
@@ -88,6 +89,7 @@ async def test_one_step_off_generates_the_next_batch_meanwhile_and_no_more():
             assert len(stand.engine.requests) == 2 * 4 * (step + 2)
 
 
+@virtually
 async def test_requests_in_flight_are_bounded():
     for limit, busiest in ((3, 3), (100, 8)):
         async with Stand(config_of(concurrency=limit), engine=FakeEngine(0.01)) as stand:
@@ -95,6 +97,7 @@ async def test_requests_in_flight_are_bounded():
             assert stand.engine.busiest == busiest
 
 
+@virtually
 async def test_a_step_that_never_comes_is_told_with_what_it_waits_for():
     config = config_of(schedule__step_deadline=0.4)
     async with Stand(config, generate=stuck(1, 2)) as stand:
@@ -105,6 +108,7 @@ async def test_a_step_that_never_comes_is_told_with_what_it_waits_for():
         assert caught.value.holder == "slimx.rollout.single_turn.generate"
 
 
+@virtually
 async def test_stopping_cancels_what_is_in_flight():
     async with Stand(config_of(), engine=FakeEngine(60)) as stand:
         waiting = asyncio.create_task(stand.next_batch())

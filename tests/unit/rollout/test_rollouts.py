@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -141,14 +140,20 @@ async def test_a_reward_sees_the_sampled_text_of_its_own_prompt():
                 assert seen[t.id] == (group.prompt.answer, the_tokenizer().decode(t.token_ids[-3:].tolist()))
 
 
-async def test_waiting_for_a_free_worker_does_not_count_against_the_deadline():
+async def test_waiting_for_a_free_worker_does_not_count_against_the_deadline(monkeypatch):
+    loop, passed = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + passed)
+
     async def slow(ctx: RewardContext, trajectory: Trajectory) -> float:
-        time.sleep(0.25)
+        nonlocal passed
+        passed += 30
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # timers that are due have run
         return 1.0
 
-    config = config_of(reward__workers=1, reward__deadline=1.5)
+    config = config_of(reward__workers=1, reward__deadline=200)
     async with Stand(config, reward=slow) as stand:
-        batch = await stand.next_batch()  # 8 calls of 0.25 s in one thread: the last one waits for 1.75 s
+        batch = await stand.next_batch()  # 8 calls of 30 s in one thread: the last one waits for 210 s
         assert not batch.dropped
 
 

@@ -112,6 +112,7 @@ async def test_a_place_given_to_one_that_is_cancelled_at_that_moment_is_not_lost
             pass
 
 
+@virtually
 async def test_the_clock_goes_on_with_what_was_left_when_the_last_waiter_leaves():
     clock, loop = Clock(0.3), asyncio.get_running_loop()
 

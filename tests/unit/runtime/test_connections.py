@@ -55,7 +55,7 @@ ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n", b"\r\n", ASK])
 async def test_a_connection_is_ended_when_it_has_asked_nothing_for_the_idle_time(sent: bytes):
-    connections = Connections(most=9, idle=0.3)
+    connections = Connections(most=9, idle=1.0 if sent == ASK else 0.3)  # in which ASK must arrive
     async with serving(connections) as port:
         reader, writer = await opened(port, sent)
         assert (b"here" in await received(reader)) == (sent == ASK)
@@ -77,9 +77,9 @@ async def test_bytes_that_trickle_in_do_not_keep_a_connection_open():
 
 async def test_a_request_that_takes_longer_than_the_idle_time_is_answered():
     answer = asyncio.Event()
-    async with serving(Connections(most=9, idle=0.2), answer) as port:
+    async with serving(Connections(most=9, idle=1.0), answer) as port:
         reader, writer = await opened(port, ASK)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.2)
         answer.set()
         assert b"here" in await received(reader, 4096)
         writer.close()
