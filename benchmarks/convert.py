@@ -144,7 +144,7 @@ def measure(
 
 def main(
     gb: Annotated[float, typer.Option(help="Size of the bf16 checkpoint.")] = 2.0,
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 2048,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 2048,
     rounds: Annotated[int, typer.Option(min=1, help="Copies and conversions of each kind.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Of conversion and copy.")] = 2,
     only: Annotated[str, typer.Option(help="One conversion of the table.")] = "",

@@ -126,7 +126,7 @@ CASES = (
 )
 
 
-def predicted(cases: Sequence[Case] = CASES) -> list[tuple[str, str]]:
+def predicted(cases: Sequence[Case]) -> list[tuple[str, str]]:
     """Returns each publication on links and its prediction, for each case on each cluster."""
     rows = []
     for case in cases:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from tests.integration.direct_trainers import DirectTrainers, plan_for
 from tests.integration.engine_oracle import PROMPT, logprobs_of
 from tests.integration.stand_in_trainers import Trainers
 from tests.refusals import refused
+from tests.waits import until
 
 pytestmark = pytest.mark.integration
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -73,12 +74,6 @@ def wanted_logprobs(model: Path, weights: Weights, ids: list[int]) -> np.ndarray
     """By transformers: of each token but the first."""
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     return logprobs_of(oracle, weights, ids)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.1)
 
 
 async def publishing_of(

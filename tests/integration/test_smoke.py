@@ -16,6 +16,7 @@ CPU = ("--device", "cpu", "--trainers", "2", "--engines", "2")
 
 
 def smoke(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # The script's `python` is a fork of the warm process.
     path = os.pathsep.join((str(interpreter().parent), os.environ["PATH"]))
     return subprocess.run(
         ["scripts/launch/smoke_8gpu.sh", *CPU, "--out", str(out), *arguments],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -35,6 +34,7 @@ from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.direct_stand import HOST, MemoryAgent
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed, plan
 from tests.unit.reshard.transport_peer import check
+from tests.waits import until
 
 MACHINES = {"wide": 2, "narrow": 1}
 
@@ -156,12 +156,6 @@ async def test_an_end_of_several_receivers_leaves_all_when_one_lacks_its_bytes(m
         async with end.landed(packed):
             pytest.fail("one of them lacks its bytes")
     assert left == [1]
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.001)
 
 
 async def test_whoever_is_cancelled_while_a_bucket_comes_leaves_with_its_threads(

@@ -17,6 +17,7 @@ from slimx.environments.boxes.remote import RemoteBox
 from slimx.environments.boxes.serve import Service
 from slimx.environments.sandbox_watch import Limits
 from tests.refusals import refused
+from tests.waits import until
 
 
 class Fake:
@@ -31,12 +32,6 @@ class Fake:
             raise BoxLost("no", about="engine")
         if self.source == "hangs":
             assert self.may_end.wait(60)
-
-
-async def until(happens):
-    async with asyncio.timeout(60):
-        while not happens():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +15,7 @@ from slimx.rollout import agent
 from slimx.rollout.proxy.server import ChatProxy
 from slimx.rollout.proxy.session import TOKEN_CHARACTERS
 from tests.unit.rollout.proxy_stand import PROMPT, Script, bare, context
+from tests.waits import until
 
 USER = [{"role": "user", "content": "1+1="}]
 
@@ -124,12 +124,6 @@ async def test_the_loop_goes_on_while_messages_become_tokens(monkeypatch: pytest
 async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     place = urlsplit(url)
     return await asyncio.open_connection(place.hostname, place.port)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:

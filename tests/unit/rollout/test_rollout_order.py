@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from slimx.rollout.flow.tickets import SavedTicket
 from slimx.rollout.hooks import Generate, RolloutContext, seed_of
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of, ids_of, one, prompts, tokens_of
 from tests.virtual_time import virtually
+from tests.waits import until
 
 
 def stuck(*tickets: int) -> Generate:
@@ -29,12 +29,6 @@ def stuck(*tickets: int) -> Generate:
         return await single_turn.generate(ctx, prompt)
 
     return generate
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(300):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 # Order, staleness, deadlines ------------------------------------------------------------------------------------------

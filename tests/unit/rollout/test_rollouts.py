@@ -22,6 +22,7 @@ from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.hooks import Generate, Reward, RewardContext, RolloutContext
 from tests.refusals import numbers, refused
 from tests.unit.rollout.rollout_stand import Stand, config_of, ids_of, one, prompts, the_tokenizer
+from tests.waits import until
 
 
 def second_prompt() -> str:
@@ -167,18 +168,13 @@ async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_m
     def started() -> set[threading.Thread]:
         return set(reward_threads()) - before
 
-    async def until(count: int) -> None:
-        async with asyncio.timeout(60):
-            while len(started()) != count:
-                await asyncio.sleep(0.005)
-
     config = config_of(max_failed_share=1.0, reward__deadline=3, reward__workers=2)
     async with Stand(config, reward=poisoned(second_prompt(), 0, "blocks", released)) as stand:
         await stand.next_batch()
         assert len(started()) == 3, "2 workers and the one that hangs"
         released.set()
-        await until(2)
-    await until(0)
+        await until(lambda: len(started()) == 2)
+    await until(lambda: len(started()) == 0)
 
 
 async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_worker(released):

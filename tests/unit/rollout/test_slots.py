@@ -12,6 +12,7 @@ from slimx.rollout.hooks import RolloutContext
 from slimx.runtime.standing_clock import Clock
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
 from tests.virtual_time import virtually
+from tests.waits import until
 
 
 class Tools:
@@ -30,12 +31,6 @@ class Tools:
         self.running -= 1
         draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=1))
         return draft.finish()
-
-
-async def until(true: object) -> None:
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 async def test_many_slow_tools_hold_no_place_at_the_engines():

@@ -25,6 +25,7 @@ from tests.unit.environments.calls import calling
 from tests.unit.rollout.proxy_stand import encode, tokenizer
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
 from tests.virtual_time import run_virtually
+from tests.waits import until
 
 COUNT = 200
 """Rollouts that wait."""
@@ -96,12 +97,6 @@ class Calls(FakeEngine):
         await asyncio.sleep(0.25)
         ids = np.array([*encode(calling("wait")), 3], np.int32)
         return Completion(ids, np.full(len(ids), -1.0, np.float32), [(0, len(ids), 0)], "stop", None, 0, 0.01)
-
-
-async def until(true: Any) -> None:
-    async with asyncio.timeout(600):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 def of_a_side(waiting: Tools, side: str, count: int = COUNT, **options: Any) -> Stand:
