@@ -13,6 +13,7 @@ import pytest
 
 from tests import stacks
 from tests.processes import lives, wait_for
+from tests.warm.client import connected
 from tests.warm.interpreter import MARK, interpreter, programs
 
 pytestmark = pytest.mark.integration
@@ -60,6 +61,23 @@ def test_a_signal_ends_the_program_and_its_client(program: Path, signum: signal.
     assert process.wait(300) == -signum
     wait_for(lambda: not lives(forked) and not programs(mark))
     process.stdout.close()
+
+
+def test_a_client_that_is_killed_before_its_request_or_with_its_program_ends_no_other(program: Path) -> None:
+    mark = f"killed-{os.getpid()}"
+    command = [interpreter(), program, "0", "sleep"]
+    process = subprocess.Popen(command, env=os.environ | {MARK: mark}, stdout=subprocess.PIPE)
+    assert process.stdout.readline()
+    wait_for(lambda: programs(mark))
+    (forked,) = programs(mark)
+    with connected(str(interpreter().parent / "driver")):  # the zygote waits for its request, and sees both ends then
+        forked.kill()
+        wait_for(lambda: not lives(forked))
+        process.kill()
+        process.wait(300)
+    process.stdout.close()
+    wait_for(lambda: not programs(mark))
+    assert subprocess.run([interpreter(), program, "0", "3"], stdout=subprocess.DEVNULL, timeout=300).returncode == 3
 
 
 def test_a_program_writes_its_stacks_into_the_directory_of_its_session(program: Path, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import socket
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 BYTES = 2**20
 """Bytes of a request, at most."""
+LOG = "log"
+"""File for the errors of all zygotes of a directory."""
 RAY_WORKER = "default_worker.py"
 FORKSERVER = "from multiprocessing.forkserver "
 """Beginning of the text of multiprocessing's server of forks."""
@@ -51,7 +53,11 @@ def without_flags(arguments: list[str]) -> list[str]:
 def connected(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BYTES)
-    connection.connect(path)
+    try:
+        connection.connect(path)
+    except ConnectionRefusedError as refused:
+        with open(os.path.join(os.path.dirname(path), LOG)) as log:
+            raise RuntimeError(f"the zygote of {path} has ended: {log.read()}") from refused
     return connection
 
 

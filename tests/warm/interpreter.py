@@ -16,6 +16,7 @@ import psutil
 
 from slimx.runtime.private import private_directory
 from tests.processes import wait_for
+from tests.warm.client import LOG
 
 MARK = "SLIMX_TEST_RUN"
 """Variable of every process of a run, by which what it leaves behind is found."""
@@ -82,5 +83,8 @@ def _start(directory: Path, owner: int) -> None:
     executable.chmod(0o700)
     variables = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.warm.zygote", str(directory), str(executable), str(owner)]
-    subprocess.Popen(command, env=os.environ | variables, cwd=ROOT, stdin=subprocess.DEVNULL)
+    with (directory / LOG).open("wb") as log:  # a test's standard error is gone when the test is over
+        subprocess.Popen(
+            command, env=os.environ | variables, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
     wait_for((directory / "ready").exists)

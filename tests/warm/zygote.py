@@ -162,14 +162,16 @@ class Zygote:
                 elif key.fileobj == self._ended:
                     os.read(self._ended, 4096)
                     self._reap()
-                else:  # the requester has ended
+                elif self._connections.get(key.data) is key.fileobj:  # else the program has ended a moment ago
                     self._selector.unregister(key.fileobj)
-                    if key.data in self._connections:
-                        os.kill(key.data, signal.SIGKILL)
+                    os.kill(key.data, signal.SIGKILL)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         message, files, _, _ = socket.recv_fds(connection, BYTES, FILES)
+        if not message:  # the requester was killed before it had sent its request
+            connection.close()
+            return
         request, myself = json.loads(message), os.getpid()
         program = os.fork()
         if program == 0:
