@@ -55,7 +55,7 @@ ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n", b"\r\n", ASK])
 async def test_a_connection_is_ended_when_it_has_asked_nothing_for_the_idle_time(sent: bytes):
-    connections = Connections(most=9, idle=1.0 if sent == ASK else 0.3)  # in which ASK must arrive
+    connections = Connections(most=9, idle=5.0 if sent == ASK else 0.3)  # in which ASK must arrive
     async with serving(connections) as port:
         reader, writer = await opened(port, sent)
         assert (b"here" in await received(reader)) == (sent == ASK)
