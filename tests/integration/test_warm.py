@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import stacks
@@ -35,6 +38,21 @@ def program(tmp_path: Path) -> Path:
     return file
 
 
+@contextmanager
+def sleeping(program: Path, mark: str, **variables: str) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
+    """Yields the client of a program that sleeps, and the program; `mark`: its `MARK`."""
+    command = [interpreter(), program, "0", "sleep"]
+    environment = os.environ | {MARK: mark} | variables
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as client:
+        try:
+            assert client.stdout.readline()
+            wait_for(lambda: programs(mark))  # which the zygote lists while the program begins
+            (forked,) = programs(mark)
+            yield client, forked
+        finally:
+            client.kill()
+
+
 def test_a_program_has_the_arguments_directory_variables_files_and_parent_of_its_start(program: Path) -> None:
     with program.open() as file:
         process = subprocess.Popen(
@@ -52,53 +70,32 @@ def test_a_program_has_the_arguments_directory_variables_files_and_parent_of_its
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=lambda signum: signum.name)
 def test_a_signal_ends_the_program_and_its_client(program: Path, signum: signal.Signals) -> None:
     mark = f"{signum}-{os.getpid()}"
-    command = [interpreter(), program, "0", "sleep"]
-    process = subprocess.Popen(command, env=os.environ | {MARK: mark}, stdout=subprocess.PIPE)
-    assert process.stdout.readline()
-    wait_for(lambda: programs(mark))  # which the zygote lists while the program begins
-    (forked,) = programs(mark)
-    process.send_signal(signum)
-    assert process.wait(300) == -signum
-    wait_for(lambda: not lives(forked) and not programs(mark))
-    process.stdout.close()
+    with sleeping(program, mark) as (client, forked):
+        client.send_signal(signum)
+        assert client.wait(300) == -signum
+        wait_for(lambda: not lives(forked) and not programs(mark))
 
 
 def test_a_client_that_is_killed_before_its_request_or_with_its_program_ends_no_other(program: Path) -> None:
     mark = f"killed-{os.getpid()}"
-    command = [interpreter(), program, "0", "sleep"]
-    process = subprocess.Popen(command, env=os.environ | {MARK: mark}, stdout=subprocess.PIPE)
-    assert process.stdout.readline()
-    wait_for(lambda: programs(mark))
-    (forked,) = programs(mark)
-    with connected(str(interpreter().parent / "driver")):  # the zygote waits for its request, and sees both ends then
-        forked.kill()
-        wait_for(lambda: not lives(forked))
-        process.kill()
-        process.wait(300)
-    process.stdout.close()
-    wait_for(lambda: not programs(mark))
+    with sleeping(program, mark) as (client, forked):
+        with connected(str(interpreter().parent / "driver")):  # the zygote waits for its request, then sees both ends
+            forked.kill()
+            wait_for(lambda: not lives(forked))
+            client.kill()
+            client.wait(300)
+        wait_for(lambda: not programs(mark))
     assert subprocess.run([interpreter(), program, "0", "3"], stdout=subprocess.DEVNULL, timeout=300).returncode == 3
 
 
 def test_a_program_writes_its_stacks_into_the_directory_of_its_session(program: Path, tmp_path: Path) -> None:
     """Another worker of the tests may have started the zygote."""
-    folder, mark = tmp_path / "stacks", f"stacks-{os.getpid()}"
+    folder = tmp_path / "stacks"
     folder.mkdir()
-    variables = {MARK: mark, stacks.FOLDER: str(folder)}
-    process = subprocess.Popen(
-        [interpreter(), program, "0", "sleep"], env=os.environ | variables, stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout.readline()
-        wait_for(lambda: programs(mark))
-        (forked,) = programs(mark)
+    with sleeping(program, f"stacks-{os.getpid()}", **{stacks.FOLDER: str(folder)}) as (_, forked):
         forked.send_signal(stacks.ASK)
         wait_for((folder / str(forked.pid)).read_text)
         assert "program.py" in (folder / str(forked.pid)).read_text()
-    finally:
-        process.kill()
-        process.wait(300)
-        process.stdout.close()
 
 
 def test_what_no_zygote_runs_is_started(tmp_path: Path) -> None:

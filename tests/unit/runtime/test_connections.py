@@ -55,9 +55,14 @@ ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n", b"\r\n", ASK])
 async def test_a_connection_is_ended_when_it_has_asked_nothing_for_the_idle_time(sent: bytes):
-    connections = Connections(most=9, idle=5.0 if sent == ASK else 0.3)  # in which ASK must arrive
-    async with serving(connections) as port:
+    answer, connections = asyncio.Event(), Connections(most=9, idle=HANGS_S if sent == ASK else 0.3)
+    async with serving(connections, answer) as port:
         reader, writer = await opened(port, sent)
+        if sent == ASK:
+            while connections._waiting or not len(connections):  # until it has arrived, however loaded the machine is
+                await asyncio.sleep(0.01)
+            connections._idle = 0.3
+            answer.set()
         assert (b"here" in await received(reader)) == (sent == ASK)
         writer.close()
     assert len(connections) == connections.refused == 0
@@ -77,9 +82,9 @@ async def test_bytes_that_trickle_in_do_not_keep_a_connection_open():
 
 async def test_a_request_that_takes_longer_than_the_idle_time_is_answered():
     answer = asyncio.Event()
-    async with serving(Connections(most=9, idle=1.0), answer) as port:
+    async with serving(Connections(most=9, idle=5.0), answer) as port:  # in which ASK must arrive
         reader, writer = await opened(port, ASK)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(5.2)
         answer.set()
         assert b"here" in await received(reader, 4096)
         writer.close()
