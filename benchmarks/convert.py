@@ -29,8 +29,8 @@ import typer
 from machine import cpu_seconds, surroundings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from slimx.convert import run
-from slimx.convert.work import Conversion, convert
+from slimx.extras.convert import run
+from slimx.extras.convert.work import Conversion, convert
 from tests.checkpoint_stand import QWEN3_MOE, write_checkpoint
 
 GOAL = 0.7

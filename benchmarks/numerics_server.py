@@ -21,11 +21,11 @@ from machine import surroundings
 from numerics_model import SIZES, make_model
 from quantities import positive
 
-from slimx.convert import run
-from slimx.convert.work import convert
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.spec import EngineSpec
+from slimx.extras.convert import run
+from slimx.extras.convert.work import convert
 from slimx.runtime.ports import free_port
 
 PROMPT = 32

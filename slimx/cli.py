@@ -13,9 +13,8 @@ import typer
 from rich.console import Console
 
 from slimx import __version__
-from slimx.commands.convert import app as convert
 from slimx.commands.data import command as data
-from slimx.commands.usage import Group, RunCommand, refusal
+from slimx.commands.usage import Program, RunCommand, refusal
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
@@ -23,12 +22,11 @@ from slimx.observability.live.safe_text import one_line, plain, visible, with_lo
 from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
-    cls=Group,
+    cls=Program,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
-app.add_typer(convert, name="convert")
 app.command("data")(data)
 
 

@@ -29,7 +29,7 @@ one do. Tests compute little: threads that wait for one another cost a hundred t
 os.environ.setdefault("RAY_worker_niceness", "0")
 """Priority of Ray's workers, 15 by default: on a loaded machine whole runs would wait for everything else."""
 
-pytest.register_assert_rewrite("tests.unit", "tests.integration")  # stands assert as tests do
+pytest.register_assert_rewrite("tests.unit", "tests.extras", "tests.integration")  # stands assert as tests do
 
 
 def pytest_configure(config: pytest.Config) -> None:

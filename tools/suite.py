@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.rings.parts import FOLDERS  # noqa: E402
 from tools.timing.samples import PERIOD, Process, Samples  # noqa: E402 (a script finds the project by the line above)
 
 ROLES = {
@@ -172,7 +173,7 @@ def main() -> int:
     began = time.time()
     with tempfile.TemporaryDirectory() as directory:
         status, samples = run(
-            options.arguments or ["--numprocesses=2", "--dist=loadfile", "tests/unit", "tests/integration"],
+            options.arguments or ["--numprocesses=2", "--dist=loadfile", *FOLDERS],
             Path(directory),
         )
         events = read_events(Path(directory))

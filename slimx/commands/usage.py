@@ -9,9 +9,13 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag
 from slimx.errors import REFUSED, SlimxError, raised
+
+COMMANDS = "slimx.commands"
+"""Group of entry points."""
 
 
 class Group(TyperGroup):
@@ -27,10 +31,25 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            near = difflib.get_close_matches(name, self.commands, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(self.commands)}"
+            names = self.list_commands(ctx)
+            near = difflib.get_close_matches(name, names, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
             raise SlimxError(f"{_called(ctx)} has no command {name}; {hint}", code="cli.command", about=name)
         return super().resolve_command(ctx, args)
+
+
+class Program(Group):
+    """The group of all commands: those of the core, and those of entry points, imported when they are looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *entry_points.find(COMMANDS)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if (found := super().get_command(ctx, cmd_name)) is not None or cmd_name not in entry_points.find(COMMANDS):
+            return found
+        command = typer.main.get_command(entry_points.load(COMMANDS, cmd_name))
+        command.name = cmd_name
+        return command
 
 
 class RunCommand(TyperCommand):
@@ -97,7 +116,10 @@ def refusal(error: typer.TyperException) -> SlimxError:
 
 def _having(ctx: Any, option: str) -> list[str]:
     """Other commands of the same group that have an option."""
-    commands = {} if ctx.parent is None else ctx.parent.command.commands
+    if ctx.parent is None:
+        return []
+    group = ctx.parent.command
+    commands = {name: group.get_command(ctx.parent, name) for name in group.list_commands(ctx.parent)}
     return [f"slimx {name}" for name, each in commands.items() if any(option in own.opts for own in each.params)]
 
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimx.convert import run
-from slimx.convert.work import convert
+from slimx.extras.convert import run
+from slimx.extras.convert.work import convert
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes

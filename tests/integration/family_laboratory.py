@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from slimx.convert.run import hf_to_megatron
-from slimx.convert.work import convert
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.codec import save_groups
+from slimx.extras.convert.run import hf_to_megatron
+from slimx.extras.convert.work import convert
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slimx.convert import run
-from slimx.convert.work import convert
+from slimx.extras.convert import run
+from slimx.extras.convert.work import convert
 from slimx.models.families import load_family
 from slimx.runtime.ports import free_port
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, same, tensors_of, write_checkpoint

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slimx.convert.peft import export_adapters
+from slimx.extras.convert.formats.peft import export_adapters
 from tests.integration import transformer_engine_stand
 from tests.integration.conftest import free_port
 from tests.integration.deepseek_checkpoint import make_deepseek

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from slimx.commands.convert import app
 from slimx.config.load import load_config
+from slimx.extras.convert.command import app
 from slimx.layout.adapters import adapter_targets
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.convert import run
-from slimx.convert.work import convert
+from slimx.extras.convert import run
+from slimx.extras.convert.work import convert
 from slimx.runtime.ports import free_port
 from tests.checkpoint_stand import same, tensors_of
 from tests.integration.family_cases import CASES

@@ -24,10 +24,10 @@ from typing import Any
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
-from slimx.convert.fp8 import with_quantisation
 from slimx.engines.server.configured import spec_values
 from slimx.engines.server.launch import prepare, prepare_imports
 from slimx.engines.server.spec import EngineSpec, server_args
+from slimx.extras.convert.formats.fp8 import with_quantisation
 from slimx.layout.engine_kernels import unpublishable
 from slimx.models.families import read_model
 from slimx.reshard.plan.precision import Quantisation

@@ -7,7 +7,7 @@ from zlib import crc32
 
 PARTS = 10
 NAMES = tuple(f"{number}/{PARTS}" for number in range(1, PARTS + 1))
-FOLDERS = ("tests/unit", "tests/integration")
+FOLDERS = ("tests/unit", "tests/extras", "tests/integration")
 GPU_FILE = "tests/gpu/test_exact_trainer.py"
 """The one file of tests/gpu that also runs without a GPU."""
 SALT = 53414

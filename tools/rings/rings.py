@@ -19,7 +19,7 @@ def ring_one(seed: int) -> list[Session]:
     """
     return [
         pytest_session("integration", seed, [*REPORT, *WORKERS, "2", "tests/integration"]),
-        pytest_session("unit", seed, [*REPORT, *WORKERS, "3", "tests/unit"], at_end=True),
+        pytest_session("unit", seed, [*REPORT, *WORKERS, "3", "tests/unit", "tests/extras"], at_end=True),
     ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slimx.convert import run
-from slimx.convert.work import convert
+from slimx.extras.convert import run
+from slimx.extras.convert.work import convert
 from tests.checkpoint_stand import QWEN3_MOE, tensors_of, write_checkpoint
 from tests.warm.sglang import run_with_sglang
 

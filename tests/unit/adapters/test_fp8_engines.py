@@ -11,7 +11,7 @@ import pytest
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
-from slimx.convert.fp8 import with_quantisation
+from slimx.extras.convert.formats.fp8 import with_quantisation
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.reshard.plan.precision import Quantisation

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.config.schema import Config
-from slimx.convert import run
+from slimx.extras.convert import run
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.hardware import Machine
@@ -20,8 +20,8 @@ from slimx.preflight.memory.engine import engine_memory
 from slimx.reshard.packed import PackedTensor
 from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import DEEPSEEK_V3, write_checkpoint
+from tests.extras.convert.convert_stand import WIDE, go
 from tests.refusals import refused
-from tests.unit.convert.convert_stand import WIDE, go
 from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.packer_stand import is_bias, pack_all
 from tests.warm.sglang import run_with_sglang

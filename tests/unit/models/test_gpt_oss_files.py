@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from slimx.convert import run
-from slimx.convert.work import convert
 from slimx.errors import SlimxError
+from slimx.extras.convert import run
+from slimx.extras.convert.work import convert
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model

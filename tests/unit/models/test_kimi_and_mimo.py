@@ -14,8 +14,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
-from slimx.convert import run
-from slimx.convert.work import convert
+from slimx.extras.convert import run
+from slimx.extras.convert.work import convert
 from slimx.layout.maps import Rect
 from slimx.models.families import kimi_k25, mimo, read_model
 from slimx.models.files import int4

@@ -22,8 +22,8 @@ from slimx.preflight.plan.suggest_engines import suggest_engines
 from slimx.preflight.plan.text import describe
 from slimx.trainer.device.backends import choose_backends
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE
+from tests.extras.convert.convert_stand import QWEN3
 from tests.refusals import invalid, refused
-from tests.unit.convert.convert_stand import QWEN3
 
 ROOT = Path(__file__).parents[3]
 ALL = ["core_attn", "attn_proj", "expert_fc1", "moe_act"]

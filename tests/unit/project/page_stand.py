@@ -56,7 +56,8 @@ ELSEWHERE = {
 """Beginnings of commands that are not tried, each with the reason."""
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
-COMMANDS = typer.main.get_command(cli.app).commands
+PROGRAM = typer.main.get_command(cli.app)
+COMMANDS = {name: PROGRAM.get_command(None, name) for name in PROGRAM.list_commands(None)}
 PLACEHOLDERS = {"FILE": "configs/moe/qwen3-30b-a3b-async-fp8.yaml", "DIR": "models/Qwen3-30B-A3B"}
 """Words that stand for a file or directory, each with one."""
 

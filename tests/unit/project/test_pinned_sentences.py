@@ -48,7 +48,7 @@ def pinned(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(side)
 
 
-@pytest.mark.parametrize("folder", ["unit", "integration", "gpu"])
+@pytest.mark.parametrize("folder", ["unit", "extras", "integration", "gpu"])
 def test_no_test_pins_a_sentence(folder):
     found = [
         (f"{path.relative_to(TESTS)}:{line}", text)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/promises.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/guides").glob("*.md"))]
 LIST = "\n## Sections without a promise\n"
-FIRST_RING = ("tests/unit/", "tests/integration/")
+FIRST_RING = ("tests/unit/", "tests/extras/", "tests/integration/")
 """Folders that `make test` runs."""
 SECOND_RING = "`make test-all` "
 """Mark before the id of a test that only the second ring runs."""

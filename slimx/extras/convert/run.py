@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from slimx.convert import int4, safetensors, torch_dist
-from slimx.convert.fp8 import check_rule, dequantise, quantised, quantised_names, with_quantisation
-from slimx.convert.safetensors import ToHuggingFace, Unit, copied, stacked
-from slimx.convert.sources import Overlay
-from slimx.convert.target import Target, parse_layout
-from slimx.convert.torch_dist import ToMegatron
-from slimx.convert.torch_dist_reader import TorchDistReader
 from slimx.errors import SlimxError
+from slimx.extras.convert.formats import int4, safetensors, torch_dist
+from slimx.extras.convert.formats.fp8 import check_rule, dequantise, quantised, quantised_names, with_quantisation
+from slimx.extras.convert.formats.safetensors import ToHuggingFace, Unit, copied, stacked
+from slimx.extras.convert.formats.torch_dist import ToMegatron
+from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader
+from slimx.extras.convert.sources import Overlay
+from slimx.extras.convert.target import Target, parse_layout
 from slimx.layout.stored import stored
 from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.fields import without_quantisation
@@ -42,9 +42,9 @@ def hf_to_megatron(
     """The tensors of the Hugging Face directory `source` as a release of Megatron-LM, less those that a trainer does
     not hold.
 
-    `dtype`: of the model; None: as stored, fp8 as bf16. `layout`: see `slimx.convert.target.parse_layout`. `layers`:
-    whether each layer has keys of its own or one key stacks them; "auto": numbered where a model has experts.
-    `file_bytes`: about the size of a file. `family`: None for the one of the source's architecture."""
+    `dtype`: of the model; None: as stored, fp8 as bf16. `layout`: see `target.parse_layout`. `layers`: whether each
+    layer has keys of its own or one key stacks them; "auto": numbered where a model has experts. `file_bytes`: about
+    the size of a file. `family`: None for the one of the source's architecture."""
     spec, reader = _open(source, family)
     target, origin = Target(spec.table, parse_layout(layout)), f"{_content(source)} {dtype}"
     numbered = _numbered(spec, layers)

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from slimx.convert import run, work
-from slimx.convert.work import convert
 from slimx.errors import SlimxError
+from slimx.extras.convert import run, work
+from slimx.extras.convert.work import convert
 from tests.checkpoint_stand import write_checkpoint
+from tests.extras.convert.convert_stand import WIDE, content
 from tests.refusals import refused
-from tests.unit.convert.convert_stand import WIDE, content
 
 
 class Numbered:
@@ -63,8 +63,9 @@ class Numbers:
 
 def test_a_killed_conversion_goes_on_after_its_finished_files_and_gives_the_same_bytes(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from tests.unit.convert.test_convert_work import Numbers; "
-        "from slimx.convert.work import convert; convert(Numbers('kill'), Path(sys.argv[1]), threads=1, verify=False)"
+        "import sys; from pathlib import Path; from tests.extras.convert.test_convert_work import Numbers; "
+        "from slimx.extras.convert.work import convert; "
+        "convert(Numbers('kill'), Path(sys.argv[1]), threads=1, verify=False)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}

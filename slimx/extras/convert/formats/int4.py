@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from slimx.convert.compare import compare_int4
-from slimx.convert.safetensors import Tensor, Unit
-from slimx.convert.sources import Reading, row_blocks
 from slimx.errors import SlimxError
+from slimx.extras.convert.compare import compare_int4
+from slimx.extras.convert.formats.safetensors import Tensor, Unit
+from slimx.extras.convert.sources import Reading, row_blocks
 from slimx.layout.rounded import experts, rounds
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slimx.convert.torch_dist_reader import read_whole
 from slimx.errors import SlimxError
+from slimx.extras.convert.formats.torch_dist_reader import read_whole
 from slimx.layout.adapters import ROOT
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.files.megatron_directory import TensorPlace, find_checkpoint, places

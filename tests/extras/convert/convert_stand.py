@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from slimx.convert import work
-from slimx.convert.work import convert
+from slimx.extras.convert import work
+from slimx.extras.convert.work import convert
 from tests.checkpoint_stand import QWEN3_MOE
 
 LAYOUT = "tensor=2,pipeline=2,expert=4,expert_tensor=1"

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slimx.convert.compare import compare_copied
-from slimx.convert.sources import Reading, TensorSource, row_blocks
-from slimx.convert.work import Stream
 from slimx.durable import write_synced
 from slimx.errors import SlimxError
+from slimx.extras.convert.compare import compare_copied
+from slimx.extras.convert.sources import Reading, TensorSource, row_blocks
+from slimx.extras.convert.work import Stream
 from slimx.layout.maps import Rect
 from slimx.layout.stored import stored
 from slimx.models.files.index import INDEX

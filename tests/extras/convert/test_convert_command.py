@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slimx import cli
-from slimx.convert import run
+from slimx.extras.convert import run
 from tests.checkpoint_stand import QWEN3_MOE, same, tensors_of
-from tests.unit.convert.convert_stand import content, fields, go
+from tests.extras.convert.convert_stand import content, fields, go
 
 LONG = "x" * 300
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from slimx.convert.sources import Reading, row_blocks
 from slimx.errors import SlimxError
+from slimx.extras.convert.sources import Reading, row_blocks
 from slimx.models.files.int4 import GROUP
 from slimx.models.files.reader import bits
 

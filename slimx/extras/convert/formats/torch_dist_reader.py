@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from slimx.convert.sources import Scratch
 from slimx.errors import SlimxError
+from slimx.extras.convert.sources import Scratch
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
 from slimx.models.files.finite import check_finite

@@ -24,11 +24,12 @@ from slimx.commands.usage import Group
 from slimx.errors import SlimxError
 
 if TYPE_CHECKING:  # torch takes seconds to import, --help must not
-    from slimx.convert.work import Conversion
+    from slimx.extras.convert.work import Conversion
     from slimx.models.families import Family
 
 app = typer.Typer(
     cls=Group,
+    add_completion=False,
     help="Convert checkpoints, slice by slice: memory stays below 2 GB whatever their size. A conversion that was "
     "killed goes on where it was when it is started again; the output appears when it is complete.",
 )
@@ -79,7 +80,7 @@ def hf_to_megatron(
 ) -> None:
     """Hugging Face SOURCE to OUT, a torch_dist checkpoint of megatron-core (docs/conversion.md: which system loads
     which family)."""
-    from slimx.convert import run
+    from slimx.extras.convert import run
 
     _work(
         lambda: run.hf_to_megatron(
@@ -111,7 +112,7 @@ def megatron_to_hf(
     debug: Debug = False,
 ) -> None:
     """Megatron's torch_dist SOURCE, saved under any layout, to a Hugging Face directory OUT."""
-    from slimx.convert import run
+    from slimx.extras.convert import run
 
     _work(
         lambda: run.megatron_to_hf(
@@ -139,7 +140,7 @@ def hf_to_fp8(
     debug: Debug = False,
 ) -> None:
     """Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, which SGLang loads."""
-    from slimx.convert import run
+    from slimx.extras.convert import run
 
     _work(
         lambda: run.hf_to_fp8(
@@ -163,7 +164,7 @@ def hf_to_int4(
     debug: Debug = False,
 ) -> None:
     """Hugging Face SOURCE to OUT with routed experts in INT4, groups of 32, as compressed-tensors stores them."""
-    from slimx.convert import run
+    from slimx.extras.convert import run
 
     _work(
         lambda: run.hf_to_int4(source, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)),
@@ -181,7 +182,7 @@ def adapters_to_peft(
     debug: Debug = False,
 ) -> None:
     """Low-rank adapters of SOURCE to OUT, a directory that the package peft loads beside the base."""
-    from slimx.convert.peft import export_adapters
+    from slimx.extras.convert.formats.peft import export_adapters
     from slimx.models.files.megatron_directory import find_checkpoint
     from slimx.orchestration.state.saves import read_state
 
@@ -219,7 +220,7 @@ def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool)
     """Plan and run a conversion. What the system refuses of its input is said in one sentence, as of its output."""
     import torch
 
-    from slimx.convert.work import convert
+    from slimx.extras.convert.work import convert
 
     torch.set_num_threads(1)  # files are written by threads of our own
     try:
@@ -241,7 +242,7 @@ def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool)
 
 
 class Bar:
-    """A `slimx.convert.work.Progress` on a console; silent where that is no terminal."""
+    """A `slimx.extras.convert.work.Progress` on a console; silent where that is no terminal."""
 
     def __init__(self, console: Console):
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

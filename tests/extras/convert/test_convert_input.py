@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from slimx.convert import run
 from slimx.errors import SlimxError
+from slimx.extras.convert import run
 from slimx.models.families import read_model
 from slimx.models.files.index import INDEX
 from slimx.models.files.megatron_directory import check_fit
 from slimx.models.files.reader import CheckpointReader
 from tests.checkpoint_stand import QWEN3_MOE, same, tensors_of, write_checkpoint
+from tests.extras.convert.convert_stand import LAYOUT, QWEN3, fields, go
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.refusals import refused
-from tests.unit.convert.convert_stand import LAYOUT, QWEN3, fields, go
 
 
 def spoil(source: Path, how: str) -> None:

@@ -1,7 +1,7 @@
 """Writes the files of a conversion: in parallel, resumable after a kill, checked, all or nothing.
 
 A file is planned before anything is written, and its bytes depend on the plan alone. So a conversion that was killed
-gives the same bytes as one that was not. Where they are written: `slimx.convert.partial`.
+gives the same bytes as one that was not. Where they are written: `slimx.extras.convert.partial`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, Protocol
 
 import xxhash
 
-from slimx.convert.partial import Done, Partial
 from slimx.digest import FileRecord, record
 from slimx.errors import SlimxError
+from slimx.extras.convert.partial import Done, Partial
 
 _SPARE_BYTES = 64 * 2**20
 """Beyond the planned tensors: headers, metadata, tokenizer."""

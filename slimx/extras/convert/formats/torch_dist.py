@@ -33,13 +33,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from slimx.convert.compare import compare_copied, differs
-from slimx.convert.sources import BLOCK_BYTES, Reading, TensorSource
-from slimx.convert.target import Box, Target
-from slimx.convert.torch_dist_reader import TorchDistReader, read_whole
-from slimx.convert.work import Stream
 from slimx.durable import write_synced
 from slimx.errors import SlimxError
+from slimx.extras.convert.compare import compare_copied, differs
+from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader, read_whole
+from slimx.extras.convert.sources import BLOCK_BYTES, Reading, TensorSource
+from slimx.extras.convert.target import Box, Target
+from slimx.extras.convert.work import Stream
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.models.families import ModelSpec

@@ -11,15 +11,15 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
-from slimx.commands.convert import app
-from slimx.convert import run
-from slimx.convert.peft import export_adapters
-from slimx.convert.torch_dist_reader import read_whole
 from slimx.errors import SlimxError
+from slimx.extras.convert import run
+from slimx.extras.convert.command import app
+from slimx.extras.convert.formats.peft import export_adapters
+from slimx.extras.convert.formats.torch_dist_reader import read_whole
 from slimx.layout.maps import Rect
 from slimx.models.files.reader import CheckpointReader
+from tests.extras.convert.convert_stand import LAYOUT, go
 from tests.refusals import refused
-from tests.unit.convert.convert_stand import LAYOUT, go
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from slimx.convert.compare import compare_quantised
-from slimx.convert.safetensors import Tensor, Unit
-from slimx.convert.sources import Reading, Scratch, row_blocks
 from slimx.errors import SlimxError
+from slimx.extras.convert.compare import compare_quantised
+from slimx.extras.convert.formats.safetensors import Tensor, Unit
+from slimx.extras.convert.sources import Reading, Scratch, row_blocks
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
 from slimx.models.files import block_fp8

@@ -12,17 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from slimx.convert import fp8, run, sources, torch_dist
-from slimx.convert.work import convert
 from slimx.errors import SlimxError
+from slimx.extras.convert import run, sources
+from slimx.extras.convert.formats import fp8, torch_dist
+from slimx.extras.convert.work import convert
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels.record import RULE
 from tests import reshard_reference as reference
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
+from tests.extras.convert.convert_stand import LAYOUT, WIDE, change, go
 from tests.refusals import refused
-from tests.unit.convert.convert_stand import LAYOUT, WIDE, change, go
 
 BLOCK = 16
 

@@ -11,13 +11,14 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
-from slimx.convert import int4, run, sources
 from slimx.errors import SlimxError
+from slimx.extras.convert import run, sources
+from slimx.extras.convert.formats import int4
 from slimx.models.files.int4 import GROUP, SHAPE, other_scheme
 from slimx.reshard.kernels import int4 as kernel
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
+from tests.extras.convert.convert_stand import LAYOUT, QWEN3, WIDE, dtypes_of, go
 from tests.refusals import refused
-from tests.unit.convert.convert_stand import LAYOUT, QWEN3, WIDE, dtypes_of, go
 from tests.unit.models.gpt_oss_stand import HF as GPT_OSS
 
 GROUPED = WIDE | {"hidden_size": 160, "moe_intermediate_size": 96, "num_experts": 4}

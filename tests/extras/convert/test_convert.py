@@ -13,10 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from slimx.convert import run
-from slimx.convert.target import Target, parse_layout
-from slimx.convert.torch_dist import clip
 from slimx.errors import SlimxError
+from slimx.extras.convert import run
+from slimx.extras.convert.formats.torch_dist import clip
+from slimx.extras.convert.target import Target, parse_layout
 from slimx.layout.maps import Rect
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
@@ -25,9 +25,9 @@ from slimx.layout.table import Table
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
 from tests.checkpoint_stand import QWEN3_MOE, same, tensors_of, write_checkpoint
+from tests.extras.convert.convert_stand import LAYOUT, QWEN3, change, dtypes_of, fields, go
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.refusals import numbers, refused
-from tests.unit.convert.convert_stand import LAYOUT, QWEN3, change, dtypes_of, fields, go
 
 MINIMAX_M2 = {key: value for key, value in QWEN3_MOE.items() if key not in ("num_experts", "moe_intermediate_size")} | {
     "architectures": ["MiniMaxM2ForCausalLM"],

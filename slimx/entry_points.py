@@ -1,0 +1,58 @@
+"""Lookup of what extras and other packages add to slimx: entry points, in groups whose names begin with `slimx.`.
+
+    slimx.commands   commands of the command line: Typer apps
+
+An entry point is a line of a package's pyproject.toml, so that the core needs no import of what it does not know.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from slimx.errors import SlimxError, raised
+
+
+@functools.cache
+def find(group: str) -> dict[str, EntryPoint]:
+    """Returns the entry points of `group` by name, in the order of their names.
+
+    Raises SlimxError for a name that two packages have.
+    """
+    found: dict[str, EntryPoint] = {}
+    for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):
+        if (other := found.setdefault(point.name, point)) is not point:
+            raise SlimxError(
+                f"entry point {point.name} of {group} is {other.value} of {_package(other)} and {point.value} of "
+                f"{_package(point)}; uninstall one of them",
+                code="entry_point.twice",
+                about=point.name,
+            )
+    return found
+
+
+def load(group: str, name: str) -> Any:
+    """Returns the object of an entry point. Raises SlimxError if its module cannot be imported, or lacks it."""
+    point = find(group)[name]
+    try:
+        return point.load()
+    except SlimxError:
+        raise
+    except Exception as error:
+        raise SlimxError(
+            f"entry point {name} of {group}, {point.value} of {_package(point)}, cannot be loaded ({raised(error)}); "
+            "mend or uninstall it",
+            code="entry_point.load",
+            about=name,
+        ) from error
+
+
+def load_all(group: str) -> dict[str, Any]:
+    """Returns the objects of all entry points of a group by name. Raises SlimxError as `load` does."""
+    return {name: load(group, name) for name in find(group)}
+
+
+def _package(point: EntryPoint) -> str:
+    return "an unknown package" if point.dist is None else point.dist.name
