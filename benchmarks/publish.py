@@ -37,8 +37,8 @@ from publish_ranks import ENCODINGS, EngineProcess, TrainerProcess
 from quantities import positive
 
 from slimx.errors import SlimxError
-from slimx.preflight.links.model import LinkTrial, predict, traffic_of
-from slimx.preflight.links.rehearsal import SMALL, OnlyOne, Rehearsal, calibrate, one_thread, rehearse
+from slimx.extras.planner.links.model import LinkTrial, predict, traffic_of
+from slimx.extras.planner.links.rehearsal import SMALL, OnlyOne, Rehearsal, calibrate, one_thread, rehearse
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.pack.packer import describe as describe_bucket
 from slimx.reshard.pack.pieces import PlannedBuckets

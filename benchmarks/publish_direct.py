@@ -42,12 +42,8 @@ from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
 from quantities import positive, positive_float
 
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource  # noqa: E402
-from slimx.layout.engine import EngineLayout  # noqa: E402
-from slimx.layout.megatron import MegatronLayout  # noqa: E402
-from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
-from slimx.models.families.qwen3_moe import engine_table, weight_table  # noqa: E402
-from slimx.preflight.links.model import STEPS, direct_traffic, predict  # noqa: E402
-from slimx.preflight.links.rehearsal import (  # noqa: E402
+from slimx.extras.planner.links.model import STEPS, direct_traffic, predict  # noqa: E402
+from slimx.extras.planner.links.rehearsal import (  # noqa: E402
     MODEL,
     SMALL,
     EngineRank,
@@ -55,6 +51,10 @@ from slimx.preflight.links.rehearsal import (  # noqa: E402
     calibrate,
     one_thread,
 )
+from slimx.layout.engine import EngineLayout  # noqa: E402
+from slimx.layout.megatron import MegatronLayout  # noqa: E402
+from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
+from slimx.models.families.qwen3_moe import engine_table, weight_table  # noqa: E402
 from slimx.reshard.direct.copies import SentBucket  # noqa: E402
 from slimx.reshard.direct.offer import Offer  # noqa: E402
 from slimx.reshard.direct.receiver import Invitation, Receiver  # noqa: E402

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimx.preflight.links.model import TOLERANCE, Links, LinkTrial
+from slimx.extras.planner.links.model import TOLERANCE, Links, LinkTrial
 
 STAGES = {
     "pack": "gather, convert, pack",

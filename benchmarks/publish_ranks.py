@@ -14,7 +14,7 @@ from peer import DEADLINE_S
 from publish_model import TRAINERS, Layer
 
 from slimx.errors import SlimxError
-from slimx.preflight.links.rehearsal import EngineRank
+from slimx.extras.planner.links.rehearsal import EngineRank
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.pack.gather import Gatherer
 from slimx.reshard.pack.packer import Packer, Share

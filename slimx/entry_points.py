@@ -1,6 +1,7 @@
 """Lookup of what extras and other packages add to slimx: entry points, in groups whose names begin with `slimx.`.
 
     slimx.commands   commands of the command line: Typer apps
+    slimx.datasets   published data sets that `slimx data` writes
 
 An entry point is a line of a package's pyproject.toml, so that the core needs no import of what it does not know.
 """

@@ -36,12 +36,3 @@ def evaluate(config: Config, checkpoint: Path | None, note: Callable[[str], None
     from slimx.commands.evaluate import run_evaluation
 
     return run_evaluation(config, note)
-
-
-def measure_gap(config: Config, console: Console, *, layers: bool) -> bool:
-    """Compare a batch's log-probs between engines and trainers; returns True if they are equal to the last bit. Raises
-    as `train` does."""
-    early.check_gap(config, layers=layers)
-    from slimx.commands.gap import run_gap
-
-    return run_gap(config, console, layers=layers)

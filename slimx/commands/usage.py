@@ -82,6 +82,18 @@ class RunCommand(TyperCommand):
             ) from error
 
 
+class RayCommand(RunCommand):
+    """A command that starts Ray, or joins it: its process has a parent (slimx.orchestration.lifetime.parent)."""
+
+
+def starts_ray(app: typer.Typer, name: str) -> bool:
+    """Returns True if the command `name` is a `RayCommand`; an entry point that cannot be loaded is refused later."""
+    try:
+        return isinstance(typer.main.get_command(app).get_command(None, name), RayCommand)
+    except SlimxError:
+        return False
+
+
 def _expanded(argument: str) -> str:
     """An argument with the home directory for a `~` that begins it or the value of its option, which shells leave."""
     option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)

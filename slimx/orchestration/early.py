@@ -101,24 +101,6 @@ def evaluating(config: Config, checkpoint: Path | None) -> Config:
     return config
 
 
-def check_gap(config: Config, *, layers: bool) -> None:
-    """Raise SlimxError for what keeps trainers and engines from being compared, `layers`: part by part."""
-    if not config.rollout.policy_engines:
-        raise SlimxError(
-            "slimx doctor --gap compares trainers with engines, and rollout.engines is empty",
-            code="engines.none",
-            about="rollout.engines",
-        )
-    if layers and config.trainer.tensor * config.trainer.context > 1:
-        raise SlimxError(
-            "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
-            "trainer.context=1 beside it (and numerics.leaves to what the run has)",
-            code="gap.layers",
-            about="trainer.tensor",
-        )
-    check_parts(config)
-
-
 def check_parts(config: Config) -> None:
     """Raise SlimxError for the first of a run's packages, paths, hooks, prompts and addresses that cannot be used."""
     for name in PACKAGES:

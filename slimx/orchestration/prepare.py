@@ -24,7 +24,7 @@ from slimx.models.state_space import layers_of
 from slimx.orchestration.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
 from slimx.preflight.checks import RULES, model_facts, weight_facts
 from slimx.preflight.checks.layout import critic_keys
-from slimx.preflight.effects.probe import try_hooks
+from slimx.preflight.probe import try_hooks
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan

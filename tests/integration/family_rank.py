@@ -94,8 +94,8 @@ class Rank:
 
     def compare_plan(self, trainer: Any) -> None:
         """`slimx plan` knows the bytes that this rank holds now, of every family."""
-        from slimx.preflight.memory.state import Buffers
-        from slimx.preflight.memory.trainer import holdings
+        from slimx.extras.planner.memory.state import Buffers
+        from slimx.extras.planner.memory.trainer import holdings
 
         config, sizes = trainer.config, self.parallel.sizes
         runs = holdings(config.trainer, config.numerics, trainer.weights.spec).runs(sizes, self.rank)

@@ -124,8 +124,8 @@ class LoraRank(Rank):
         }
 
     def resumed(self) -> None:
-        from slimx.preflight.memory.state import Buffers
-        from slimx.preflight.memory.trainer import holdings
+        from slimx.extras.planner.memory.state import Buffers
+        from slimx.extras.planner.memory.trainer import holdings
 
         config = self.config()
         trainer = self.trainer(config)

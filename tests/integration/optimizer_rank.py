@@ -341,8 +341,8 @@ class OptimizerRank(Rank):
 
     def short_moments(self) -> None:
         """Bytes planned and held, and checkpoints of moments in the other precision."""
-        from slimx.preflight.memory.state import Buffers
-        from slimx.preflight.memory.trainer import holdings
+        from slimx.extras.planner.memory.state import Buffers
+        from slimx.extras.planner.memory.trainer import holdings
 
         short, long = self.built(**SHORT), self.built(dtype="bfloat16")
         for trainer, name, other in ((long, "long", SHORT), (short, "short", {"dtype": "bfloat16"})):

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import coordinates, sizes_of
 from slimx.models.families import read_model
-from slimx.preflight.memory.trainer import trainer_memory
 from slimx.runtime.ports import free_port
 from tests.gpu.trainer_cases import write_model
 from tests.integration.invariance_models import DEEPSEEK, QWEN

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from slimx.config.sections.trainer import Trainer
+from slimx.extras.planner.memory.parameter_runs import Holdings
+from slimx.extras.planner.memory.state import Buffers
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
-from slimx.preflight.memory.parameter_runs import Holdings
-from slimx.preflight.memory.state import Buffers
 from tests.integration.conftest import free_port
 from tests.integration.rank_processes import run_ranks
 

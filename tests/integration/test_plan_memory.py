@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slimx.extras.planner.memory.batch_plan import batch_plan
+from slimx.extras.planner.memory.parameter_runs import Holdings
+from slimx.extras.planner.memory.state import Buffers
+from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import coordinates, sizes_of
 from slimx.models.families import read_model
 from slimx.models.trunk import read_trunk
-from slimx.preflight.memory.batch_plan import batch_plan
-from slimx.preflight.memory.parameter_runs import Holdings
-from slimx.preflight.memory.state import Buffers
-from slimx.preflight.memory.trainer import trainer_memory
 from slimx.runtime.ports import free_port
 from tests.integration.invariance_models import DEEPSEEK, QWEN
 from tests.integration.memory_rank import config
@@ -222,8 +222,8 @@ def planned_peak(job: dict[str, Any], model: str, case: dict[str, Any]) -> int:
 
 def test_what_slimx_plan_repeats_of_the_trainer_is_the_same_there():
     """These stand twice because a plan must not import torch."""
-    from slimx.preflight.memory import pipeline as memory_pipeline
-    from slimx.preflight.memory import trainer as memory_trainer
+    from slimx.extras.planner.memory import pipeline as memory_pipeline
+    from slimx.extras.planner.memory import trainer as memory_trainer
     from slimx.trainer.device import host_moments
     from slimx.trainer.model import logprobs
 

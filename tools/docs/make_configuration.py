@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from slimx.config.names import ALIASES, RENAMED
 from slimx.config.rules import RULES as LOADED
 from slimx.config.schema import Config
-from slimx.preflight.checks import RULES as CHECKED
+from slimx.extras.planner.rules import PLAN_RULES as CHECKED
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """\

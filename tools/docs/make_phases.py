@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 from slimx.config import load_config
-from slimx.preflight.plan.report import plan_report
-from slimx.preflight.record import PlanReport
+from slimx.extras.planner.plan.report import plan_report
+from slimx.extras.planner.record import PlanReport
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planning.md"

@@ -38,7 +38,7 @@ def topology() -> str:
 
 def versions() -> str:
     """Packages of the lock are the ones that are installed."""
-    from slimx.commands.doctor import lock_of
+    from slimx.extras.doctor.machine import lock_of
 
     lock, pins = lock_of()
     if not pins:

@@ -17,10 +17,10 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.engines.server.configured import spec_values
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.spec import EngineSpec
+from slimx.extras.planner.links.rehearsal import OnlyOne
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.orchestration.batches import make_packer, make_update_rows
-from slimx.preflight.links.rehearsal import OnlyOne
 from slimx.reshard.outcome import Publication
 from slimx.reshard.parties import LocalRecipient
 from slimx.reshard.plan.publication import publication_plan

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from slimx import entry_points
 from slimx.data.prompt_files.directories import SUFFIXES, chosen_files, folder_columns, matching
 from slimx.data.prompt_files.hub import HUB, hub_files
 from slimx.data.prompt_files.tables import table_rows
@@ -20,6 +21,8 @@ from slimx.errors import SlimxError
 
 Row = tuple[str, int, dict[str, Any]]
 """The place of a row, for messages; its number, from 1; and its values by column."""
+DATASETS = "slimx.datasets"
+"""Group of entry points: published data sets that a command writes as files of prompts, by name."""
 BOM = b"\xef\xbb\xbf"
 """Mark that Excel and Windows' editors begin UTF-8 files with."""
 CELL = 2**26
@@ -93,9 +96,8 @@ def _instead_of(path: Path) -> str:
     beside = {file.stem: file for file in path.parent.glob("*") if file.suffix in SUFFIXES}
     if near := difflib.get_close_matches(path.stem, beside, n=1):
         return f"did you mean {beside[near[0]]}?"
-    from slimx.data.prompt_files.known import KNOWN  # imports numpy, which reading rows does not need
-
-    if (known := next((name for name in KNOWN if path.name.startswith(name)), None)) is not None:
+    known = next((name for name in entry_points.find(DATASETS) if path.name.startswith(name)), None)
+    if known is not None:
         return f"`slimx data {known} {path}` writes it"
     hub = f"; for a data set of the Hugging Face Hub write {HUB}{path}"
     like_one = re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)) is not None

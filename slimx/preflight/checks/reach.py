@@ -14,24 +14,6 @@ from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.layout.ranks import Sizes, fewer
 from slimx.preflight.hardware import machine_of, nodes_known
-from slimx.preflight.record import RankMap
-
-
-@rule("publish.nodes", about="publish.transport")
-def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Iterator[str]:
-    """A server that slimx starts is on the node that the map gives it, where the nodes' sizes are known."""
-    if not nodes_known(cluster, device) or not publish.one_machine:
-        return
-    publisher = places.trainer[0].node
-    for place in places.engines:
-        if place.node != publisher:
-            yield (
-                f"publish.transport {publish.transport} reaches one machine, and of the {places.nodes} nodes of "
-                f"{places.per_node} GPUs that the run takes, server {place.server} of {place.group} would be on node "
-                f"{place.node}, trainer rank 0, which packs the weights, on node {publisher}; set it to auto, nixl "
-                "or disk"
-            )
-            return
 
 
 @rule("publish.machines", about="publish.transport")

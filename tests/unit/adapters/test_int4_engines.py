@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from slimx.config.schema import Config
 from slimx.extras.convert import run
+from slimx.extras.planner.memory.engine import engine_memory
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.hardware import Machine
-from slimx.preflight.memory.engine import engine_memory
 from slimx.reshard.packed import PackedTensor
 from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import DEEPSEEK_V3, write_checkpoint

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from slimx import cli
 from slimx.errors import SlimxError
+from slimx.extras.doctor import command as doctor
+from slimx.extras.planner import command as planner
 
 
 @pytest.mark.parametrize(
@@ -43,12 +45,16 @@ def test_a_group_without_a_command_shows_its_help(monkeypatch, capsys, typed, li
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), SystemExit(75), SystemExit("x"), typer.Exit(0)])
-@pytest.mark.parametrize("command", ["train", "generate", "eval", "plan", "doctor"])
-def test_only_the_last_line_of_a_command_is_success(monkeypatch, capsys, command, error):
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [(cli, "train"), (cli, "generate"), (cli, "eval"), (planner, "plan"), (doctor, "doctor")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_only_the_last_line_of_a_command_is_success(monkeypatch, capsys, module, command, error):
     def leave(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "load_config", leave)
+    monkeypatch.setattr(module, "load_config", leave)
     monkeypatch.setattr(sys, "argv", ["slimx", command, "run.yaml", *(["--hooks"] if command == "doctor" else [])])
     with pytest.raises(SystemExit) as end:
         cli.main()

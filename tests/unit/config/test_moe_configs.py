@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from slimx.config import load_config
+from slimx.extras.planner.plan.report import plan_report
+from slimx.extras.planner.rules.machine import crowded_warnings
 from slimx.models.families import read_model
 from slimx.models.files.megatron_directory import iteration_name
-from slimx.preflight.checks.machine import crowded_warnings
 from slimx.preflight.hardware import MARGIN
-from slimx.preflight.plan.report import plan_report
 from tools.docs import make_phases
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.run import Track
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
-from slimx.preflight.checks import RULES as CHECKED
+from slimx.extras.planner.rules import PLAN_RULES as CHECKED
 from slimx.preflight.checks.machine import has_muon, has_trackers
 from tests.refusals import refused
 

@@ -12,10 +12,10 @@ import pytest
 from pyarrow import parquet
 
 from slimx.config.sections.prompts import Fields
-from slimx.data.prompt_files.known import KNOWN
 from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, make_mapping
 from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
+from slimx.extras.datasets.known import AIME24
 from tests.refusals import refused
 
 TURN = {"role": "user", "content": "1+1="}
@@ -108,8 +108,8 @@ def test_rows_without_an_id_are_numbered(tmp_path):
     read = read_prompts(path, RowMapping(Fields(prompt="question", id="id")))
     assert [prompt.id for prompt in read] == ["t:1", "0"]
     row = {"ID": None, "Problem": "p", "Answer": 33.0}
-    assert KNOWN["aime24"].convert(row, "row 1", 0).items() >= {("answer", "33")}
-    assert "id" not in KNOWN["aime24"].convert(row, "row 1", 0)
+    assert AIME24.convert(row, "row 1", 0).items() >= {("answer", "33")}
+    assert "id" not in AIME24.convert(row, "row 1", 0)
 
 
 @pytest.mark.parametrize(

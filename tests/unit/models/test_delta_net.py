@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
+from slimx.extras.planner.memory.engine import engine_memory, kv_bytes, state_bytes
+from slimx.extras.planner.plan.cost_model import delta_net_rows
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
@@ -20,8 +22,6 @@ from slimx.preflight.checks.exact import covers_model
 from slimx.preflight.checks.layout import check_layout
 from slimx.preflight.checks.serving import states_are_one_requests_own
 from slimx.preflight.hardware import Machine
-from slimx.preflight.memory.engine import engine_memory, kv_bytes, state_bytes
-from slimx.preflight.plan.cost_model import delta_net_rows
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
 from tests.warm.sglang import run_with_sglang

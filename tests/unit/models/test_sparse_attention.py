@@ -15,14 +15,14 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Con
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.extras.planner.memory.batch_plan import batch_plan
+from slimx.extras.planner.memory.engine import kv_bytes
+from slimx.extras.planner.memory.trainer import holdings, trainer_memory
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec, deepseek_v3, deepseek_v32, glm_moe_dsa, read_model
 from slimx.models.flops import sequence_flops
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.memory.batch_plan import batch_plan
-from slimx.preflight.memory.engine import kv_bytes
-from slimx.preflight.memory.trainer import holdings, trainer_memory
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
 from tests.warm.sglang import run_with_sglang

@@ -9,9 +9,9 @@ import pytest
 
 from slimx.config import load_config
 from slimx.config.schema import Config
+from slimx.extras.planner.rules.machine import start_warnings
 from slimx.models.families import read_model
 from slimx.models.files.starting import start_deadline, weight_bytes
-from slimx.preflight.checks.machine import start_warnings
 from tests.refusals import numbers
 
 ROOT = Path(__file__).parents[3]

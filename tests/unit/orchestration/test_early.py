@@ -27,7 +27,7 @@ STARTS = {
     "train": "start.train(config, console)",
     "generate": "start.generate(config, None, console)",
     "eval": "start.evaluate(config, None, print)",
-    "gap": "start.measure_gap(config, console, layers=False)",
+    "gap": "doctor.measure_gap(config, console, layers=False)",
     "script.train": "script.train(config, console=console)",
     "script.evaluate": "script.evaluate(config)",
 }
@@ -35,6 +35,7 @@ PROGRAM = """
 import sys
 from rich.console import Console
 from slimx.commands import script, start
+from slimx.extras.doctor import command as doctor
 from slimx.config import load_config
 from slimx.errors import SlimxError
 console = Console()

@@ -16,7 +16,7 @@ from slimx.algorithms.losses.objective import make_loss
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import NEEDS, Algorithm
 from slimx.config.sections.presets import PRESETS
-from slimx.preflight.effects.probe import try_hooks
+from slimx.preflight.probe import try_hooks
 from tests.refusals import invalid, refused
 from tests.unit.algorithms.advantage_stand import group
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slimx.config.sections.presets import PRESETS
-from slimx.preflight.effects.probe import Probe, make_probe, policy_gradient, value_gradient
+from slimx.preflight.probe import Probe, make_probe, policy_gradient, value_gradient
 from tests.unit.preflight.effects_stand import config
 
 FAR = -1000.0

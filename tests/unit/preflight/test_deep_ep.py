@@ -9,19 +9,19 @@ import pytest
 
 from slimx.config import load_config
 from slimx.config.rule import broken
-from slimx.layout.ranks import engine_sizes, sizes_of
-from slimx.models.families import read_model
-from slimx.preflight.checks import RULES
-from slimx.preflight.checks.layout import dispatches
-from slimx.preflight.checks.serving import exchanges
-from slimx.preflight.memory.deep_ep import (
+from slimx.extras.planner.memory.deep_ep import (
     engine_buffers,
     low_latency_buffer,
     nvl_buffer,
     rdma_buffer,
     trainer_buffers,
 )
-from slimx.preflight.plan.report import plan_report
+from slimx.extras.planner.plan.report import plan_report
+from slimx.layout.ranks import engine_sizes, sizes_of
+from slimx.models.families import read_model
+from slimx.preflight.checks import RULES
+from slimx.preflight.checks.layout import dispatches
+from slimx.preflight.checks.serving import exchanges
 from tests.unit.config.test_moe_configs import FILES, ROOT
 
 GPT_OSS = ROOT / "configs/moe/gpt-oss-120b.yaml"

@@ -10,10 +10,10 @@ import pytest
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.memory.trainer import trainer_memory
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.extras.convert.convert_stand import QWEN3
 from tests.refusals import invalid

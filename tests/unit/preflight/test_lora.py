@@ -9,10 +9,10 @@ import pytest
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.preflight.checks import RULES, model_facts
-from slimx.preflight.memory.trainer import trainer_memory
 from tests.refusals import invalid
 from tests.unit.models.deepseek_v3_config import V3
 

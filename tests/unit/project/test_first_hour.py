@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slimx.config import load_config
-from slimx.preflight.plan.report import plan_report
+from slimx.extras.planner.plan.report import plan_report
 from tools.first_hour import runs
 from tools.first_hour.check import Step, steps, work
 from tools.first_hour.probes import PROBES

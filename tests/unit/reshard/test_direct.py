@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from slimx.preflight.memory.direct import direct_memory
+from slimx.extras.planner.memory.direct import direct_memory
 from slimx.reshard.direct.agent import Agent, LinkError, Transfer, devices_at
 from slimx.reshard.direct.offer import Notice, Offer, Region, Run
 from slimx.reshard.direct.sender import Sender

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.preflight.memory.direct import direct_memory
+from slimx.extras.planner.memory.direct import direct_memory
 from slimx.reshard.direct import receiver, sender
 from slimx.reshard.direct.agent import LinkError
 from slimx.reshard.direct.offer import HEADER, Offer, Region

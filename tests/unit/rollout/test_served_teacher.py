@@ -28,8 +28,8 @@ from slimx.data.records import Prompt, Span, Trajectory
 from slimx.data.saved.codec import decode_groups, encode_groups
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import DeadlineError, SlimxError
+from slimx.extras.doctor.effects.effects import effects
 from slimx.preflight.checks import teacher as teacher_rules
-from slimx.preflight.effects.effects import effects
 from slimx.rollout import single_turn
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import input_top_logprobs

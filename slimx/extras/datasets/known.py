@@ -1,0 +1,134 @@
+"""Published data sets: where they are, and how a row of each becomes a prompt (`slimx data NAME OUT`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slimx.data.boxes import last_box
+from slimx.data.prompt_files.mapping import as_text, value_at
+from slimx.digest import fingerprint
+from slimx.errors import SlimxError
+
+BOXED = "Put your final answer within \\boxed{}."
+LETTERS = "ABCD"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A published data set."""
+
+    hub: str
+    """hf://OWNER/NAME/SUBSET/SPLIT."""
+    convert: Callable[[Mapping[str, Any], str, int], dict[str, Any]]
+    """(row, where it stands, seed) -> the fields of a prompt."""
+    reward: str
+    """Dotted path of the reward that fits its answers."""
+
+
+def _gsm8k(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+    solution = str(_column(row, "answer", where))
+    _, mark, answer = solution.rpartition("####")
+    if not mark:
+        raise _unfit(where, "its answer has no '####'")
+    return _task(_column(row, "question", where), answer.strip().replace(",", ""))
+
+
+def _math(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+    answer = row.get("answer")
+    if answer is None:
+        answer = last_box(str(_column(row, "solution", where)))
+        if answer is None:
+            raise _unfit(where, "its solution has no \\boxed{...}")
+    metadata = {key: row[key] for key in ("level", "type", "subject") if row.get(key) is not None}
+    return _task(_column(row, "problem", where), answer, metadata, row.get("unique_id"))
+
+
+def _dapo(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+    messages = _column(row, "prompt", where)
+    if not isinstance(messages, list):
+        raise _unfit(where, "its prompt is no list of messages")
+    answer = _column(row, "reward_model.ground_truth", where)
+    turns = [{"role": turn.get("role"), "content": turn.get("content")} for turn in messages]
+    # The published file repeats each question many times under one index, which `slimx data` writes once.
+    index = row.get("extra_info", {}).get("index") if isinstance(row.get("extra_info"), Mapping) else None
+    out = {"messages": turns, "answer": str(answer)}
+    return out if index is None else out | {"id": str(index)}
+
+
+def _aime(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+    columns = {str(name).lower(): name for name in row}
+    if not {"problem", "answer"} <= columns.keys():
+        raise _unfit(where, f"it has {', '.join(map(str, row))}, and no problem and answer")
+    given = str(as_text(row[columns["answer"]])).strip()
+    number = re.fullmatch(r"\$?(\d{1,3})(?:\.0+)?\s*(?:°|\^\{?\\circ\}?|\\degree)?\$?", given)
+    if not number:
+        raise _unfit(where, f"its answer {given!r} is no integer from 0 to 999")
+    own = next((row[columns[name]] for name in ("id", "problem_idx") if name in columns), None)
+    return _task(row[columns["problem"]], str(int(number[1])), {}, None if own is None else as_text(own))
+
+
+def _gpqa(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+    question = str(_column(row, "Question", where)).strip()
+    names = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
+    choices = [str(_column(row, name, where)).strip() for name in names]
+    # Drawn from seed and question, so that neither the order of rows nor their number changes a question's choices.
+    keys = np.random.PCG64([seed, int(fingerprint(question.encode()), 16)]).random_raw(len(choices))
+    order = [int(place) for place in np.argsort(keys, kind="stable")]
+    listed = "\n".join(f"{letter}) {choices[place]}" for letter, place in zip(LETTERS, order, strict=True))
+    text = f"{question}\n\n{listed}\n\nEnd with the letter of the right choice, as 'Answer: LETTER'."
+    own = row.get("Record ID")
+    return _message(text, LETTERS[order.index(0)], {}, None if own is None else str(own))
+
+
+def _ifeval(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+    ids = list(_column(row, "instruction_id_list", where))
+    given = _column(row, "kwargs", where)
+    given = msgspec.json.decode(given) if isinstance(given, str) else given
+    if len(ids) != len(given):
+        raise _unfit(where, f"it has {len(ids)} instruction ids and {len(given)} kwargs")
+    # A table has every argument in every row; those that an instruction does not take are null.
+    kwargs = [{name: value for name, value in each.items() if value is not None} for each in given]
+    metadata = {"instruction_id_list": ids, "kwargs": kwargs}
+    key = row.get("key")
+    return _message(str(_column(row, "prompt", where)), None, metadata, None if key is None else str(key))
+
+
+_MATH = "slimx.rewards.math.reward"
+GSM8K = Known("hf://openai/gsm8k/main/train", _gsm8k, _MATH)
+MATH = Known("hf://HuggingFaceH4/MATH-500/default/test", _math, _MATH)
+DAPO = Known("hf://BytedTsinghua-SIA/DAPO-Math-17k/default/train", _dapo, _MATH)
+AIME24 = Known("hf://HuggingFaceH4/aime_2024/default/train", _aime, _MATH)
+AIME25 = Known("hf://math-ai/aime25/default/test", _aime, _MATH)
+GPQA = Known("hf://Idavidrein/gpqa/gpqa_diamond/train", _gpqa, "slimx.rewards.choice.reward")
+IFEVAL = Known("hf://google/IFEval/default/train", _ifeval, "slimx.rewards.ifeval.reward")
+
+
+def _task(question: Any, answer: Any, metadata: dict[str, Any] | None = None, own: str | None = None) -> dict[str, Any]:
+    return _message(f"{str(question).strip()}\n\n{BOXED}", str(answer), metadata or {}, own)
+
+
+def _message(text: str, answer: str | None, metadata: dict[str, Any], own: str | None) -> dict[str, Any]:
+    out: dict[str, Any] = {} if own is None else {"id": own}
+    out["messages"] = [{"role": "user", "content": text}]
+    if answer is not None:
+        out["answer"] = answer
+    return out | ({"metadata": metadata} if metadata else {})
+
+
+def _column(row: Mapping[str, Any], path: str, where: str) -> Any:
+    value = value_at(row, path, "the published data set", where)
+    if value is None:
+        raise _unfit(where, f"its {path} is null")
+    return value
+
+
+def _unfit(where: str, what: str) -> SlimxError:
+    return SlimxError(
+        f"{where}: {what}; is it of this data set, as it was published?", code="prompts.published", about=where
+    )

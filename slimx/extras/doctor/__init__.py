@@ -1,0 +1,1 @@
+"""Examination of a machine, a node and a run's configuration before anything is started."""

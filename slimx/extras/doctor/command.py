@@ -1,0 +1,172 @@
+"""`slimx doctor` and `slimx health` on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from slimx.commands.options import Debug, Overrides
+from slimx.commands.usage import RayCommand
+from slimx.config import load_config
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.observability.live.safe_text import one_line, plain, visible
+from slimx.orchestration import early
+
+app = typer.Typer(add_completion=False)
+health_app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=RayCommand)
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="Check this run's configuration, checkpoint, prompts and hooks too.")
+    ] = None,
+    overrides: Overrides = None,
+    effects: Annotated[
+        bool, typer.Option("--effects", help="Only say which terms of FILE's loss change its gradient, and how much.")
+    ] = False,
+    hooks: Annotated[
+        bool, typer.Option("--hooks", help="Only load FILE's hooks and try them on a prompt, with scripted engines.")
+    ] = False,
+    say: Annotated[
+        list[str] | None,
+        typer.Option(help="With --hooks: a text that scripted engines say first, such as a tool's call; again: next."),
+    ] = None,
+    gap: Annotated[
+        bool, typer.Option("--gap", help="Only sample a batch and compare its log-probs between engines and trainers.")
+    ] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="With --gap: name the first part that differs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what this machine has, what is missing and how to get it."""
+    asked = [name for name, given in (("effects", effects), ("hooks", hooks), ("gap", gap or layers)) if given]
+    if len(asked) > 1:
+        raise SlimxError(
+            f"slimx doctor takes one of --{asked[0]} and --{asked[1]} at a time; leave one out",
+            code="doctor.options",
+            about=f"--{asked[1]}",
+        )
+    if say and not hooks:
+        raise SlimxError(
+            "slimx doctor --say tells what scripted engines say to hooks; add --hooks", code="doctor.say", about="--say"
+        )
+    if asked and file is None:
+        raise SlimxError(
+            f"slimx doctor --{asked[0]} needs the YAML file of a run; give it as FILE",
+            code="doctor.file",
+            about=f"--{asked[0]}",
+        )
+    if asked:
+        config = load_config(file, overrides or [])
+        if effects:
+            fine = _show_effects(file, config)
+        elif hooks:
+            fine = _show_hooks(file, config, say or [])
+        else:
+            fine = _show_gap(config, layers)
+        if not fine:
+            raise typer.Exit(1)
+        return
+    from slimx.extras.doctor.machine import examine
+
+    console = Console(soft_wrap=True)
+    healthy = examine(
+        lambda text, style: console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    )
+    if file is not None and not healthy:
+        console.print(plain(f"{file} is not checked: it needs what is missing"))
+    elif file is not None:
+        config = load_config(file, overrides or [])
+        from slimx.orchestration.prepare import check_run
+
+        prepared = check_run(config)
+        first = next(iter(prepared.prompts), None)
+        if first is not None:
+            from slimx.extras.datasets.command import rendered_lines
+
+            for line in ["the first prompt, as the model is given it:", *rendered_lines(first, prepared.tokenizer)]:
+                console.print(plain(line))
+        console.print(plain(f"publish.transport {prepared.transport}"))
+        told = f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way"
+        console.print(plain(told))
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def measure_gap(config: Config, console: Console, *, layers: bool) -> bool:
+    """Compares the log-probs of a batch between engines and trainers; returns True if they are equal to the last bit.
+
+    `layers`: also name the first part of the model that differs. Raises SlimxError for a run in which nothing can be
+    compared, before torch is imported.
+    """
+    if not config.rollout.policy_engines:
+        raise SlimxError(
+            "slimx doctor --gap compares trainers with engines, and rollout.engines is empty",
+            code="engines.none",
+            about="rollout.engines",
+        )
+    if layers and config.trainer.tensor * config.trainer.context > 1:
+        raise SlimxError(
+            "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
+            "trainer.context=1 beside it (and numerics.leaves to what the run has)",
+            code="gap.layers",
+            about="trainer.tensor",
+        )
+    early.check_parts(config)
+    from slimx.extras.doctor.gap import run_gap
+
+    return run_gap(config, console, layers=layers)
+
+
+def _show_gap(config: Config, layers: bool) -> bool:
+    """False if numerics.mode is exact and there is a gap."""
+    return measure_gap(config, Console(soft_wrap=True), layers=layers) or not config.exact
+
+
+def _show_effects(file: Path, config: Config) -> bool:
+    """False if a term that the configuration chose changes nothing."""
+    from slimx.extras.doctor.effects.effects import describe, effects
+
+    found = effects(config)
+    print(f"{file}: what each term of the loss is worth in the gradient of a small invented batch")
+    for line in describe(found):
+        print(line)
+    return all(effect.share or not effect.chosen for effect in found)
+
+
+def _show_hooks(file: Path, config: Config, texts: list[str]) -> bool:
+    """False if a hook is wrong."""
+    from slimx.extras.doctor.hooks.doctor import examine_hooks
+
+    found = examine_hooks(config, texts)
+    print(f"{file}: hooks, tried on one prompt with scripted engines")
+    for line in [*found.lines, *(f"  note     {note}" for note in found.notes)]:
+        print(visible(line))
+    for problem in found.problems:
+        print(f"  problem  {one_line(str(problem))}")
+    return not found.problems
+
+
+@health_app.command()
+def health(
+    gpus: Annotated[int, typer.Option(help="GPUs that must be there and whole.")] = 0,
+    hca: Annotated[list[str] | None, typer.Option(help="InfiniBand or RoCE adapter with an active port.")] = None,
+    path: Annotated[list[Path] | None, typer.Option(help="Where space is needed; else /tmp and here.")] = None,
+    disk: Annotated[float, typer.Option(help="GiB that must be free in each of these paths.")] = 5.0,
+    shm: Annotated[float, typer.Option(help="GiB that must be free in /dev/shm.")] = 1.0,
+    clock: Annotated[float | None, typer.Option(help="The launcher's time, seconds since the epoch.")] = None,
+) -> None:
+    """Say whether this node is fit for a run: exit code 0, or 1 with the reasons."""
+    from slimx.extras.doctor.node_health import Wanted, examine_node
+
+    paths = path or Wanted().paths
+    wanted = Wanted(gpus=gpus, disk_gib=disk, shm_gib=shm, paths=paths, hcas=hca or (), clock=clock)
+    problems, notes = examine_node(wanted)
+    for line in [*problems, *(f"note: {note}" for note in notes)]:
+        print(line)
+    if problems:
+        raise typer.Exit(1)

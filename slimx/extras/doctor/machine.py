@@ -1,0 +1,390 @@
+"""`slimx doctor`: what this machine has for a run, what is missing, and how to get it.
+
+Every look may fail: a doctor that needs what it examines helps nobody. So nothing but Python's own library is imported
+at the top, and `python -m slimx.extras.doctor.machine` works where not even the command line's packages are installed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import slimx
+from slimx.runtime.logs import how_ended
+from slimx.runtime.toolkit import cuda_home, link_error, python_header
+
+ROOT = Path(slimx.__file__).parents[1]
+MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
+"""Packages that are always shown; of the others only what is wrong."""
+STAND_INS = ("sgl_kernel", "torchvision")
+"""`slimx.adapters.sglang.absent.PACKAGES`: this room may not import the servers' adapters, a test compares the two."""
+PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
+FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
+"""`slimx.trainer.device.backends.FLASH`, which needs pydantic; a test compares the two."""
+IMPORT_S = 120
+"""Seconds that an import may take."""
+MEMORY_GIB = 4.0
+"""The quickstart took 3.2."""
+SHM_MIB = 256.0
+"""The smallest object store that slimx asks of Ray."""
+
+
+Say = Callable[[str, str | None], None]
+"""Prints a line in a style of rich's, or in none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's."""
+
+    name: str
+    text: str
+    problem: str | None = None
+    """The fault, and what to do about it; None: there is none."""
+    needed: bool = True
+    """True if a run is impossible with the problem; else it is only worth knowing."""
+
+
+Look = Callable[[], Iterator[Finding]]
+
+
+def examine(say: Say) -> bool:
+    """Print what this machine has, in sections, and what is wrong; whether all that a run needs is there."""
+    sections: list[tuple[str, Look]] = [
+        ("Machine", machine),
+        ("Devices", devices),
+        ("Packages", packages),
+        ("Adapters", adapters),
+        ("Kernels", kernels),
+        ("Toolchain", toolchain),
+        ("Sandbox", sandbox),
+    ]
+    problems: list[Finding] = []
+    for title, look in sections:
+        say(title, "bold")
+        for finding in _findings(title, look):
+            style = None if finding.problem is None else "red" if finding.needed else "yellow"
+            say(f"  {finding.name:<16} {finding.text}", style)
+            problems += [finding] if finding.problem else []
+    missing = [finding for finding in problems if finding.needed]
+    say("Problems" if problems else "Nothing is missing.", "bold")
+    for finding in problems:
+        kind = "missing" if finding.needed else "note"
+        say(f"  {kind:<8} {finding.name}: {finding.problem}", "red" if finding.needed else "yellow")
+    return not missing
+
+
+def _findings(title: str, look: Look) -> Iterator[Finding]:
+    try:
+        yield from look()
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        yield Finding(title.lower(), text, f"could not be examined ({text})")
+
+
+# Looks --------------------------------------------------------------------------------------------------------------
+
+
+def machine() -> Iterator[Finding]:
+    """Python, processor, memory and shared memory."""
+    version = platform.python_version()
+    yield Finding(
+        "python",
+        f"{version} at {sys.executable}",
+        None if sys.version_info[:2] == (3, 12) else f"the locks are for 3.12, not {version}",
+        needed=sys.version_info < (3, 12),
+    )
+    yield Finding("slimx", f"{slimx.__version__} in {ROOT}")
+    yield Finding("processor", f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for this process")
+    total, free = _memory()
+    yield Finding(
+        "memory",
+        f"{total:.1f} GiB, {free:.1f} available",
+        None
+        if free >= MEMORY_GIB
+        else f"the quickstart wants {MEMORY_GIB:.0f} GiB; end something or use a larger machine",
+        needed=False,
+    )
+    room = shutil.disk_usage("/dev/shm").free / 2**20
+    yield Finding(
+        "/dev/shm",
+        f"{room / 1024:.1f} GiB free",
+        None if room >= SHM_MIB else f"Ray wants {SHM_MIB:.0f} MiB there; give a container more, e.g. --shm-size=4g",
+        needed=False,
+    )
+
+
+def sandbox() -> Iterator[Finding]:
+    """Findings about the sandbox, in which a reward or a tool runs a model's programs."""
+    from slimx.errors import SlimxError
+
+    try:
+        from slimx.environments.sandbox import Sandbox
+
+        box = Sandbox()
+        box.check()
+    except (ImportError, SlimxError) as error:
+        yield Finding("sandbox", "programs of a model cannot be run here", str(error), needed=False)
+    else:
+        yield Finding("sandbox", f"holds; memory: {box.memory_bound}")
+
+
+def devices() -> Iterator[Finding]:
+    """The device that torch computes on, and the GPUs that the driver shows."""
+    try:
+        import torch
+    except ImportError as error:
+        # A CUDA build of torch without its libraries ends here too.
+        yield Finding("torch", f"cannot be imported: {error}", "it is needed; run `make venv`")
+    else:
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+        sees = f"sees {torch.cuda.device_count()} GPUs: cuda" if torch.cuda.is_available() else "sees no GPU: cpu"
+        yield Finding("torch", f"{build} build, {sees} is the device of a run with cluster.device=auto")
+    yield from _gpus()
+
+
+def packages() -> Iterator[Finding]:
+    """Installed version, range that slimx asks for, and version in the lock."""
+    try:
+        requirements = importlib.metadata.requires("slimx") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("slimx", "not installed", "this Python does not know slimx; run `make build`")
+        requirements = list(MAIN)
+    lock, pins = lock_of()
+    wanted = dict(_split(line) for line in requirements if "extra ==" not in line)
+    ok = 0
+    for name, needed in wanted.items():
+        installed = _version(name)
+        pinned = pins.get(name)
+        text = f"{installed or 'not installed':<16} needed {needed or 'any':<14}" + (
+            f" {lock} {pinned}" if pinned else ""
+        )
+        if installed is None:
+            yield Finding(name, text, "not installed; run `make venv`")
+        elif not _fits(installed, needed):
+            yield Finding(name, text, f"{installed} is not in {needed}; run `make venv`")
+        elif pinned and installed.partition("+")[0] != pinned and name in MAIN:
+            yield Finding(
+                name, text, f"{installed} is not the {pinned} of {lock}, with which slimx is tested", needed=False
+            )
+        elif name in MAIN:
+            yield Finding(name, text)
+        else:
+            ok += 1
+    yield Finding("others", f"{ok} of {len([n for n in wanted if n not in MAIN])} as needed")
+
+
+def adapters() -> Iterator[Finding]:
+    """Stand-ins for what an upstream lacks that will be in force here, with their reasons."""
+    cuda = _cuda()
+    if cuda:
+        yield Finding("megatron_cpu", "not in force: torch sees a GPU")
+    else:
+        yield Finding(
+            "megatron_cpu", "in force: torch sees no GPU, so megatron-core's 'cuda' is the CPU and NCCL is gloo"
+        )
+    if _found("transformer_engine"):
+        yield Finding("megatron_layers", "not in force: Transformer Engine is installed")
+    else:
+        why = "Transformer Engine is not installed, so its layers are built from plain torch"
+        problem = "training on a GPU is slow without it; run `make venv LOCK=cu130`" if cuda else None
+        yield Finding("megatron_layers", f"in force: {why}", problem, needed=False)
+    absent = [name for name in STAND_INS if not _found(name)]
+    if cuda:
+        problem = f"SGLang needs {', '.join(absent)} on a GPU; run `make venv LOCK=cu130`" if absent else None
+        yield Finding("sglang_absent", "not in force: torch sees a GPU", problem)
+        yield Finding("sglang_cpu", "not in force: torch sees a GPU")
+    else:
+        yield Finding(
+            "sglang_absent",
+            f"in force: stand-ins for {', '.join(absent)}, which are not installed and never called on the CPU"
+            if absent
+            else "not in force: nothing is absent",
+        )
+        yield Finding("sglang_cpu", "in force: seeded sampling and routed experts for SGLang's CPU path")
+    registered = [entry.value for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)]
+    yield Finding(
+        "sglang_plugin",
+        f"registered in {PLUGIN_GROUP}" if PLUGIN in registered else "not registered",
+        None if PLUGIN in registered else "SGLang servers cannot find slimx's plugin; run `make build`",
+    )
+
+
+def kernels() -> Iterator[Finding]:
+    """The CPU libraries built from csrc/, of weights and of exact mode, and the instruction sets that they use here."""
+    for name, module in (
+        ("libslimx_cpu.so", "slimx.reshard.kernels.cpu"),
+        ("libslimx_exact.so", "slimx.numerics.exact.forward.kernel"),
+    ):
+        try:
+            kernel = importlib.import_module(module)
+            yield Finding(name, f"{', '.join(isa for isa in kernel.isas() if isa != 'best')} at {kernel.LIBRARY}")
+        except Exception as error:
+            compiler = shutil.which(os.environ.get("CXX", "g++"))
+            how = "" if compiler else "; there is no C++ compiler either: apt-get install g++"
+            problem = f"{error}" if "make build" in str(error) else f"cannot be loaded ({error}); run `make venv build`"
+            yield Finding(name, "not usable", problem + how)
+
+
+def toolchain() -> Iterator[Finding]:
+    """Compilers of kernels that are made while a run goes on, and packages of the GPU whose import fails without it."""
+    cuda, home, header = _cuda(), cuda_home(os.environ), python_header()
+    unneeded = "" if cuda else " (needed on GPUs only)"
+    problem, text = "no CUDA toolkit was found", f"none{unneeded}"
+    if home is not None:
+        error = link_error(home, driver=cuda)
+        problem, text = error and f"the CUDA toolkit in {home} makes no kernel ({error})", f"{home}/bin/nvcc"
+    remedy = "engines make theirs when they start; run `make venv LOCK=cu130`, or set CUDA_HOME"
+    yield Finding("nvcc", text, f"{problem}; {remedy}" if problem and (cuda or home) else None, needed=cuda)
+    yield Finding(
+        "Python.h",
+        f"{header}" if header else f"none{unneeded}",
+        None if header or not cuda else "Triton compiles its launchers with it; apt-get install python3.12-dev",
+    )
+    if not _found("deep_ep"):
+        yield Finding("deep_ep", f"not installed{unneeded}")
+    elif cuda:
+        error = _import_error("deep_ep", os.environ | ({"CUDA_HOME": str(home)} if home else {}))
+        text = "can be imported" if error is None else f"cannot be imported: {error}"
+        yield Finding("deep_ep", text, error and f"trainer.moe.dispatcher=flex needs it: {error}", needed=False)
+    yield from _cubins(os.environ, cuda and _blackwell())
+    flash = {name: version for name in FLASH if (version := _version(name))}
+    said = ", ".join(f"{name} {version}" for name, version in flash.items())
+    yield Finding("FlashAttention", said or f"no distribution of it{unneeded}")
+
+
+def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding]:
+    """Compiled kernels that flashinfer 0.7.2 takes for attention on Blackwell, and would download at a first start."""
+    if (needed := _version("flashinfer-python")) is None:
+        return
+    base = environment.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
+    folder = Path(environment.get("FLASHINFER_CUBIN_DIR") or Path(base, ".cache", "flashinfer", "cubins"))
+    if _version("flashinfer-cubin") == needed:
+        text = f"flashinfer-cubin {needed}"
+    elif any(folder.rglob("*.cubin")):
+        text = f"in {folder}"
+    else:
+        remedy = "from flashinfer.artifacts import download_artifacts; download_artifacts()"
+        problem = f"SGLang's attention on Blackwell downloads them when it first needs each; run `python -c '{remedy}'`"
+        yield Finding("cubins", f"none in {folder}", problem if blackwell else None, needed=False)
+        return
+    yield Finding("cubins", text)
+
+
+def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
+    """The last line of what an import says when it fails, in a process of its own; None if it succeeds."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"import {module}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_S,
+    )
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [how_ended(done.returncode)])[-1]
+
+
+# Facts --------------------------------------------------------------------------------------------------------------
+
+
+def _gpus() -> Iterator[Finding]:
+    try:
+        import pynvml
+    except ImportError:
+        yield Finding("GPUs", "unknown", "nvidia-ml-py is not installed; run `make venv`")
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        yield Finding("GPUs", f"none (NVIDIA's library says: {error})")
+        return
+    try:
+        driver = _string(pynvml.nvmlSystemGetDriverVersion())
+        count = pynvml.nvmlDeviceGetCount()
+        yield Finding("driver", f"{driver}, {count} GPUs")
+        for index in range(count):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name, uuid = _string(pynvml.nvmlDeviceGetName(handle)), _string(pynvml.nvmlDeviceGetUUID(handle))
+            size = f"{memory.total / 2**30:.1f} GiB, {memory.free / 2**30:.1f} free"
+            yield Finding(f"GPU {index}", f"{name}, {size}, {uuid}")
+        if count and not _cuda():
+            what = (
+                "torch sees none of them: is this its CPU build, is CUDA_VISIBLE_DEVICES empty, or the driver too old?"
+            )
+            yield Finding("GPUs", "not usable by torch", what, needed=False)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _string(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)  # older releases of nvidia-ml-py return bytes
+
+
+def _memory() -> tuple[float, float]:
+    """GiB in total and available."""
+    values = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    return int(values["MemTotal"]) / 2**20, int(values["MemAvailable"]) / 2**20
+
+
+def _cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def _blackwell() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability()[0] >= 10
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _split(requirement: str) -> tuple[str, str]:
+    """`ray[default]>=2.50` -> ("ray", ">=2.50")."""
+    name, extras, needed = re.fullmatch(r"([\w.-]+)(\[[^]]*\])?\s*([^;]*?)\s*(?:;.*)?", requirement).groups()
+    return name, needed
+
+
+def _fits(version: str, needed: str) -> bool:
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        return True  # it is itself among the packages of the lock
+    return SpecifierSet(needed).contains(version, prereleases=True)
+
+
+def lock_of() -> tuple[str, dict[str, str]]:
+    """Name and pins of the lock that `make venv` installed here; no pins for an environment made otherwise."""
+    for file in sorted((ROOT / "requirements").glob("*.txt")):
+        if Path(sys.prefix, f".installed-{file.stem}").exists():
+            return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))
+    return "", {}
+
+
+if __name__ == "__main__":
+    sys.exit(0 if examine(lambda text, style: print(text)) else 1)

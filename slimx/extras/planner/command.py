@@ -1,0 +1,40 @@
+"""`slimx plan` on the command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from slimx.commands.options import AsJson, Debug, Overrides, RunFile
+from slimx.commands.usage import RunCommand
+from slimx.config import load_config
+from slimx.observability.live.safe_text import one_line, visible
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=RunCommand)
+def plan(
+    file: RunFile,
+    overrides: Overrides = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Predict stage times on clusters, after a test here of 3 seconds.")
+    ] = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Search layouts that fit the memory of cluster.gpu, and rank them.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say what FILE's run would do, from it and the model's config.json alone: no weights, no GPU."""
+    config = load_config(file, overrides or [])
+    from slimx.extras.planner.planning import run_plan
+
+    for line in (done := run_plan(config, predict=predict, suggest=suggest, as_json=as_json)).lines:
+        print(visible(line))
+    for sentence in done.violations:
+        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+    if done.violations:
+        raise typer.Exit(2)

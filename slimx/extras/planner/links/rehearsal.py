@@ -1,0 +1,287 @@
+"""A publication in this process: what this machine's rates are, and whether the link model predicts it from them.
+
+The trainer's side is slimx's own (`Gatherer`, `Publisher`); the engine's is `EngineRank`, which does with
+its parameters what a server's receiver does. Weights are random: only bytes matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from slimx.errors import SlimxError
+from slimx.extras.planner.links.model import Links, LinkTrial, Traffic, predict, traffic_of
+from slimx.layout.engine import EngineLayout
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.models.families.qwen3_moe import engine_table, weight_table
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.pack.gather import Gatherer
+from slimx.reshard.pack.packer import Packer, describe
+from slimx.reshard.pack.pieces import PlannedBuckets
+from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.reshard.parties import LocalRecipient, Recipient, Staging
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.precision import Precision
+from slimx.reshard.publish import Publisher
+from slimx.reshard.transports.memory import open_memory
+
+MIB = 2**20
+MODEL = {
+    "hidden_size": 1024,
+    "head_dim": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_experts": 16,
+    "moe_intermediate_size": 256,
+    "vocab_size": 1024,
+}
+"""A small Qwen3-MoE: 30 MiB of bf16 per layer."""
+SMALL, LARGE = 1, 5
+"""Layers of the model that the rates come from, and of the one that is published for comparison."""
+ROUNDS, FEWEST, LIMIT_S = 5, 3, 2.0
+"""Rounds of a rehearsal, fewer where they take longer than the limit, and how many at least."""
+DEADLINE_S = 30.0
+
+
+class EngineRank:
+    """The parameters of one engine rank and what it has staged for them."""
+
+    def __init__(self, places: Mapping[str, torch.Tensor]):
+        """`places`: published name -> where it is held, contiguous."""
+        self.places = places
+        self._staged: dict[str, torch.Tensor] = {}
+        self._checksums: dict[str, int] = {}
+
+    def stage(self, path: str, size: int, tensors: Sequence[PackedTensor]) -> float:
+        """Map the bucket of `size` bytes at `path` and prove `tensors` of it; seconds that the proof took."""
+        memory = open_memory(path, size)
+        began = time.perf_counter()
+        views = {t.name: memory[t.offset : t.offset + t.nbytes] for t in tensors}
+        wanted = {t.name: t.checksum for t in tensors}
+        self._prove(views, wanted, "staged")
+        self._staged |= {t.name: views[t.name].view(self.places[t.name].dtype) for t in tensors}
+        self._checksums |= wanted
+        return time.perf_counter() - began
+
+    def load(self) -> None:
+        """Copy what is staged into the parameters."""
+        for name, values in self._staged.items():
+            place = self.places[name]
+            place.copy_(values.view(place.shape))
+        self._staged.clear()
+
+    def verify(self) -> int:
+        """Number of tensors held as published."""
+        self._prove({name: self.places[name] for name in self._checksums}, self._checksums, "held")
+        return len(self._checksums)
+
+    def drop(self) -> None:
+        """Forget what is staged."""
+        self._staged.clear()
+
+    @staticmethod
+    def _prove(views: Mapping[str, torch.Tensor], wanted: Mapping[str, int], where: str) -> None:
+        pieces = [kernel.rectangle(v.view(-1), tensor=k, pos=0, pos_ld=v.nbytes) for k, v in enumerate(views.values())]
+        sums = kernel.seeds([view.nbytes for view in views.values()])
+        kernel.checksum_rects(np.array(pieces, dtype=kernel.PIECE), sums)
+        for name, found in zip(views, sums.tolist(), strict=True):
+            if found != wanted[name]:
+                raise SlimxError(
+                    f"{where} tensor {name} has checksum {found:016x}, published was {wanted[name]:016x}",
+                    code="links.checksum",
+                    about=name,
+                )
+
+
+class Rehearsal:
+    """One trainer rank, one engine rank, each on a thread of its own: as much as two cores hold without sharing."""
+
+    def __init__(self, layers: int):
+        hf = {**MODEL, "num_hidden_layers": layers}
+        self.plan: Plan = compile_plan(
+            MegatronLayout(weight_table(hf), Sizes()).parts(),
+            EngineLayout(engine_table(hf), EngineSizes()).parts(),
+            precision=Precision("bfloat16", "bfloat16"),
+            bucket_bytes=32 * MIB,
+        )
+        shapes = {p.name: p.shape for p in self.plan.parameters}
+        packer = Packer(self.plan, 0, {name: _random(shape) for name, shape in shapes.items()})
+        self.gatherer = Gatherer(packer, remote=(), group=None)
+        tensors = [tensor for bucket in self.plan.buckets[0] for tensor in bucket.tensors]
+        self.engine = EngineRank({t.name: torch.zeros(t.shape, dtype=torch.bfloat16) for t in tensors})
+
+    @property
+    def traffic(self) -> Traffic:
+        return traffic_of(self.plan, sources=1, engines=1, engine_ranks=1, encoding="local")
+
+    def pack(self, bucket: int) -> PackedBucket:
+        path = self.gatherer.open(bucket)[0]
+        return describe(self.gatherer.packer.form(bucket), [path], [self.gatherer.fill(bucket, [path])])
+
+    def stage(self, packed: PackedBucket) -> float:
+        return self.engine.stage(packed.path, packed.size, packed.targets[0])
+
+    async def publish(self) -> float:
+        """Seconds of one publication by slimx's publisher."""
+        publisher = Publisher(
+            _Trainer(self), OnlyOne(_Engine(self)), deadline_s=DEADLINE_S, step_deadline_s=DEADLINE_S, encoding="local"
+        )
+        return (await publisher.publish(0, trainer_step=0)).seconds["total"]
+
+
+def rehearse() -> LinkTrial:
+    """The link model against this machine: rates of a small model, then a larger one published, in turn.
+
+    About two seconds, on two threads."""
+    predicted, measured = [], []
+    with one_thread():
+        small, large = Rehearsal(SMALL), Rehearsal(LARGE)
+        traffic = large.traffic
+        calibrate(small)  # first touches of everything
+        asyncio.run(large.publish())
+        began = time.monotonic()
+        while len(measured) < FEWEST or (len(measured) < ROUNDS and time.monotonic() - began < LIMIT_S):
+            predicted.append(predict(traffic, calibrate(small)).total)
+            measured.append(asyncio.run(large.publish()))
+    return LinkTrial(predicted, measured)
+
+
+def calibrate(rehearsal: Rehearsal) -> Links:
+    """This machine's rates, from one pass of every stage over a small model, nothing beside it."""
+    plan, engine = rehearsal.plan, rehearsal.engine
+    size = sum(tensor.nbytes for bucket in plan.buckets[0] for tensor in bucket.tensors)
+    call = _latency()
+    pack = check = 0.0
+    for bucket in range(plan.count):
+        seconds, packed = _timed(lambda bucket=bucket: rehearsal.pack(bucket))
+        pack += seconds - call
+        check += _timed(lambda packed=packed: rehearsal.stage(packed))[0] - call
+    tensors = len(engine.places)
+    load = _timed(engine.load)[0]
+    verify = _timed(engine.verify)[0] - call
+    rehearsal.gatherer.release()
+    return Links(
+        name=f"this machine, {(cores := len(os.sched_getaffinity(0)))} cores",
+        pack=size / pack,
+        link=None,
+        check=size / check,
+        copy=size / max(load - tensors * call, load / 2),
+        verify=size / verify,
+        call=call,
+        message=0.0,
+        control=_hop(),
+        cores=cores,
+    )
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, object]:
+    began = time.perf_counter()
+    result = work()
+    return time.perf_counter() - began, result
+
+
+def _latency(calls: int = 50) -> float:
+    """Seconds of a kernel call on next to nothing."""
+    source, target = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    pieces = np.array([kernel.rectangle(source, tensor=0, pos=0, pos_ld=8)], dtype=kernel.PIECE)
+    sums = np.zeros(1, np.uint64)
+    return _timed(lambda: [kernel.pack(pieces, target, sums) for _ in range(calls)])[0] / calls
+
+
+def _hop(calls: int = 20) -> float:
+    """Seconds of an empty call to another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return _timed(lambda: [pool.submit(int).result() for _ in range(calls)])[0] / calls
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Kernels and copies of this process on one thread each, as the model counts them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _random(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16).uniform_(-1, 1)
+
+
+# The publisher's parties ------------------------------------------------------------------------------------------
+
+
+class _Trainer:
+    def __init__(self, rehearsal: Rehearsal):
+        self.rehearsal = rehearsal
+
+    async def begin(self, manifest: Manifest) -> None: ...
+
+    async def forms(self) -> list[dict[str, str]]:
+        return PlannedBuckets(self.rehearsal.plan).forms()
+
+    async def bucket_count(self) -> int:
+        return self.rehearsal.plan.count
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        return await asyncio.to_thread(self.rehearsal.pack, bucket)
+
+    async def release(self, bucket: int | None = None) -> None:
+        self.rehearsal.gatherer.release(bucket)
+
+
+class _Engine(LocalRecipient):
+    name = "rehearsal"
+
+    def __init__(self, rehearsal: Rehearsal):
+        self.rehearsal = rehearsal
+
+    async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
+        return PlannedBuckets(self.rehearsal.plan).forms()
+
+    async def begin(self, manifest: Manifest, staging: Staging) -> None: ...
+
+    async def stage(self, packed: PackedBucket, bucket: int) -> None:
+        await asyncio.to_thread(self.rehearsal.stage, packed)
+
+    async def abort(self) -> None:
+        self.rehearsal.engine.drop()
+
+    async def pause(self) -> None: ...
+
+    async def load(self) -> None:
+        await asyncio.to_thread(self.rehearsal.engine.load)
+
+    async def verify(self) -> dict[str, int]:
+        return {"checked": await asyncio.to_thread(self.rehearsal.engine.verify)}
+
+    async def commit(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class OnlyOne:
+    """A membership of one engine, whose failure ends the publication."""
+
+    epoch = 0
+
+    def __init__(self, engine: Recipient):
+        self.engine = engine
+
+    def candidates(self) -> Sequence[Recipient]:
+        return [self.engine]
+
+    async def quarantine(self, recipient: Recipient, error: SlimxError) -> None:
+        raise error
+
+    async def admit(self, recipient: Recipient) -> None: ...

@@ -1,0 +1,132 @@
+"""Seconds of one update, simply: to rank layouts that fit, not to foretell a run.
+
+    compute   FLOPs of the rollouts (`slimx.models.flops`) and of what is computed again, module by module, at 40% of
+              the GPU's dense bf16 rate
+    bubble    what pipeline stages wait
+    moved     bytes that a rank receives, over NVLink where the group fits its domain, else over the network: tensor
+              (5 times the tokens of a projection and layer), experts (4 times the chosen tokens), context (3 times keys
+              and values; 2 times what goes into and out of a delta net), data (gradients and new weights),
+              pipeline (2 times a stage's boundary)
+    waits     copies of activations to the host that take longer than the forward pass, and back longer than the
+              backward pass
+
+Nothing else overlaps, load is even, every kernel is as efficient as every other: layouts that differ by less than a
+fifth are equal to it. The seconds are predictions that nothing has measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.config.sections.trainer import Trainer
+from slimx.extras.planner.memory.batch_plan import batch_plan
+from slimx.extras.planner.memory.modules import recomputed_share
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.models.flops import attention_layers, delta_net_layers, dense_layers, sequence_flops
+from slimx.models.state_space import PATTERN, layers_of
+from slimx.preflight.hardware import Machine
+from slimx.reshard.plan.precision import ITEMSIZE
+
+EFFICIENCY = 0.4
+ACTIVATION = 0.02
+"""Share of the FLOPs' seconds that norms and activations take, which have no products: assumed for `layernorm` and
+`moe_act` together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds of one update."""
+
+    compute: float
+    bubble: float
+    """Seconds that the pipeline's ranks wait."""
+    moved: dict[str, float]
+    """By kind of parallelism."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + sum(self.moved.values())
+
+    @property
+    def why(self) -> str:
+        """The largest parts in words."""
+        parts = {"compute": self.compute, "pipeline bubble": self.bubble, **self.moved}
+        largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in largest if seconds >= 0.005)
+
+
+def update_cost(
+    config: Config,
+    spec: ModelSpec,
+    sizes: Sizes,
+    machine: Machine,
+    *,
+    exchanged: int,
+    hosted: int = 0,
+    offloaded: int = 0,
+    trainer: Trainer | None = None,
+) -> Cost:
+    """Seconds of an update in the layout `sizes`. `exchanged`: bytes of gradients and weights of its fullest rank;
+    `hosted`: bytes of its moments on the host; `offloaded`: bytes of activations that it copies there. `trainer`: says
+    what is recomputed; None: nothing. `machine` must name a GPU."""
+    batch = batch_plan(config, sizes)
+    gpu, model, itemsize = machine.gpu, spec.transformer, ITEMSIZE[config.numerics.dtype]
+    flops = batch.rollouts_per_update * sequence_flops(model, spec.vocab_size)(batch.tokens_per_rollout)
+    # All wait for the stage with most layers.
+    uneven = max(sizes.split, default=0) * sizes.stages / model["num_layers"] or 1.0
+    once = uneven * flops / (sizes.world * gpu.flops * EFFICIENCY)
+    compute = once * (1 + again(model, spec.vocab_size, batch.tokens_per_rollout, trainer)) if trainer else once
+
+    def link(span: int) -> float:
+        return gpu.nvlink if span <= machine.domain else gpu.network
+
+    layers = model["num_layers"] / sizes.pipeline
+    moe = len(spec.moe_layers) / sizes.pipeline
+    tokens = batch.rollouts_per_update * batch.tokens_per_rollout / (sizes.data * sizes.context)
+    width = tokens * model["hidden_size"] * itemsize
+    t, c, e = sizes.tensor, sizes.context, sizes.expert * sizes.expert_tensor
+    dense = dense_layers(model) / sizes.pipeline
+    mixers = len(layers_of(model, "M") + layers_of(model, "*")) / sizes.pipeline if model.get(PATTERN) else layers
+    projections = mixers + dense + (moe if model.get("moe_shared_expert_intermediate_size") else 0)
+    moved = {"tensor": 5 * projections * width * (t - 1) / t / link(t)}
+    if moe:
+        chosen = model["moe_router_topk"] * sizes.expert_tensor * width / t
+        moved["experts"] = 4 * moe * chosen * (e - 1) / e / link(e)
+    if model.get("multi_latent_attention"):
+        key = 2 * model["num_attention_heads"] / t * (model["qk_head_dim"] + model["qk_pos_emb_head_dim"])
+    else:
+        key = 2 * max(1, model["num_query_groups"] / t) * model["kv_channels"]
+    linear = delta_net_layers(model) / sizes.pipeline
+    around = 3 * attention_layers(model) / sizes.pipeline * (c - 1) * key
+    if linear:
+        around += 2 * linear * (c - 1) / c * delta_net_rows(model) / t
+    moved["context"] = tokens * around * itemsize / link(t * c)
+    moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
+    if sizes.pipeline > 1:
+        moved["pipeline"] = 2 * sizes.virtual * width / t / link(sizes.world)
+    if hosted:
+        moved["moments on the host"] = 2 * hosted / gpu.host
+    if offloaded:
+        seconds = offloaded / gpu.host
+        moved["activations to the host"] = max(0.0, seconds - once / 3) + max(0.0, seconds - 2 * once / 3)
+    busy = compute + sum(moved.values())
+    bubble = busy * batch.bubble / (1 - batch.bubble)
+    return Cost(compute=compute, bubble=bubble, moved=moved)
+
+
+def again(model: dict[str, Any], vocab_size: int, length: int, trainer: Trainer) -> float:
+    """Returns what recomputation adds to the FLOPs of an update, as a share of them."""
+    selective = trainer.recompute.granularity == "selective"
+    cheap = {"layernorm", "moe_act"} & {*trainer.recompute.modules} if selective else ()
+    return recomputed_share(model, vocab_size, length, trainer) + ACTIVATION * len(cheap) / 2
+
+
+def delta_net_rows(model: dict[str, Any]) -> int:
+    """Numbers of a token that the ranks of a context-parallel group exchange for heads: a delta net's projected inputs,
+    and its outputs."""
+    keys, values = model["linear_num_key_heads"], model["linear_num_value_heads"]
+    inputs = 2 * keys * model["linear_key_head_dim"] + 2 * values * (model["linear_value_head_dim"] + 1)
+    return inputs + values * model["linear_value_head_dim"]

@@ -1,0 +1,65 @@
+"""Servers, on as many GPUs as configured, that hold most rollouts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.config.rule import broken
+from slimx.config.rules import RULES
+from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
+from slimx.errors import SlimxError
+from slimx.extras.planner.memory.engine import engine_memory, engine_table
+from slimx.extras.planner.plan.splits import Fields, powers_of_two
+from slimx.extras.planner.plan.suggest import LARGEST, require_gpu
+from slimx.extras.planner.record import EngineSuggestion
+from slimx.layout.table import Table
+from slimx.models.families import ModelSpec
+from slimx.preflight.hardware import Machine
+
+
+def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[EngineSuggestion, ...]:
+    """For each group of the policy that slimx starts: the servers, on as many GPUs, that hold most rollouts at once, of
+    these the smallest. Where none fits so many GPUs, they are doubled, up to 64 times."""
+    require_gpu(machine)
+    out = []
+    for group in config.rollout.policy_engines:
+        table, gpus = engine_table(spec, group), group.started * group.tensor
+        largest = LARGEST * gpus
+        while 0 < gpus <= largest:
+            splits = _engine_splits(gpus, group, machine)
+            if fitting := [*filter(None, (_engine(config, spec, machine, group, table, sizes) for sizes in splits))]:
+                out.append(max(fitting, key=lambda each: (each.concurrency, -each.tensor, -each.dp_attention)))
+                break
+            gpus *= 2
+    return tuple(out)
+
+
+def _engine_splits(gpus: int, group: Engines, machine: Machine) -> Iterator[Fields]:
+    for tensor in powers_of_two(gpus, max(machine.domain, group.tensor, gpus // group.count)):
+        for copies in powers_of_two(tensor, 8):
+            yield {
+                "tensor": tensor,
+                "expert": tensor if group.expert > 1 else 1,
+                "dp_attention": copies,
+                "count": gpus // tensor,
+                "nodes": -(-tensor // machine.per_node),
+            }
+
+
+def _engine(
+    config: Config, spec: ModelSpec, machine: Machine, group: Engines, table: Table, fields: Fields
+) -> EngineSuggestion | None:
+    """Returns servers of these sizes; None if they hold no rollout or a rule refuses them."""
+    changed = group.model_copy(update=fields)
+    rollout = config.rollout.model_copy(
+        update={"engines": [changed if each is group else each for each in config.rollout.engines]}
+    )
+    try:
+        record = engine_memory(config, spec, changed, machine, staged=0, table=table)
+    except SlimxError:
+        return None
+    if not record.fits or broken(RULES, config.sections | {"rollout": rollout}):
+        return None
+    concurrency = record.concurrency * changed.count
+    return EngineSuggestion(group=group.name, **fields, weights=record.weights, concurrency=concurrency)

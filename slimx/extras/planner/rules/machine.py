@@ -1,0 +1,150 @@
+"""Rules about the GPUs and nodes that a plan is made for, and warnings about what they do slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+
+from slimx.config.rule import rule
+from slimx.config.schema import Config
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Cluster
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+from slimx.extras.planner.memory_record import EngineMemory
+from slimx.extras.planner.record import RankMap, Together
+from slimx.models.families import ModelSpec
+from slimx.models.files.starting import start_seconds, weight_bytes
+from slimx.preflight.checks.layout import crosses_nodes
+from slimx.preflight.hardware import GPUS, Machine, nodes_known
+from slimx.reshard.plan.precision import ITEMSIZE
+
+CROWDED = 3
+"""Requests in flight for each one whose keys and values fit at its greatest length, above which a plan warns: rollouts
+have about half of that on average."""
+
+
+@rule("machine.server_nodes", about="rollout.engines.nodes")
+def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Iterator[str]:
+    if not cluster.gpu and not cluster.gpus_per_node:
+        return
+    for group in rollout.served:
+        share = group.ranks // group.nodes
+        if share > machine.per_node and not group.urls:
+            yield (
+                f"a server of {group.where} has {share} ranks on each of its {group.nodes} nodes, which have "
+                f"{machine.per_node} GPUs; set nodes to {-(-group.ranks // machine.per_node)}, or lower tensor"
+            )
+
+
+@rule("machine.nodes", about="cluster.nodes")
+def has_nodes(machine: Machine, places: RankMap | Together) -> Iterator[str]:
+    if machine.nodes is not None and places.nodes > machine.nodes:
+        yield (
+            f"the run needs {places.gpus} GPUs on {places.nodes} nodes of {machine.per_node}, and cluster.nodes is "
+            f"{machine.nodes}; lower trainer.world_size or rollout.engines.count, or raise cluster.nodes"
+        )
+
+
+@rule("machine.flex_backend", about="trainer.moe.flex_backend")
+def has_dispatcher(trainer: Trainer, machine: Machine) -> Iterator[str]:
+    moe = trainer.moe
+    if machine.gpu is GPUS["gb300"] and moe.dispatcher == "flex" and moe.flex_backend == "deepep":
+        yield (
+            "trainer.moe.flex_backend=deepep does not run on cluster.gpu=gb300, whose NVLink domain spans nodes of 4 "
+            "GPUs; set trainer.moe.dispatcher=alltoall, or flex_backend=hybridep where DeepEP is built of its branch "
+            "hybrid-ep"
+        )
+
+
+@rule("publish.nodes", about="publish.transport")
+def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Iterator[str]:
+    """A server that slimx starts is on the node that the map gives it, where the nodes' sizes are known."""
+    if not nodes_known(cluster, device) or not publish.one_machine:
+        return
+    publisher = places.trainer[0].node
+    for place in places.engines:
+        if place.node != publisher:
+            yield (
+                f"publish.transport {publish.transport} reaches one machine, and of the {places.nodes} nodes of "
+                f"{places.per_node} GPUs that the run takes, server {place.server} of {place.group} would be on node "
+                f"{place.node}, trainer rank 0, which packs the weights, on node {publisher}; set it to auto, nixl "
+                "or disk"
+            )
+            return
+
+
+def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec: ModelSpec) -> Iterator[str]:
+    """Sentences about what runs, but not well."""
+    for key, size in (
+        ("trainer.tensor", trainer.tensor),
+        *((f"rollout.engines.tensor of {group.name}", group.tensor) for group in rollout.engines),
+    ):
+        if size > machine.domain:
+            yield (
+                f"{key}={size} reaches beyond the {machine.domain} GPUs that NVLink joins, so that every layer waits "
+                "for the network"
+            )
+    wide = trainer.expert * trainer.expert_tensor_size > machine.domain
+    if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec):
+        yield (
+            f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens travel once "
+            "per expert, not once per node; flex does better where its kernels are installed"
+        )
+
+
+def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
+    """A sentence about a deadline that a first start may miss, which ends the run. The weights need not be here."""
+    deadline = config.cluster.start_deadline
+    elements = sum(prod(shape) for shape in spec.table.checkpoint_shapes().values())
+    nbytes = max(weight_bytes(config), elements * ITEMSIZE[config.numerics.dtype])
+    if device == "cuda" and deadline is not None and deadline < (seconds := start_seconds(device, nbytes)):
+        yield (
+            f"cluster.start_deadline={deadline:g} is less than the {seconds:.0f} s that a first start may take to read "
+            f"{nbytes / 1e9:.0f} GB of weights and to compile; leave it out or raise it"
+        )
+
+
+def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Iterator[str]:
+    """Sentences about GPUs that wait while engines generate. Nothing here predicts how long a generation takes: what is
+    said follows from who may work at the same time."""
+    generating = sum(group.started * group.ranks for group in rollout.policy_engines)
+    if not generating:
+        return
+    if schedule.colocate:
+        if generating < trainer.world_size:
+            yield (
+                f"schedule.colocate: engines have {generating} of the {trainer.world_size} GPUs of trainers, and the "
+                f"others idle while they generate; raise rollout.engines.count until all have one"
+            )
+    elif schedule.max_staleness == 0:
+        yield (
+            f"schedule.max_staleness is 0: the {trainer.world_size} GPUs of trainers idle while engines generate, and "
+            f"the {generating} of engines while trainers train; schedule.max_staleness=1 lets both work at once, one "
+            "version apart, and schedule.colocate=true gives GPUs to each in turn"
+        )
+
+
+def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests: int) -> Iterator[str]:
+    """Sentence about servers whose KV caches have room for less than a third of the rollouts in flight: the others wait
+    or are computed again. `engines`: memory of the groups; `requests`: in flight at most, in all of them."""
+    sampling = {group.name for group in rollout.policy_engines if group.role != "prefill"}
+    fit = [engine.count * engine.concurrency for engine in engines if engine.group in sampling and engine.concurrency]
+    if fit and sum(fit) < requests / CROWDED:
+        yield (
+            f"rollout.engines: {sum(fit)} rollouts of the greatest length fit into the KV caches of all servers, of "
+            f"{requests} in flight; give servers more GPUs (tensor, expert, nodes), so that weights take less of each, "
+            "raise sglang.mem_fraction_static, or lower rollout.concurrency"
+        )
+
+
+def unused_warnings(rollout: Rollout, cluster: Cluster, places: RankMap | Together) -> Iterator[str]:
+    """A sentence about GPUs of the cluster that nothing uses."""
+    if not any(group.started for group in rollout.policy_engines):
+        return
+    if cluster.nodes and cluster.gpus_per_node and places.gpus < (there := cluster.nodes * cluster.gpus_per_node):
+        yield (
+            f"the run has work for {places.gpus} of the {there} GPUs of cluster.nodes={cluster.nodes} with "
+            f"cluster.gpus_per_node={cluster.gpus_per_node}; raise trainer.world_size or rollout.engines.count"
+        )

@@ -1,0 +1,204 @@
+"""A small batch of invented rollouts in which everything happens that a loss can react to, and its gradient under a
+configuration: what `slimx doctor --effects` compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages
+from slimx.algorithms.inputs import LossInputs, TopLogprobs
+from slimx.algorithms.losses.objective import make_loss
+from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
+from slimx.config.schema import Config
+from slimx.data.batch import TrainingRow, make_rows
+from slimx.data.loss_weights import loss_weights
+from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
+from slimx.errors import SlimxError, raised
+
+PROMPTS = 6
+DRIFT, GAP = 0.4, 1e-3
+"""Standard deviation of most log-probs between two sets of weights, and between trainer and engine with the same
+weights."""
+OUTLIER, OUTLIERS = 2.0, 0.15
+"""Standard deviation of the others (routed to other experts), and their share: larger than life, so that any sensible
+bound is met."""
+
+
+TOP = 3
+"""Likeliest tokens of the invented teacher, beside which one more stands for all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """An invented batch, whose gradients are those of one configuration. Log-probs: [n] per trajectory, float64."""
+
+    groups: list[Group]
+    begin: list[np.ndarray]
+    """Under the trainer's weights before the step."""
+    now: list[np.ndarray]
+    """Under its weights at the step's last update."""
+    reference: list[np.ndarray]
+    teacher: list[np.ndarray]
+    entropy: list[np.ndarray]
+    values: list[np.ndarray]
+    """A critic's, before the step."""
+    values_now: list[np.ndarray]
+
+
+def make_probe(config: Config) -> Probe:
+    """Rollouts of `PROMPTS` prompts in groups of the configured size (4 at most), of two turns each, with rewards,
+    parts and states that differ. In a step of one update the policy is what it was when the step began; with
+    max_staleness 0 that is what the engine held. What then remains between the two is the numerical gap."""
+    random = np.random.default_rng(0)
+    moved, stale = config.schedule.updates_per_step > 1, config.schedule.max_staleness > 0
+    groups, parts = [], {name: [] for name in ("begin", "now", "reference", "teacher", "entropy", "values", "new")}
+    for number in range(PROMPTS):
+        trajectories = []
+        for index in range(min(config.rollout.group_size, 4)):
+            length = int(random.integers(8, 14))
+            begin = -3 * random.random(length - 1)
+            values = random.normal(size=length - 1)
+            parts["begin"].append(begin)
+            parts["now"].append(begin + moved * _difference(random, length - 1, DRIFT))
+            parts["reference"].append(begin + _difference(random, length - 1, DRIFT))
+            parts["teacher"].append(begin + _difference(random, length - 1, DRIFT))
+            parts["entropy"].append(random.random(length - 1))
+            parts["values"].append(values)
+            parts["new"].append(values + moved * random.normal(size=length - 1))
+            sampled = begin + _difference(random, length - 1, DRIFT if stale else GAP)
+            trajectories.append(_trajectory(number, index, sampled, random, newest=int(stale)))
+        group = Group(id=f"{number}", prompt=Prompt(id=f"{number}", token_ids=[1]), trajectories=trajectories)
+        group.baseline = float(random.normal())
+        groups.append(group)
+    return Probe(groups, values_now=parts.pop("new"), **parts)
+
+
+def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = False) -> np.ndarray:
+    """Gradient of the configured loss with respect to all log-probs and entropies of the probe, and to the logits of
+    `TOP` + 1 tokens at each of its positions, float64 [(3 + TOP) N].
+
+    `without_advantages`: of its other terms alone."""
+    algorithm, rows = config.algorithm, _rows(config, probe)
+    finish_advantages(
+        algorithm, probe.groups, [rows], policy=probe.begin, reference=probe.reference, values=probe.values, seed=(0, 0)
+    )
+    if without_advantages:
+        for row in rows:
+            row.advantages = np.zeros_like(row.advantages)
+
+    def joined(arrays: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).double()
+
+    logprobs, entropy = (joined(arrays).requires_grad_() for arrays in (probe.now, probe.entropy))
+    rollout = joined([row.rollout_logprobs for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    number = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+
+    random = np.random.default_rng(1)
+    logits, others = (torch.from_numpy(random.normal(size=(len(rollout), TOP + 1))) for _ in range(2))
+    policy, teacher = logits.requires_grad_().log_softmax(-1), others.log_softmax(-1)[:, :TOP]
+
+    def sequence_sum(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(rows), dtype=values.dtype).index_add_(0, number, values.detach())[number]
+
+    loss, _ = make_loss(algorithm)(
+        LossInputs(
+            logprobs=logprobs,
+            weight=joined([row.loss_weight for row in rows]),
+            advantages=joined([row.advantages for row in rows]),
+            old_logprobs=joined(probe.begin) if algorithm.old_logprobs == "recompute" else rollout,
+            rollout_logprobs=rollout,
+            reference_logprobs=joined(probe.reference) if algorithm.reference else None,
+            teacher_logprobs=joined(probe.teacher) if algorithm.taught else None,
+            top=TopLogprobs(policy[:, :TOP], policy[:, TOP], teacher),
+            entropy=entropy,
+            selected=None if rows[0].selected is None else joined([row.selected for row in rows]),
+            sequence_sum=sequence_sum,
+        )
+    )
+    leaves = (logprobs, entropy, logits)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    parts = [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(found, leaves, strict=True)]
+    return torch.cat([part.flatten() for part in parts]).numpy()
+
+
+def try_hooks(config: Config) -> None:
+    """Call the user's own advantages and loss on a probe batch, if there are any. Raises SlimxError naming the key for
+    what they raise, or return wrongly."""
+    algorithm = config.algorithm
+    own = [f"algorithm.{key}={getattr(algorithm, key)}" for key in algorithm.hooks]
+    if not own:
+        return
+    try:
+        policy_gradient(config, make_probe(config))
+    except SlimxError:
+        raise
+    except Exception as error:
+        raise SlimxError(
+            f"{' or '.join(own)} given invented rollouts, raised {raised(error)}; run it by hand on such "
+            "a batch (slimx.preflight.probe.make_probe)",
+            code="algorithm.hook",
+            about=" or ".join(own),
+        ) from error
+
+
+def value_gradient(config: Config, probe: Probe) -> np.ndarray:
+    """Gradient of the critic's loss with respect to all its values at the step's last update, float64 [N]."""
+    rows = _rows(config, probe)
+    finish_advantages(
+        config.algorithm, probe.groups, [rows], reference=probe.reference, values=probe.values, seed=(0, 0)
+    )
+    now = torch.from_numpy(np.concatenate(probe.values_now)).requires_grad_()
+    weight, returns = (
+        torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).double()
+        for name in ("loss_weight", "returns")
+    )
+    old = torch.from_numpy(np.concatenate(probe.values))
+    inputs = ValueInputs(values=now, weight=weight, old_values=old, returns=returns)
+    loss, _ = value_loss(clip=config.critic.value_clip)(inputs)
+    return torch.autograd.grad(loss, now)[0].numpy()
+
+
+def _difference(random: np.random.Generator, count: int, deviation: float) -> np.ndarray:
+    outliers = random.random(count) < OUTLIERS
+    return np.where(outliers, OUTLIER, deviation) * random.normal(size=count)
+
+
+def _rows(config: Config, probe: Probe) -> list[TrainingRow]:
+    groups = [group.newest_only() for group in probe.groups] if config.algorithm.mask_stale_tokens else probe.groups
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    weights = loss_weights(trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens)
+    return make_rows(trajectories, all_advantages(config.algorithm, groups), weights)
+
+
+def _trajectory(number: int, index: int, sampled: np.ndarray, random: np.random.Generator, newest: int) -> Trajectory:
+    """Two prompt tokens, then two turns with a tool's answer between, the second by version `newest`; `sampled` [L-1]:
+    the engine's log-probs."""
+    length = len(sampled) + 1
+    middle = length // 2
+    spans = [
+        Span(start=0, stop=2, source="prompt"),
+        Span(start=2, stop=middle, source="sampled", turn=0, version=0),
+        Span(start=middle, stop=middle + 1, source="inserted", turn=1),
+        Span(start=middle + 1, stop=length, source="sampled", turn=1, version=newest),
+    ]
+    mask = np.zeros(length, np.uint8)
+    for span in spans:
+        mask[span.start : span.stop] = span.source == "sampled"
+    parts = {name: float(random.normal()) for name in ("first", "second")}
+    return Trajectory(
+        id=f"{number}/{index}",
+        rollout_id=f"{number}/{index}",
+        group_id=f"{number}",
+        index=index,
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.concatenate([[np.nan], sampled]).astype(np.float32),
+        spans=spans,
+        turns=[Turn(reward=float(random.normal()), state_key=key) for key in ("start", f"state {index % 2}")],
+        reward=sum(parts.values()),
+        reward_parts=parts,
+    )

@@ -1,0 +1,242 @@
+"""`slimx doctor FILE --hooks` names what is wrong with a hook in one sentence, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from slimx.cli import app
+from slimx.config import load_config
+from slimx.errors import SlimxError
+from slimx.extras.doctor.hooks import trial as hook_trial
+from slimx.extras.doctor.hooks.doctor import Examined, examine_hooks
+from tests.refusals import numbers
+
+STAND = "tests.extras.doctor.hook_doctor_stand"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "quickstart" / "make_model.py"
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The YAML file of a run of a tiny MoE model with hooks that are right."""
+    folder = tmp_path_factory.mktemp("run")
+    runpy.run_path(str(TOOL))["make_model"](folder / "model", seed=1)
+    lines = [{"messages": [{"role": "user", "content": "12+34="}], "answer": "46", "id": "first"}] * 1
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {
+        "run": {"dir": str(folder / "run")},
+        "model": {"path": str(folder / "model")},
+        "rollout": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "generate": f"{STAND}.good",
+            "max_prompt_tokens": 64,
+            "group_size": 8,
+        },
+        "reward": {"function": f"{STAND}.right"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "run.yaml"
+
+
+def examine(run_file: Path, *overrides: str) -> Examined:
+    return examine_hooks(load_config(run_file, list(overrides)))
+
+
+def test_hooks_that_are_right_are_tried_and_shown(run_file):
+    result = CliRunner().invoke(app, ["doctor", str(run_file), "--hooks"])
+    assert result.exit_code == 0, result.output
+    assert "problem" not in result.output and "note" not in result.output
+    rows = [line.split() for line in result.output.splitlines() if "completed" in line or "truncated" in line]
+    right, other, cut = (row[row.index(f"{number}/0") + 1 : -1] for number, row in enumerate(rows))
+    # A prompt of 8 tokens, "46" and its end; the reward is right + form.
+    assert right == ["11", "3", "p8", "s3", "1", "completed", "1.5"]
+    length = int(other[1])
+    assert other == [f"{8 + length}", f"{length}", "p8", f"s{length}", "1", "completed", "0.5"]
+    assert cut == [f"{7 + length}", f"{length - 1}", "p8", f"s{length - 1}", "1", "truncated", "0.5"]
+    assert "rollout.generate       tests.extras.doctor.hook_doctor_stand.good" in result.output
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.generate=tests.extras.doctor.hook_doctor_stand.streaming"],
+        ["rollout.generate=tests.extras.doctor.hook_doctor_stand.asks_by_hand"],
+        ["rollout.generate=examples.debate.generate", "rollout.sampling.top_p=0.9"],
+        ["rollout.generate=examples.fan_out.generate", "reward.function=examples.fan_out.reward"],
+        [
+            "rollout.generate=slime:examples.slime_style.search",
+            "rollout.options.turns=2",
+            "reward.function=slime:examples.slime_style.right",
+            "reward.options.reward_key=score",
+        ],
+        ["rollout.generate=slimx.rollout.agent.generate", "rollout.options.agent=examples.openai_agent.solve"],
+        [
+            "rollout.generate=slimx.rollout.multi_turn.generate",
+            "rollout.options.environment=tests.unit.environments.environment_stand.Counting",
+            "rollout.options.environment_processes=1",
+            "reward.function=slimx.rollout.multi_turn.reward",
+        ],
+    ],
+    ids=["stream", "own HTTP", "debate", "fan-out", "slime", "agent", "environment process"],
+)
+def test_hooks_of_every_kind_work_with_the_scripted_engines(run_file, overrides):
+    found = examine(run_file, *overrides)
+    assert not found.problems, found.problems
+
+
+GENERATE = "rollout.generate"
+PROBLEMS = [
+    ([f"{GENERATE}=no.such.hook"], "dotted.import", GENERATE, ["no.such.hook"]),
+    ([f"{GENERATE}={STAND}.blocking"], "dotted.async", GENERATE, ["blocking(ctx, prompt)"]),
+    (["rollout.options.retries=3"], "dotted.options", "rollout.options", [f"{STAND}.good", "'retries'"]),
+    ([f"{GENERATE}={STAND}.untrained"], "hooks.untrained", f"{STAND}.untrained", []),
+    ([f"{GENERATE}={STAND}.without_logprobs"], "hooks.failed", "generate failed", ["0/0", "log-prob"]),
+    (
+        [f"{GENERATE}={STAND}.endless_trajectory", "rollout.routed_experts=false"],
+        "hooks.long_trajectory",
+        f"{STAND}.endless_trajectory",
+        ["120"],
+    ),
+    ([f"{GENERATE}={STAND}.unsaveable"], "hooks.failed", "generate failed", ["metadata", f"{STAND}.unsaveable"]),
+    ([f"{GENERATE}={STAND}.raising"], "hooks.failed", "generate failed", ["3 of 3", f"{STAND}.raising"]),
+    ([f"{GENERATE}={STAND}.strange"], "hooks.failed", "generate failed", ["str", "Trajectory"]),
+    ([f"{GENERATE}={STAND}.unknown_parameter"], "hooks.failed", "generate failed", ["min_p"]),
+    ([f"reward.function={STAND}.none"], "hooks.failed", "reward failed", ["3 of 3", f"{STAND}.none", "None"]),
+    ([f"rollout.filter={STAND}.strange_keep"], "hooks.filter_verdict", "rollout.filter", ["dict"]),
+    ([f"rollout.filter={STAND}.raising_keep"], "hooks.filter_raised", "rollout.filter", ["ValueError", "no rewards"]),
+    ([f"algorithm.loss={STAND}.own_loss"], "hook.loss_result", f"{STAND}.own_loss", [f"{STAND}.own_loss"]),
+    (["rollout.prompts=nowhere.jsonl"], "prompts.unreadable", "nowhere.jsonl", []),
+    (
+        [
+            f"reward.parts=[{{name: a, function: {STAND}.constant, where: {{dataset: x}}}}]",
+            "reward.function=null",
+        ],
+        "reward.parts",
+        "first",
+        [],
+    ),
+]
+
+
+def found_among(findings: list[SlimxError], code: str, about: str, named: list[str]) -> bool:
+    return any(
+        (each.code, each.about) == (code, about) and all(name in str(each) for name in named) for each in findings
+    )
+
+
+@pytest.mark.parametrize(("overrides", "code", "about", "named"), PROBLEMS, ids=str)
+def test_a_wrong_hook_gives_one_clear_sentence(run_file, overrides, code, about, named):
+    found = examine(run_file, *overrides)
+    assert found_among(found.problems, code, about, named), found
+    assert all("\n" not in str(problem) for problem in found.problems)
+
+
+NOTES = [
+    ([f"{GENERATE}={STAND}.long_prompt"], "hooks.long_prompt", f"{STAND}.long_prompt", ["78", "64"]),
+    ([f"{GENERATE}={STAND}.one_seed", "rollout.routed_experts=false"], "hooks.one_seed", f"{STAND}.one_seed", []),
+    ([f"reward.function={STAND}.constant"], "hooks.constant_reward", "reward", ["0.25"]),
+    (
+        [
+            f"reward.function={STAND}.asks_judge",
+            "+rollout.engines=[{name: actor}, {name: judge, frozen: true, model: m}]",
+        ],
+        "hooks.failed",
+        "reward failed",
+        ["'Score: 5'"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "code", "about", "named"), NOTES, ids=str)
+def test_what_may_be_meant_is_a_note(run_file, overrides, code, about, named):
+    found = examine(run_file, *[override.removeprefix("+") for override in overrides])
+    assert found_among(found.notes, code, about, named), found
+    assert not found.problems
+
+
+def test_how_long_a_hook_holds_the_event_loop_is_a_note(run_file):
+    found = examine(run_file, f"{GENERATE}={STAND}.holding")
+    (note,) = (each for each in found.notes if (each.code, each.about) == ("hooks.holding", f"{STAND}.holding"))
+    assert 0.7 <= numbers(note)[0] < 60 and not found.problems
+
+
+def test_all_hooks_that_cannot_be_loaded_are_named_at_once(run_file):
+    result = CliRunner().invoke(
+        app,
+        ["doctor", str(run_file), "rollout.generate=no.such", f"reward.function={STAND}.nothing", "--hooks"],
+    )
+    assert result.exit_code == 1
+    first, second = (line for line in result.output.splitlines() if line.split()[:1] == ["problem"])
+    assert "rollout.generate" in first and "no.such" in first
+    assert all(name in second for name in ("reward.function", STAND, "nothing"))
+    assert result.output.count("  note  ") == 1, "that no hook was tried"
+
+
+def test_a_hook_that_never_yields_is_given_up(run_file, monkeypatch):
+    monkeypatch.setattr(hook_trial, "STUCK_S", 1.0)
+    found = examine(run_file, f"rollout.generate={STAND}.stuck")
+    assert found_among(found.problems, "hooks.blocking", f"{STAND}.stuck", ["1 s"]), found
+
+
+def test_a_filter_is_asked_about_the_rollouts_as_a_group(run_file):
+    found = examine(run_file, f"rollout.filter={STAND}.drop")
+    assert found.lines[-1].endswith("dropped: no signal") and not found.problems
+
+
+@pytest.mark.parametrize("option", ["--effects", "--hooks", "--gap"])
+def test_without_a_file_it_says_what_it_needs(option):
+    result = CliRunner().invoke(app, ["doctor", option])
+    assert (result.exception.code, result.exception.about) == ("doctor.file", option)
+
+
+def test_two_questions_at_once_are_refused(run_file):
+    result = CliRunner().invoke(app, ["doctor", str(run_file), "--hooks", "--layers"])
+    assert (result.exception.code, result.exception.about) == ("doctor.options", "--gap")
+
+
+def test_a_hook_that_waits_for_words_hears_them_and_then_the_answer(run_file):
+    config = load_config(run_file, [f"rollout.generate={STAND}.calling"])
+    plain, called = examine_hooks(config), examine_hooks(config, ["7+7", "8+8"])
+    assert not called.problems
+    rows = [line.split() for line in called.lines if "/0 " in line]
+    assert len(rows) == 4 and rows[0][0] == "--say" and len([line for line in plain.lines if "/0 " in line]) == 3
+    # Two calls, each of 3 tokens and an end with a result of 1 after it, then "46" and its end.
+    assert rows[0][rows[0].index("0/0") + 1 :][:8] == ["21", "11", "p8", "s4", "i1", "s4", "i1", "s3"]
+    assert [row[row.index("completed") - 1] for row in rows if "completed" in row] == ["3", "1", "1"]
+
+
+def test_words_need_hooks_to_hear_them(run_file):
+    result = CliRunner().invoke(app, ["doctor", str(run_file), "--say", "7"])
+    assert isinstance(result.exception, SlimxError)
+    assert (result.exception.code, result.exception.about) == ("doctor.say", "--say")
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "about"),
+    [
+        ({"image": "python:3.12"}, "box.source", "tasks:2"),
+        ({"files": "none"}, "task.row", "tasks:2"),
+        ({"image": "a", "root": "b"}, "prompts.map", None),
+    ],
+    ids=["image that is not there", "files that are not there", "bad task"],
+)
+@pytest.mark.needs("bwrap", "unshare", "prlimit", "tar")
+def test_a_task_that_cannot_begin_is_a_problem_with_its_line(run_file, tmp_path, row, code, about):
+    tests = {"command": ["true"]}
+    rows = [{"prompt": "p", "tests": tests}, {"prompt": "p", "tests": tests, **row}]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    found = examine(
+        run_file,
+        f"rollout.prompts={tmp_path}/tasks.jsonl",
+        "rollout.map=slimx.environments.terminal.tasks.to_prompt",
+        "rollout.generate=slimx.rollout.tools.generate",
+        "rollout.options.toolbox=slimx.environments.terminal.toolbox.Terminal",
+        f"rollout.options.toolbox_options.tasks={tmp_path}",
+        "rollout.options.toolbox_options.box.host_usr=true",
+    )
+    assert [(each.code, each.about) for each in found.problems] == [(code, about or f"{tmp_path}/tasks.jsonl, line 2")]
