@@ -146,19 +146,6 @@ def stacks(
 
 
 @app.command()
-def watch(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8890,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    debug: Debug = False,
-) -> None:
-    """Serve a live page about a run: what it does now, curves, time, rollouts token by token. Ctrl-C ends it."""
-    from slimx.commands.watch.server import serve
-
-    serve(run, host, port, lambda text: print(text, flush=True))
-
-
-@app.command()
 def rollouts(
     directory: Annotated[Path, typer.Argument(help="Run directory.")],
     step: Annotated[
@@ -179,20 +166,6 @@ def rollouts(
     choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)
     for line in show_rollouts(directory, step, choice, buffer=buffer, dropped=dropped, as_json=as_json):
         print(visible(line))
-
-
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories; those with rollouts come first.")],
-    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
-    debug: Debug = False,
-) -> None:
-    """Write one self-contained HTML report of one or more runs."""
-    from slimx.observability.report.report import write_report
-
-    write_report(runs, out, title)
-    Console(soft_wrap=True).print(plain(f"report {out}"))
 
 
 def main() -> None:

@@ -1,7 +1,11 @@
 """Lookup of what extras and other packages add to slimx: entry points, in groups whose names begin with `slimx.`.
 
-    slimx.commands   commands of the command line: Typer apps
-    slimx.datasets   published data sets that `slimx data` writes
+    slimx.commands          commands of the command line: Typer apps
+    slimx.datasets          published data sets that `slimx data` writes
+    slimx.event_receivers   destinations of a run's events
+    slimx.reports           reports of finished runs
+    slimx.rules             modules with rules that a run is checked by before it starts
+    slimx.sinks             destinations of a step's metrics
 
 An entry point is a line of a package's pyproject.toml, so that the core needs no import of what it does not know.
 """

@@ -36,7 +36,7 @@ GRPO = (
 FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.models.families",)
-BOUNDS = {"core tokens": 462_200, "core files": 638, "closure": 564, "edges from core to extras": 0}
+BOUNDS = {"core tokens": 449_900, "core files": 626, "closure": 564, "edges from core to extras": 0}
 LAYOUT = frozenset(
     (
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

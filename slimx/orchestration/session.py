@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from slimx import entry_points
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
@@ -28,7 +29,6 @@ from slimx.observability.live.table import (
     LiveTable,
     with_policies,
 )
-from slimx.observability.report.report import write_report
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.lifetime.hangs import keep_stacks
@@ -298,7 +298,7 @@ def finish(config: Config, directory: Path) -> Path | None:
         return report
     (directory / "summary.json").write_text(json.dumps(summary(directory), indent=1))
     if report is not None:
-        write_report([directory], report, config.run.name)
+        entry_points.load("slimx.reports", "html")([directory], report, config.run.name)
     return report
 
 

@@ -7,15 +7,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from slimx import entry_points
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.alerts.events import Event, Kind
 from slimx.observability.alerts.signal import STEPS, said_again, without_signal
 from slimx.observability.live.pace import Pace, pace
 
-if TYPE_CHECKING:
-    from slimx.observability.alerts.webhook import Webhook
+RECEIVERS = "slimx.event_receivers"
+"""Group of entry points: receivers of events, by the key of section `track` that has their address."""
+
+
+class Webhook(Protocol):
+    """A receiver of events."""
+
+    def send(self, event: Event) -> None:
+        """Take an event; what it does with it may take a while, and may fail."""
+        ...
+
+    def close(self) -> list[str]:
+        """Wait for the last events, and return the kinds of those that were not delivered."""
+        ...
 
 
 class Alerts:
@@ -89,9 +102,7 @@ class Alerts:
 def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
     """Send the events of the block to `url`, and what ends it early; None: to nobody."""
     if url is not None:
-        from slimx.observability.alerts.webhook import Webhook  # its HTTP client, for those who ask for it
-
-        alerts.webhook = Webhook(url)
+        alerts.webhook = entry_points.load(RECEIVERS, "webhook")(url)
     try:
         yield
     except BaseException as error:

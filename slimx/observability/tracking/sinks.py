@@ -1,22 +1,24 @@
-"""Destinations of a step's numbers beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, SwanLab."""
+"""Destinations of a step's numbers beside metrics.jsonl: entry points of the group `slimx.sinks`.
+
+Each is named as the key of section `track` that turns it on, and is a function of a `TrackedRun` and the value of that
+key. It returns a `Sink`, or None where the value leaves it off.
+"""
 
 from __future__ import annotations
 
-import math
-import re
-import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import yaml
 
-from slimx.errors import SlimxError
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
+
+SINKS = "slimx.sinks"
+"""Group of entry points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class TrackedRun:
     project: str
     name: str
     config: Mapping[str, Any]
+    resume_step: int | None = None
+    """The next step of a run that is resumed; None: a fresh one."""
 
     def id_in(self, file: str) -> str:
         """The id under which a service knows the run, kept in `file` of its directory: a resumed run has the same."""
@@ -56,210 +60,3 @@ class Sink(Protocol):
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None: ...
 
     def close(self) -> None: ...
-
-
-class TensorBoardSink:
-    """TensorBoard event files in RUN/tensorboard; on resume TensorBoard hides what an earlier process wrote for steps
-    from `resume_step` on."""
-
-    name = "tensorboard"
-
-    def __init__(self, run: TrackedRun, resume_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _not_installed("tensorboard", "tensorboard") from error
-        self._writer = SummaryWriter(log_dir=str(run.directory / "tensorboard"), purge_step=resume_step)
-        self._writer.add_text("config", _verbatim(run.yaml), global_step=resume_step or 0)
-
-    def log(self, record: StepRecord) -> None:
-        for key, value in record.metrics.items():
-            self._writer.add_scalar(key, value, global_step=record.step, walltime=record.time)
-        # The writer works in a thread: only a flush brings its failure to the step that it belongs to.
-        self._writer.flush()
-
-    def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        self._writer.add_text(_kind(samples), _verbatim(_told(samples)), global_step=step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """Weights & Biases; a resumed run continues under the id kept in `RUN/wandb_id`. WANDB_MODE=offline needs no
-    network.
-
-    The step is logged as a metric and used as the axis: wandb's own step counter only grows, and wandb would drop the
-    steps that a resumed run does again. They are drawn twice instead.
-    """
-
-    name = "wandb"
-
-    def __init__(self, run: TrackedRun) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _not_installed("wandb", "wandb") from error
-        self._wandb = wandb
-        try:
-            self._run = wandb.init(dir=str(run.directory), **run.named("wandb_id"))
-            self._run.define_metric("step")
-            self._run.define_metric("*", step_metric="step")
-        except Exception as error:
-            raise _not_started("wandb", error, "log in") from error
-
-    def log(self, record: StepRecord) -> None:
-        version = {} if record.version is None else {"version": record.version}
-        self._run.log({"step": record.step, **version, **record.metrics})
-
-    def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        columns = ["prompt", "expected", "response", "reward"]
-        rows = [[sample.prompt, sample.answer or "", sample.response, sample.reward] for sample in samples]
-        self._run.log({"step": step, _kind(samples): self._wandb.Table(columns=columns, data=rows)})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MlflowSink:
-    """MLflow at a tracking URI; a resumed run continues under the id kept in `RUN/mlflow_run`, and the steps that it
-    does again are recorded twice. Samples and the configuration are artifacts of the run."""
-
-    name = "mlflow"
-    PARAMETER_CHARACTERS = 500
-    """Longer values are cut: servers refuse them; the artifact config.yaml has them whole."""
-
-    def __init__(self, run: TrackedRun, uri: str) -> None:
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
-        except ImportError as error:
-            raise _not_installed("mlflow", "mlflow-skinny", off="null") from error
-        self._metric, self._names = Metric, _MlflowNames()
-        try:
-            _reach(uri)  # MLflow itself would try for minutes
-            self._client = MlflowClient(tracking_uri=uri)
-            known, id_file = self._client.get_experiment_by_name(run.project), run.directory / "mlflow_run"
-            if id_file.exists():
-                self._id = id_file.read_text().strip()
-                self._client.update_run(self._id, status="RUNNING")
-            else:
-                experiment = known.experiment_id if known else self._client.create_experiment(run.project)
-                self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
-                id_file.write_text(self._id)
-                values = [Param(key, value[: self.PARAMETER_CHARACTERS]) for key, value in _flat(run.config)]
-                for start in range(0, len(values), 100):  # of one request, at most
-                    self._client.log_batch(self._id, params=values[start : start + 100])
-            self._client.log_text(self._id, run.yaml, "config.yaml")
-        except Exception as error:
-            raise _not_started("mlflow", error, "give the URI of a server that answers", off="null") from error
-
-    def log(self, record: StepRecord) -> None:
-        at = round(record.time * 1000)
-        metrics = [self._metric(self._names.of(key), value, at, record.step) for key, value in record.metrics.items()]
-        for start in range(0, len(metrics), 1000):  # of one request, at most
-            self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
-
-    def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        self._client.log_text(self._id, _told(samples), f"{_kind(samples)}/step-{step:07d}.txt")
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-class SwanlabSink:
-    """SwanLab; a resumed run continues under the id kept in `RUN/swanlab_id`, and sends the steps that it does again.
-    SWANLAB_MODE=offline needs no network."""
-
-    name = "swanlab"
-
-    def __init__(self, run: TrackedRun) -> None:
-        try:
-            import swanlab
-        except ImportError as error:
-            raise _not_installed("swanlab", "swanlab") from error
-        self._swanlab = swanlab
-        try:
-            self._run = swanlab.init(log_dir=str(run.directory / "swanlab"), **run.named("swanlab_id"))
-        except Exception as error:
-            raise _not_started("swanlab", error, "log in") from error
-
-    def log(self, record: StepRecord) -> None:
-        self._run.log(dict(record.metrics), step=record.step)
-
-    def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        self._run.log({_kind(samples): self._swanlab.Text(_told(samples))}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _reach(uri: str) -> None:
-    """Connect to the server of an HTTP address. Raises OSError if it does not listen within 10 seconds."""
-    address = urlsplit(uri)
-    if address.scheme in ("http", "https") and address.hostname:
-        socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), timeout=10).close()
-
-
-_PORTS = {"http": 80, "https": 443}
-
-
-class _MlflowNames:
-    """Names that MLflow takes, the same for the same metric; no two metrics share one."""
-
-    def __init__(self) -> None:
-        self._given: dict[str, str] = {}
-
-    def of(self, key: str) -> str:
-        if key not in self._given:
-            name = plain = re.sub(r"[^\w.\- :/]", "_", key)
-            number = 2
-            while name in self._given.values():
-                name, number = f"{plain}_{number}", number + 1
-            self._given[key] = name
-        return self._given[key]
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    out: list[tuple[str, str]] = []
-    for key, value in config.items():
-        out += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", str(value))]
-    return out
-
-
-def _kind(samples: Sequence[RecordedSample]) -> str:
-    return "samples/held-out" if samples[0].evaluation else "samples/training"
-
-
-def _told(samples: Sequence[RecordedSample]) -> str:
-    """The samples as plain text."""
-    return "\n\n".join(
-        f"[{number}] reward {_number(sample.reward)}\n{sample.prompt}\n--- response\n{sample.response}\n"
-        f"--- expected\n{sample.answer or ''}"
-        for number, sample in enumerate(samples, start=1)
-    )
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "none"
-
-
-def _verbatim(text: str) -> str:
-    """Text as Markdown that shows it as it is: an indented block needs no end that the text could hold."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _not_installed(key: str, package: str, off: str = "false") -> SlimxError:
-    return SlimxError(
-        f"track.{key} is set but {package} is not installed: pip install {package} or set track.{key}={off}",
-        code=f"track.{key}",
-        about=f"track.{key}",
-    )
-
-
-def _not_started(key: str, error: Exception, remedy: str, off: str = "false") -> SlimxError:
-    return SlimxError(
-        f"track.{key} is set but {key} did not start ({error}); {remedy} or set track.{key}={off}",
-        code=f"track.{key}",
-        about=f"track.{key}",
-    )

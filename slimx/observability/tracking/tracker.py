@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from slimx.observability.tracking.background import InBackground
+from slimx import entry_points
 from slimx.observability.tracking.guard import Guard, print_warning
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.samples import RecordedSample
-from slimx.observability.tracking.sinks import MlflowSink, Sink, SwanlabSink, TensorBoardSink, TrackedRun, WandbSink
+from slimx.observability.tracking.sinks import SINKS, Sink, TrackedRun
 
 
 class Tracker:
@@ -70,38 +70,22 @@ def make_tracker(
     name: str,
     config: Mapping[str, Any],
     resume_step: int | None,
-    tensorboard: bool = False,
-    wandb: bool = False,
-    mlflow: str | None = None,
-    swanlab: bool = False,
-    prometheus: tuple[str, int] | None = None,
+    settings: Mapping[str, Any],
     warn: Callable[[str], None] = print_warning,
 ) -> Tracker:
     """The tracker of one run.
 
     `resume_step`: the next step to be done when a run is resumed (0 if it died before its first checkpoint); None for a
-    fresh run, which refuses a directory that holds metrics. `mlflow`: tracking URI. `prometheus`: host and port.
-    `config` is shown in every sink. A sink that cannot start raises SlimxError here.
+    fresh run, which refuses a directory that holds metrics. `config` is shown in every sink. `settings`: values of the
+    keys of section `track`, of which the sinks read theirs. A sink that cannot start raises SlimxError here.
     """
     with ExitStack() as undo:  # a sink that cannot start must not leave the earlier ones open
-        run, others = TrackedRun(run_dir, project, name, config), []
-        makers: list[Callable[[], Sink]] = [
-            *([lambda: _prometheus(name, run_dir, *prometheus)] if prometheus else []),
-            *([lambda: WandbSink(run)] if wandb else []),
-            *([lambda: InBackground(MlflowSink(run, mlflow))] if mlflow else []),
-            *([lambda: SwanlabSink(run)] if swanlab else []),
-            *([lambda: TensorBoardSink(run, resume_step)] if tensorboard else []),
-        ]
-        for make in makers:
-            others.append(make())
-            undo.callback(others[-1].close)
+        run, others = TrackedRun(run_dir, project, name, config, resume_step), []
+        for key in entry_points.find(SINKS):
+            if key in settings and (sink := entry_points.load(SINKS, key)(run, settings[key])) is not None:
+                others.append(sink)
+                undo.callback(sink.close)
         # The last one: it takes out lines, which a refusal of a sink must not do.
         jsonl = JsonlFile(run_dir / "metrics.jsonl", resume_step=resume_step)
         undo.pop_all()
     return Tracker(jsonl, others, warn)
-
-
-def _prometheus(run: str, directory: Path, host: str, port: int) -> Sink:
-    from slimx.observability.tracking.prometheus import PrometheusSink  # a tenth of a second, for those who ask for it
-
-    return PrometheusSink(run, directory, host, port)

@@ -205,11 +205,7 @@ def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) 
         name=config.run.name,
         config=config.to_plain(),
         resume_step=resume_step,
-        tensorboard=track.tensorboard,
-        wandb=track.wandb,
-        mlflow=track.mlflow,
-        swanlab=track.swanlab,
-        prometheus=None if track.prometheus.port is None else (track.prometheus.host, track.prometheus.port),
+        settings=dict(track),
         warn=warn,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slimx import entry_points
 from slimx.config.rule import rules_in
 from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
@@ -47,6 +48,7 @@ RULES = rules_in(
     weights,
     teacher,
     policies,
+    *entry_points.load_all("slimx.rules").values(),
 )
 
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from slimx.config.rule import rule
-from slimx.config.sections.run import Cluster, Track
+from slimx.config.sections.run import Cluster
 from slimx.config.sections.trainer import Trainer
 
 
@@ -33,12 +33,3 @@ def has_muon(trainer: Trainer, local_device: str) -> Iterator[str]:
             "trainer.optimizer.kind=muon, but the package emerging-optimizers, which has megatron-core's Muon, is not "
             "installed here; pip install slimx[muon], or set trainer.optimizer.kind=adam"
         )
-
-
-@rule("track.package", about="track")
-def has_trackers(track: Track, local_device: str) -> Iterator[tuple[str, str]]:
-    for module in ("wandb", "tensorboard", "mlflow", "swanlab"):
-        if (given := getattr(track, module)) and importlib.util.find_spec(module) is None:
-            key, package = f"track.{module}", {"mlflow": "mlflow-skinny"}.get(module, module)
-            off = "false" if isinstance(given, bool) else "null"
-            yield key, f"{key} is set but {package} is not installed: pip install {package} or set {key}={off}"

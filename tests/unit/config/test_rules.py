@@ -13,7 +13,8 @@ from slimx.config.sections.run import Track
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.planner.rules import PLAN_RULES as CHECKED
-from slimx.preflight.checks.machine import has_muon, has_trackers
+from slimx.extras.watch.rules import has_trackers
+from slimx.preflight.checks.machine import has_muon
 from tests.refusals import refused
 
 EVERY = LOADED + CHECKED

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 import slimx
+from slimx.config.sections.run import Prometheus
+from slimx.extras.watch.sinks import WandbSink
 from slimx.observability.tracking.guard import Guard
 from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.names import METRICS, find
-from slimx.observability.tracking.sinks import TrackedRun, WandbSink
+from slimx.observability.tracking.sinks import TrackedRun
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import Tracker, make_tracker
 from tests.refusals import numbers, refused
@@ -35,12 +37,11 @@ def lines(path) -> list[dict]:
 def tracker_in(run_dir, *, resume_step=None, tensorboard=False, wandb=False, warn=lambda text: None) -> Tracker:
     return make_tracker(
         run_dir,
-        tensorboard=tensorboard,
-        wandb=wandb,
         project="slimx",
         name="test",
         config={"run": {"name": "test"}},
         resume_step=resume_step,
+        settings={"tensorboard": tensorboard, "wandb": wandb},
         warn=warn,
     )
 
@@ -135,8 +136,7 @@ def test_a_sink_that_is_refused_takes_no_line_out(tmp_path):
             name="r",
             config={},
             resume_step=1,
-            tensorboard=True,
-            prometheus=("127.0.0.1", taken.getsockname()[1]),
+            settings={"tensorboard": True, "prometheus": Prometheus(port=taken.getsockname()[1])},
         )
     assert (tmp_path / "metrics.jsonl").read_bytes() == before and os.listdir(tmp_path) == ["metrics.jsonl"]
 

@@ -17,10 +17,10 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from slimx.observability.tracking import prometheus
+from slimx.extras.watch import prometheus
+from slimx.extras.watch.prometheus import PrometheusSink, prometheus_name
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.names import METRICS
-from slimx.observability.tracking.prometheus import PrometheusSink, prometheus_name
 from slimx.observability.tracking.tracker import Tracker
 from tests.refusals import refused
 

@@ -14,9 +14,9 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
-from slimx.observability.report.charts import Chart, PhaseColours
-from slimx.observability.report.curves import curves
-from slimx.observability.report.phase_charts import phase_charts
+from slimx.extras.watch.report.charts import Chart, PhaseColours
+from slimx.extras.watch.report.curves import curves
+from slimx.extras.watch.report.phase_charts import phase_charts
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
 from slimx.observability.tracking.samples import Comparison, RecordedSample, compare, spread

@@ -25,7 +25,13 @@ def tracked(directory: Path, **sinks: object) -> None:
     """A run of steps 0 to 2 that is resumed at step 2 and does one more; samples are recorded at steps 0 and 3."""
     for resume_step, steps in ((None, range(3)), (2, range(2, 4))):
         tracker = make_tracker(
-            directory, project="p", name="n", config=CONFIG, resume_step=resume_step, warn=lambda text: None, **sinks
+            directory,
+            project="p",
+            name="n",
+            config=CONFIG,
+            resume_step=resume_step,
+            settings=sinks,
+            warn=lambda text: None,
         )
         for step in steps:
             metrics = {name: step + (AGAIN if resume_step else 0.0) for name in NAMES} | {"x/nan": math.nan}

@@ -13,10 +13,10 @@ import pytest
 
 from slimx.config.load import load_config
 from slimx.errors import Interrupted, PartLost, Preempted
-from slimx.observability.alerts import webhook
+from slimx.extras.watch import webhook
+from slimx.extras.watch.webhook import Webhook
 from slimx.observability.alerts.alerts import Alerts, alerting
 from slimx.observability.alerts.signal import Signal, without_signal
-from slimx.observability.alerts.webhook import Webhook
 from tests.refusals import numbers, refused
 from tests.webhook_server import Received, webhook_server
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from slimx.observability.tracking.background import InBackground
+from slimx.extras.watch.background import InBackground
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.tracker import Tracker
@@ -78,7 +78,8 @@ def test_a_server_that_never_answers_ends_neither_a_call_nor_the_run():
 
 def test_an_mlflow_server_that_does_not_listen_is_refused_at_once(tmp_path):
     pytest.importorskip("mlflow", reason="the package mlflow-skinny is not installed")
-    from slimx.observability.tracking.sinks import MlflowSink, TrackedRun
+    from slimx.extras.watch.sinks import MlflowSink
+    from slimx.observability.tracking.sinks import TrackedRun
 
     with refused("track.mlflow", about="track.mlflow"):
         MlflowSink(TrackedRun(tmp_path, "p", "n", {}), "http://127.0.0.1:9")

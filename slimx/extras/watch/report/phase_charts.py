@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from slimx.observability.report.charts import GRID, Chart, PhaseColours, new_figure, run_length, thin
+from slimx.extras.watch.report.charts import GRID, Chart, PhaseColours, new_figure, run_length, thin
 from slimx.observability.tracking.phases import Phase, Placed, place
 
 GANTT_STEPS = 6

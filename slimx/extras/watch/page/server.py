@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from slimx.commands.watch.connections import BoundedConnection
-from slimx.commands.watch.content import Content
 from slimx.errors import SlimxError
-from slimx.observability.report.report import PLOTLY
+from slimx.extras.watch.page.connections import BoundedConnection
+from slimx.extras.watch.page.content import Content
+from slimx.extras.watch.report.report import PLOTLY
 from slimx.runtime.private import private_directory, private_token
 
 HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?", re.ASCII)

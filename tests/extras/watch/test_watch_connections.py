@@ -9,7 +9,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
-from slimx.commands.watch.connections import BoundedConnection
+from slimx.extras.watch.page.connections import BoundedConnection
 
 
 class Transport(asyncio.Transport):
