@@ -10,7 +10,7 @@ FIXED_LENGTH = {"ignore_eos": True}
 
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """slimx.rollout.single_turn.generate, which an end token does not stop."""
+    """`single_turn`, which an end token does not stop."""
     draft = ctx.draft(prompt)
     draft.add_sampled(await ctx.engine.generate(draft.token_ids, FIXED_LENGTH))
     return draft.finish()

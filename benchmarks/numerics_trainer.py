@@ -45,7 +45,7 @@ def sections(model: Path, dtype: str, mode: str) -> dict:
         "numerics": {"dtype": dtype, "mode": mode},
         "trainer": {"max_tokens_per_microbatch": LIMIT, "optimizer": {"lr": 1e-10}},
         "rollout": {"prompts": "none"},
-        "reward": {"function": "slimx.rewards.exact.reward"},
+        "reward": {"function": "exact"},
     }
 
 

@@ -4,7 +4,7 @@
 
 throughput  requests a second at an engine of an exact rate (benchmarks/waiting_engine.py) with `--count` rollouts in
             flight, each of which calls it and then waits 0.1 to 30 s for a tool, turn after turn: through a hook,
-            through slimx.rollout.tools, by agents at the proxy, and by plain asyncio (benchmarks/waiting_sides.py).
+            through slimx.extras.agents.tools, by agents at the proxy, and by plain asyncio (waiting_sides.py).
             The sides take turns, each in a process of its own. Each ends by cancelling all, which is timed
 memory      anonymous memory of the driver for each rollout that waits, in a process of its own for each figure
 deadlines   how late rollouts are ended at `rollout.rollout_deadline`, all at the same moment or spread over seconds
@@ -40,6 +40,7 @@ from waiting_engine import Engine, QuietLoop
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.data.records import Prompt
+from slimx.extras.agents.proxy.server import ChatProxy
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
@@ -47,7 +48,6 @@ from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext
-from slimx.rollout.proxy.server import ChatProxy
 
 ROOT = Path(__file__).parents[1]
 GROUP, AHEAD = 8, 4

@@ -1,8 +1,8 @@
 """The same rollouts in four ways, for benchmarks/rollout_waiting.py: engine calls and waits for a tool by turns.
 
 hook    a generate hook that calls the engine and waits
-tools   slimx.rollout.tools with a toolbox that waits
-agent   slimx.rollout.agent: a client of the run's chat completions that waits
+tools   slimx.extras.agents.tools with a toolbox that waits
+agent   slimx.extras.agents.agent: a client of the run's chat completions that waits
 plain   asyncio and aiohttp alone: the same requests and waits, and no slimx"""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.toolbox import ToolResult
-from slimx.rollout import agent, tools
+from slimx.extras.agents import agent, tools
 from slimx.rollout.hooks import RolloutContext
 
 TEMPLATE = (
@@ -137,7 +137,7 @@ class Toolbox:
 
 
 async def tool_rollout(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """slimx.rollout.tools as it is."""
+    """slimx.extras.agents.tools as it is."""
     return await tools.generate(
         ctx, prompt, toolbox="waiting_sides.Toolbox", max_turns=PLAN.turns, call_deadline=86400.0
     )
@@ -160,7 +160,7 @@ async def solve(base_url: str, prompt: Prompt) -> None:
 
 
 async def agent_rollout(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
-    """slimx.rollout.agent as it is."""
+    """slimx.extras.agents.agent as it is."""
     return await agent.generate(ctx, prompt, agent="waiting_sides.solve")
 
 

@@ -10,13 +10,13 @@ The judge is a frozen group of `rollout.engines`, whose servers slimx starts bes
         - {name: judge, frozen: true, model: /models/judge}
 
 A judge that may write what it likes sometimes writes no score. This one cannot: SGLang lets it sample nothing but text
-that the pattern `FORM` matches. `slimx.rewards.judge` is the ready-made hook for judges at any address.
+that the pattern `FORM` matches. `slimx.extras.rewards.judge` is the ready-made hook for judges at any address.
 """
 
 import re
 
 from slimx.data.records import Trajectory
-from slimx.rewards.judge import question
+from slimx.extras.rewards.judge import question
 from slimx.rollout.hooks import RewardContext
 
 ASK = """You grade answers.

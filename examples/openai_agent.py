@@ -1,6 +1,6 @@
 """An agent written against OpenAI's API, as it might be in any framework, trained by pointing its base URL at slimx:
 
-    slimx train configs/moe/quickstart.yaml run.dir=runs/agent rollout.generate=slimx.rollout.agent.generate \
+    slimx train configs/moe/quickstart.yaml run.dir=runs/agent rollout.generate=agent \
         rollout.options.agent=examples.openai_agent.solve reward.function=examples.openai_agent.reward
 
 The same agent as a program of its own, started once per rollout:

@@ -1,7 +1,7 @@
 """An environment with a Python tool: the model may run programs before it answers, and the answer is graded.
 
-    slimx train FILE rollout.generate=slimx.rollout.multi_turn.generate \\
-        rollout.options.environment=examples.python_tool.Solver reward.function=slimx.rollout.multi_turn.reward
+    slimx train FILE rollout.generate=multi_turn \\
+        rollout.options.environment=examples.python_tool.Solver reward.function=multi_turn
 
 A turn that ends in a fenced program is met by what the program printed; it runs in slimx's sandbox, without network or
 files. Any other turn is the last: worth 1 if what it marks as its answer is the prompt's, less a little for every
@@ -10,9 +10,9 @@ what its programs printed.
 """
 
 from slimx.data.records import Prompt
-from slimx.environments.answers import marked_answer
 from slimx.environments.base import Step
-from slimx.environments.python_tool import PythonTool
+from slimx.extras.boxes.answers import marked_answer
+from slimx.extras.boxes.programs.python_tool import PythonTool
 
 ASK = "Put your answer between <answer> and </answer>."
 

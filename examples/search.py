@@ -1,6 +1,6 @@
 """An environment with a search tool over a local corpus: the model asks, reads what was found, and answers.
 
-    slimx train FILE rollout.generate=slimx.rollout.multi_turn.generate \\
+    slimx train FILE rollout.generate=multi_turn \\
         rollout.options.environment=examples.search.Search rollout.options.environment_options.corpus=corpus.jsonl
 
 The corpus has one {"title": ..., "text": ...} a line. A turn with <search>words</search> is met by the best passages
@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 from slimx.data.records import Prompt
-from slimx.environments.answers import marked_answer
 from slimx.environments.base import Step
+from slimx.extras.boxes.answers import marked_answer
 
 K1, B = 1.2, 0.75
 """Parameters of BM25: how fast repeated words saturate, and how much long passages are discounted."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slimx import entry_points
 from slimx.errors import SlimxError, raised
 
 
@@ -32,8 +33,13 @@ def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
         raise SlimxError(f"{key}: importing {path} raised {raised(error)}", code="dotted.raised", about=key) from error
 
 
-def imported(key: str, path: str) -> Any:
-    """The object at `path`, the value of `key`. Raises SlimxError naming both and what is wrong."""
+def imported(key: str, path: str, group: str = "") -> Any:
+    """Returns the object at `path`, the value of `key`: a dotted path, or the name of an entry point of `group`.
+
+    Raises SlimxError naming both and what is wrong.
+    """
+    if group and "." not in path:
+        return _named(key, path, group)
     if not all(part.isidentifier() for part in path.split(".")) or path.endswith(".py"):
         raise SlimxError(
             f"{key} is {path!r}: give a dotted path of modules and a name, as {_as_dotted(path)}",
@@ -61,6 +67,25 @@ def imported(key: str, path: str) -> Any:
         hint = f"did you mean {module_name}.{near[0]}?" if near else f"it has {_listed(module_name, module)}"
         raise SlimxError(f"{key}: module {module_name} has no {name}; {hint}", code="dotted.missing", about=key)
     return found
+
+
+def module_of(path: str, group: str = "") -> str:
+    """Returns the module that `imported` imports for `path`."""
+    point = entry_points.find(group).get(path) if group else None
+    return path.rpartition(".")[0] if point is None else point.module
+
+
+def _named(key: str, name: str, group: str) -> Any:
+    names = entry_points.find(group)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"name one of yours as MODULE.{name}"
+        raise SlimxError(
+            f"{key} is {name!r}, which is none of {', '.join(names)}; {hint}",
+            code="dotted.name",
+            about=key,
+        )
+    return entry_points.load(group, name)
 
 
 def _as_dotted(path: str) -> str:
@@ -109,10 +134,12 @@ def load_function(
     *,
     is_async: bool,
     options: tuple[str, dict[str, Any]] = ("", {}),
+    group: str = "",
 ) -> Any:
     """The function at `path`, the value of `key`, which takes `parameters`. `options`: a key and its value, the keyword
-    arguments that are filled in. Raises SlimxError naming the key, the path and what is wrong."""
-    function = imported(key, path)
+    arguments that are filled in. `group`: as for `imported`. Raises SlimxError naming the key, the path and what is
+    wrong."""
+    function = imported(key, path, group)
     name = path.rpartition(".")[2]
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
     if not callable(function):

@@ -1,11 +1,20 @@
 """Lookup of what extras and other packages add to slimx: entry points, in groups whose names begin with `slimx.`.
 
+    slimx.agent_servers     servers of chat completions that agents sample through
+    slimx.agents            agents: `rollout.options.agent`
     slimx.commands          commands of the command line: Typer apps
     slimx.datasets          published data sets that `slimx data` writes
+    slimx.environments      environments: `rollout.options.environment`
     slimx.event_receivers   destinations of a run's events
+    slimx.foreign_names     names that other frameworks have for keys and values
+    slimx.generate          generate hooks: `rollout.generate`
+    slimx.hook_forms        hooks that were written for another program
+    slimx.maps              mapping hooks: `rollout.map`
     slimx.reports           reports of finished runs
+    slimx.rewards           reward hooks: `reward.function`
     slimx.rules             modules with rules that a run is checked by before it starts
     slimx.sinks             destinations of a step's metrics
+    slimx.toolboxes         toolboxes: `rollout.options.toolbox`
 
 An entry point is a line of a package's pyproject.toml, so that the core needs no import of what it does not know.
 """

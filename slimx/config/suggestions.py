@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from slimx.config.foreign.find import FLAGS, PATHS, meaning
-from slimx.config.foreign.meaning import Meaning
+from slimx.config.foreign_names import Meaning, of_flag, of_key
 from slimx.config.section import ECHOED
 
 SPECIAL = frozenset(" \t{}[]()<>'\"$&;|*?!#\\`~")
@@ -30,7 +29,7 @@ def for_key(model: type[BaseModel], path: Sequence[str | int], value: Any, *, ov
     *section, last = map(str, path)
     written, siblings, text = ".".join([*section, last]), _keys_at(model, path[:-1]), _text(value)
     answer = functools.partial(_answer, model, value=text, override=override)
-    if (found := meaning(PATHS, written, text)) is not None:
+    if (found := of_key(written, text)) is not None:
         return answer(found)
     plain = {_plain(key): key for key in siblings}
     close = [plain[_plain(last)]] if _plain(last) in plain else difflib.get_close_matches(last, siblings, 1, 0.8)
@@ -39,7 +38,7 @@ def for_key(model: type[BaseModel], path: Sequence[str | int], value: Any, *, ov
     near = [key for key in _ending(model, path) if not isinstance(value, dict) or _is_mapping(model, key)]
     if within := [key for key in near if section and key.startswith(f"{section[0]}.")]:
         return _keys(model, within, text, override=override, path=path)
-    if (found := meaning(FLAGS, last, text)) is not None:
+    if (found := of_flag(last, text)) is not None:
         return answer(found)
     alike = [key for key in siblings if min(len(key), len(last)) > 2 and (key.startswith(last) or last.startswith(key))]
     close = difflib.get_close_matches(last, alike, 1, 0)
@@ -56,9 +55,7 @@ def of_section(
     """All keys in an unknown section, with their values, if one of them is another framework's or ends as one of
     slimx's does; else nothing."""
     keys = list(_leaves(tuple(path), value))
-    known = any(
-        meaning(PATHS, ".".join(map(str, key)), "") is not None or _ending(model, key, whole=True) for key, _ in keys
-    )
+    known = any(of_key(".".join(map(str, key)), "") is not None or _ending(model, key, whole=True) for key, _ in keys)
     return keys if known else []
 
 
@@ -67,7 +64,7 @@ def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
     name = _plain(flag.lstrip("-"))
     if name in known_keys(model):
         return _written(name, _switch(model, name, value), override=True)
-    if (found := meaning([*FLAGS, *PATHS], name, value)) is not None:
+    if (found := of_flag(name, value) or of_key(name, value)) is not None:
         return _answer(model, found, value=value, override=True)
     near = _ending(model, name.split("."))
     return _keys(model, near, value, override=True) if near else None
@@ -223,7 +220,7 @@ def _answer(model: type[BaseModel], found: Meaning, *, value: str, override: boo
     if found.sets:
         return _several({key: text.replace("VALUE", value) for key, text in found.sets.items()}, override=override)
     here = found.of(value if found.values else _switch(model, found.key, value))
-    if isinstance(here, Meaning):
+    if here is not None and not isinstance(here, str):
         return _answer(model, here, value=value, override=override)
     key = found.key.replace(".*", "[]")
     if found.note and key:

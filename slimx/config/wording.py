@@ -10,8 +10,7 @@ from typing import Any
 
 from yaml import MarkedYAMLError
 
-from slimx.config.foreign.meaning import Meaning
-from slimx.config.foreign.values import VALUES
+from slimx.config.foreign_names import of_word
 from slimx.config.section import echoed, shortened
 
 UNCLOSED = {"while parsing a flow mapping": "{...}", "while parsing a flow sequence": "[...]"}
@@ -124,8 +123,8 @@ def value(where: str, item: Mapping[str, Any]) -> str:
     told = f"{where} is {'empty' if given is None else shortened(given)}"
     key = re.sub(r"[.][0-9]+(?=[.]|$)", ".*", where)
     word = str(given).lower() if isinstance(given, str | bool) else ""
-    meant = VALUES.get(key, {}).get(word) if kind == "literal_error" or isinstance(given, str) else None
-    if isinstance(meant, Meaning):
+    meant = of_word(key, word) if kind == "literal_error" or isinstance(given, str) else None
+    if meant is not None and not isinstance(meant, str):
         return f"{told}: {meant.note}"
     told += f": {message[0].lower()}{message[1:]}"
     if meant is not None:

@@ -1,1 +1,1 @@
-"""Tools that a rollout uses, and the sandbox in which untrusted code runs."""
+"""Environments and tools that a rollout uses: their interfaces, and processes for those that compute."""

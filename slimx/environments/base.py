@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from slimx.data.records import Prompt
 
+ENVIRONMENTS = "slimx.environments"
+"""Group of entry points: environments by the names that a configuration has for them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:

@@ -25,8 +25,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from slimx.data.records import Prompt
-from slimx.dotted import imported
-from slimx.environments.base import Begin, Environment, Step
+from slimx.dotted import imported, module_of
+from slimx.environments.base import ENVIRONMENTS, Begin, Environment, Step
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.exchange import exchange, reply
 from slimx.runtime.logs import how_ended
@@ -51,7 +51,7 @@ class Environments:
         """An environment of the class at `path`. Its calls raise DeadlineError after `deadline_s` seconds, naming
         `rollout`. `processes`: calls that compute at once, in processes; 0: it lives in the driver's event loop."""
         if not processes:
-            return InDriver(imported(KEY, path)(**options), path, deadline_s, rollout)
+            return InDriver(imported(KEY, path, ENVIRONMENTS)(**options), path, deadline_s, rollout)
         if processes not in self._pools:
             # A thread waits for each call that computes: their number bounds the calls.
             self._pools[processes] = ThreadPoolExecutor(processes, thread_name_prefix="slimx-environment")
@@ -175,7 +175,7 @@ class InProcess:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         # Taken in by the server when it starts, with the first environment of the run: its children have them at once.
-        context.set_forkserver_preload(["__main__", __name__, self._path.rpartition(".")[0]])
+        context.set_forkserver_preload(["__main__", __name__, module_of(self._path, ENVIRONMENTS)])
         self._connection, theirs = context.Pipe()
         lifeline, self._lifeline = context.Pipe(duplex=False)
         arguments = theirs, lifeline, self._path, self._options
@@ -194,7 +194,7 @@ def _serve(connection: Connection, lifeline: Connection, path: str, options: dic
 
     def call(name: str, arguments: tuple[Any, ...]) -> Any:
         nonlocal world
-        world = world or imported(KEY, path)(**options)
+        world = world or imported(KEY, path, ENVIRONMENTS)(**options)
         return runner.run(_awaited(getattr(world, name)(*arguments)))
 
     try:

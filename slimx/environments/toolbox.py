@@ -47,7 +47,7 @@ class Toolbox(Protocol):
         ...
 
     async def judge(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Parts of the rollout's reward by name, {} for none; the reward hook `slimx.rollout.tools.reward` adds them.
+        """Parts of the rollout's reward by name, {} for none; a reward hook adds them.
 
         `messages`: what came after the prompt, in OpenAI's form. Raises ToolsLost."""
         ...

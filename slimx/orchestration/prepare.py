@@ -37,11 +37,11 @@ from slimx.rollout.hook_loading import Hooks, check_answers, check_generated, ch
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 from slimx.trainer.model.check import check_transformer
 
-ANSWERED = {
-    "slimx.rollout.demonstrations.generate": demonstrations.check,
-    "slimx.rollout.preferences.generate": preferences.check,
-}
-"""Checks of a prompt, by the hook that trains the answers in it."""
+ANSWERED = (
+    (demonstrations.generate, demonstrations.check),
+    (preferences.generate, preferences.check),
+)
+"""Hooks that train the answers in a prompt, each with its check of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +231,8 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         }
     for several in (by_source, eval_prompts):
         prompts = list(chain.from_iterable(several.values()))
-        if (check := ANSWERED.get(config.rollout.generate)) is not None:
-            for prompt in prompts:
+        for hook, check in ANSWERED:
+            for prompt in prompts if hooks.generate is hook else ():
                 check(tokenizer, prompt)
         check_generated(hooks.generate, prompts)
         if isinstance(hooks.reward, Mixture):

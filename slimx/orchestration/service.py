@@ -15,11 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from slimx import entry_points
 from slimx.cluster.connection import device_of
 from slimx.cluster.place import Placement
 from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.rollout import Proxy
 from slimx.engines.fleet.group import EngineGroup, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.roster import follow
@@ -33,7 +35,7 @@ from slimx.orchestration.waits import while_served
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.rollouts import GroupMaker, Speaker
-from slimx.rollout.proxy.server import ChatProxy
+from slimx.rollout.hooks import AgentServer
 
 
 class EngineService:
@@ -71,7 +73,7 @@ class EngineService:
         """Engines by policy; {} where nothing is sampled."""
         self.clients: dict[str, GenerationClient] = {}
         """Ways to them, once they are open."""
-        self.proxy: ChatProxy | None = None
+        self.proxy: AgentServer | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> EngineService:
@@ -142,7 +144,7 @@ class EngineService:
             )
             await self._stack.enter_async_context(client)
             group.members.probe = prober(client.shape, self.config, client.adapters)
-        self.proxy = ChatProxy(self.config.rollout.proxy.host, self.config.rollout.proxy.port, context=context)
+        self.proxy = make_agent_server(self.config.rollout.proxy, context)
         self._stack.push_async_callback(self.proxy.stop)
 
     def make_maker(self) -> GroupMaker:
@@ -165,6 +167,11 @@ class EngineService:
     async def watched[T](self, work: Awaitable[T]) -> T:
         """The result of `work`. Raises SlimxError when no engine is left that could come back."""
         return await while_served(work, self.engines.members.failed)
+
+
+def make_agent_server(settings: Proxy, context: int) -> AgentServer:
+    """The server through which agents sample, an entry point. `context`: tokens of the longest trajectory."""
+    return entry_points.load("slimx.agent_servers", "http")(settings.host, settings.port, context=context)
 
 
 def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Callable[[EngineHandle], Awaitable[None]]:

@@ -1,1 +1,1 @@
-"""Reward hooks that come with slimx."""
+"""Needs of reward hooks, and several of them as one."""

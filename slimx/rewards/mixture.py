@@ -8,7 +8,7 @@ from typing import Any
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
-from slimx.rewards.shared.context import Context
+from slimx.rewards.context import Context
 
 Hook = Callable[[Any, Trajectory], Awaitable[float | dict[str, float]]]
 

@@ -1,1 +1,1 @@
-"""Generation of trajectories: what hooks receive, the client, the chat proxy, the flow of groups."""
+"""Generation of trajectories: what hooks receive, the client, the flow of groups."""

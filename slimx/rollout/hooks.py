@@ -39,8 +39,10 @@ class AgentServer(Protocol):
     """Tokens of a trajectory that can be trained, at most."""
 
     def session(self, session: Any) -> AbstractAsyncContextManager[str]:
-        """Serve a `slimx.rollout.proxy.session.Session` inside the block; gives its base URL."""
+        """Serve the session of one rollout inside the block; gives its base URL."""
         ...
+
+    async def stop(self) -> None: ...
 
 
 ENGINE_DEADLINE = "engine deadline"
@@ -166,8 +168,8 @@ class RolloutContext(_Logging):
     headers: Mapping[str, str] = field(default_factory=dict)
     """HTTP headers of requests to `address`, which answers nobody without them."""
     proxy: AgentServer | None = None
-    """The run's OpenAI-compatible server (slimx.rollout.agent), through which agents speak to the policy `actor`; None
-    where nothing is sampled, and for further policies."""
+    """The run's OpenAI-compatible server, through which agents speak to the policy `actor`; None where nothing is
+    sampled, and for further policies."""
     environments: Environments = field(default_factory=Environments)
     """Makes environments, in the driver or in processes."""
     prompt_ids: PromptIds | None = None

@@ -1,8 +1,8 @@
 """The generate hook of multi-turn environments: model and environment take turns until one of them is done.
 
 rollout:
-  generate: slimx.rollout.multi_turn.generate
-  options: {environment: slimx.environments.python_tool.PythonTool, max_turns: 6}
+  generate: multi_turn
+  options: {environment: python, max_turns: 6}
 
 An environment that computes (a simulator, a compiler, a game) belongs in a process: environment_processes: 8.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
-from slimx.environments.base import Begin
+from slimx.environments.base import ENVIRONMENTS, Begin
 from slimx.errors import SlimxError
 from slimx.rewards.needs import checked_by
 from slimx.rollout.hooks import RewardContext, RolloutContext
@@ -36,7 +36,7 @@ def check(
             about="rollout.options.environment_processes",
         )
     options = environment_options or {}
-    kind = imported("rollout.options.environment", environment)
+    kind = imported("rollout.options.environment", environment, ENVIRONMENTS)
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(kind, name, None))]
     if missing:
         raise SlimxError(

@@ -15,10 +15,11 @@ import torch
 from slimx.algorithms.inputs import LossInputs
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.environments.base import Step
-from slimx.rewards import exact
-from slimx.rollout import single_turn, tools
+from slimx.extras.agents import tools
+from slimx.extras.rewards import exact
+from slimx.rollout import single_turn
 from slimx.rollout.hooks import RewardContext, RolloutContext
-from tests.unit.environments.repairs import IN_ONE_CALL, shell
+from tests.extras.boxes.repairs import IN_ONE_CALL, shell
 
 
 async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:

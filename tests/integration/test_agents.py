@@ -19,14 +19,14 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.router import Router
+from slimx.extras.agents import agent
+from slimx.extras.agents.proxy.server import ChatProxy
+from slimx.extras.agents.proxy.tool_calls import find_parser
 from slimx.models.families import read_model
-from slimx.rollout import agent
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
-from slimx.rollout.proxy.server import ChatProxy
-from slimx.rollout.proxy.tool_calls import find_parser
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import ROOT, Weights, perturbed, publish
 

@@ -19,9 +19,9 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.router import Router
+from slimx.extras.agents import tools as mcp_tools
 from slimx.models.families import read_model
 from slimx.rollout import multi_turn
-from slimx.rollout import tools as mcp_tools
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.flow.rollouts import GroupMaker
@@ -89,12 +89,12 @@ def tools(tmp_path: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "environment_options": {"turns": 3},
     }
     lake = {
-        "environment": "slimx.environments.hubs.gymnasium.Gymnasium",
+        "environment": "gymnasium",
         "environment_options": {"id": "FrozenLake-v1", "text_options": {"actions": {"down": 1}}, "max_invalid": 2},
     }
     server = ROOT / "tests" / "unit" / "environments" / "mcp_server.py"
     mcp = {
-        "toolbox": "slimx.environments.hubs.mcp.McpTools",
+        "toolbox": "mcp",
         "toolbox_options": {"servers": {"sums": {"command": [sys.executable, str(server)]}}, "tools": ["add"]},
     }
     return {

@@ -21,7 +21,7 @@ def test_trainers_build_the_family_that_the_configuration_names(tmp_path):
         tmp_path,
         model,
         prompts,
-        rollout={"engines": [], "generate": "slimx.rollout.demonstrations.generate", "group_size": 1},
+        rollout={"engines": [], "generate": "demonstrations", "group_size": 1},
         reward={"function": None},
         algorithm={"name": "sft"},
         schedule={"steps": 2},

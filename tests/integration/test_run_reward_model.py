@@ -31,7 +31,7 @@ def trained(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempP
             "prompts_per_step": 32,
             "group_size": 2,
             "engines": [],
-            "generate": "slimx.rollout.preferences.generate",
+            "generate": "preferences",
             "sampling": {},
         },
         reward={"function": None},
@@ -88,7 +88,7 @@ def test_a_server_gives_rollouts_the_scores_of_transformers(trained, tiny_model,
                 },
             ]
         },
-        reward={"function": "slimx.rewards.judge.score", "options": {"engine": "judge", "ids": True}},
+        reward={"function": "reward_model", "options": {"engine": "judge", "ids": True}},
         schedule={"steps": 2},
         track={"report": False, "tensorboard": False, "rollouts": {"every": 1}},
     )

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 
 from slimx.data.records import Trajectory
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
-from slimx.environments.boxes import roots
+from slimx.extras.boxes import roots
+from tests.extras.boxes.repairs import EXAMPLES, IN_ONE_CALL
 from tests.integration.hooks import IDLE
 from tests.integration.runs import TrainProcess, steps, write_config
-from tests.unit.environments.repairs import EXAMPLES, IN_ONE_CALL
 
 pytestmark = [
     pytest.mark.integration,
@@ -52,11 +52,11 @@ def train(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., list[Traje
             tmp_path / "model",
             tasks,
             rollout={
-                "map": "slimx.environments.terminal.tasks.to_prompt",
+                "map": "terminal",
                 "max_prompt_tokens": 512,
                 "generate": generate,
                 "options": {
-                    "toolbox": "slimx.environments.terminal.toolbox.Terminal",
+                    "toolbox": "terminal",
                     "toolbox_options": {"tasks": str(tasks.parent), "box": box},
                     "max_turns": 1,
                     "call_deadline": 600.0,
@@ -64,7 +64,7 @@ def train(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., list[Traje
                 "rollout_deadline": 600,
                 **rollout,
             },
-            reward={"function": "slimx.rollout.tools.reward"},
+            reward={"function": "tools"},
             schedule={"steps": STEPS},
         )
         process = TrainProcess(config)

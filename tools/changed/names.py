@@ -12,7 +12,7 @@ from typing import Self
 
 PACKAGES = ("slimx", "tests", "tools", "benchmarks", "examples")
 MODULE = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
-"""A module, or a thing in one: slimx.rollout.tools.generate."""
+"""A module, or a thing in one: slimx.rollout.single_turn.generate."""
 FROM = re.compile(r"\bfrom ([\w.]+) import ([\w, ]+)")
 """In a program that is a string."""
 PATH = re.compile(r"[\w*][\w.*-]*(?:/[\w.*-]+)*")

@@ -2,7 +2,7 @@
 
     python -m tools.docs.make_foreign
 
-A unit test compares the page with slimx/config/foreign/.
+A unit test compares the page with slimx/extras/foreign/.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from slimx.config.foreign.meaning import Meaning
-from slimx.config.foreign.megatron import MEGATRON
-from slimx.config.foreign.openrlhf import OPENRLHF
-from slimx.config.foreign.slime import SLIME
-from slimx.config.foreign.trl import TRL
-from slimx.config.foreign.verl import VERL
+from slimx.extras.foreign.meaning import Meaning
+from slimx.extras.foreign.megatron import MEGATRON
+from slimx.extras.foreign.openrlhf import OPENRLHF
+from slimx.extras.foreign.slime import SLIME
+from slimx.extras.foreign.trl import TRL
+from slimx.extras.foreign.verl import VERL
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md"
 TITLE = "## Every name\n"
 HEAD = """
-These tables are made from `slimx/config/foreign/` by `python -m tools.docs.make_foreign`. `slimx train` and
+These tables are made from `slimx/extras/foreign/` by `python -m tools.docs.make_foreign`. `slimx train` and
 `slimx plan` answer each of these names with its key, on the command line and in the file. A flag that is called as its
 key is, such as `--lr` or `--seed`, is answered too, and left out here. `[]` is an entry of a list. Where the last
 column is empty, the value stays as it was; where the key is missing, it says why none is needed, or what comes nearest.

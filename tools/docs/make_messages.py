@@ -21,7 +21,7 @@ RUN = """\
 run: {name: first, dir: run}
 model: {path: model}
 rollout: {prompts: prompts.jsonl, prompts_per_step: 2, group_size: 2}
-reward: {function: slimx.rewards.math.reward}
+reward: {function: math}
 """
 FILES = {
     "run.yaml": RUN,

@@ -195,7 +195,7 @@ MISTAKES = (
     Mistake("a folder and a function", "train run.yaml reward.function=./hooks.rises", _hooks(REWARD)),
     Mistake("a function without its module", "train run.yaml reward.function=rises", _hooks(REWARD)),
     Mistake("a misspelt reward of slimx", "train run.yaml reward.function=slimx.rewards.maths.reward"),
-    Mistake("no function, only its module", "train run.yaml reward.function=slimx.rewards.math"),
+    Mistake("no function, only its module", "train run.yaml reward.function=slimx.extras.rewards.math"),
     Mistake(
         "a reward that is not async",
         "train run.yaml reward.function=hooks.rises",
@@ -218,7 +218,7 @@ MISTAKES = (
     ),
     Mistake(
         "an option that the reward does not have",
-        "train run.yaml reward.function=slimx.rewards.math.reward 'reward.options={tolerence: 0.1}'",
+        "train run.yaml reward.function=math 'reward.options={tolerence: 0.1}'",
     ),
     Mistake(
         "an option that a reward of one's own does not have",

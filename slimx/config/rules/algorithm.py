@@ -69,7 +69,7 @@ def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Iterator[st
         yield (
             "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and say "
             "themselves which is chosen; set rollout.group_size=2, reward.function=null and "
-            "rollout.generate=slimx.rollout.preferences.generate"
+            "rollout.generate=preferences"
         )
 
 

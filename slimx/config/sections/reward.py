@@ -26,7 +26,7 @@ class RewardPart(Section):
 
 
 class Reward(Section):
-    function: str | None = "slimx.rewards.exact.reward"
+    function: str | None = "exact"
     """Dotted path of the reward hook; null: none."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `function`."""

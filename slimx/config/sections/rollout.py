@@ -106,7 +106,7 @@ class Rollout(Section):
     step; needs schedule.max_staleness."""
     group_size: Amount = 8
     """Rollouts per prompt."""
-    generate: str = "slimx.rollout.single_turn.generate"
+    generate: str = "single_turn"
     """Dotted path of the data-generation hook."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `generate`."""

@@ -13,6 +13,8 @@ from slimx.config.sections.prompts import Fields
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
 
+MAPS = "slimx.maps"
+"""Group of entry points: mapping hooks by the names that a configuration has for them."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversations", "messages", "input")
 """Columns that hold a question in published data sets, the likelier first; compared without case."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -49,7 +51,7 @@ def make_mapping(
 ) -> RowMapping:
     """The mapping that `fields` and `map` of a section and `rollout.system` describe. Raises SlimxError for a hook that
     cannot be loaded."""
-    loaded = None if hook is None else load_function(f"{section}.map", hook, ("row",), is_async=False)
+    loaded = None if hook is None else load_function(f"{section}.map", hook, ("row",), is_async=False, group=MAPS)
     return RowMapping(fields, loaded, system, section)
 
 

@@ -99,14 +99,14 @@ def _ifeval(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     return _message(str(_column(row, "prompt", where)), None, metadata, None if key is None else str(key))
 
 
-_MATH = "slimx.rewards.math.reward"
+_MATH = "math"
 GSM8K = Known("hf://openai/gsm8k/main/train", _gsm8k, _MATH)
 MATH = Known("hf://HuggingFaceH4/MATH-500/default/test", _math, _MATH)
 DAPO = Known("hf://BytedTsinghua-SIA/DAPO-Math-17k/default/train", _dapo, _MATH)
 AIME24 = Known("hf://HuggingFaceH4/aime_2024/default/train", _aime, _MATH)
 AIME25 = Known("hf://math-ai/aime25/default/test", _aime, _MATH)
-GPQA = Known("hf://Idavidrein/gpqa/gpqa_diamond/train", _gpqa, "slimx.rewards.choice.reward")
-IFEVAL = Known("hf://google/IFEval/default/train", _ifeval, "slimx.rewards.ifeval.reward")
+GPQA = Known("hf://Idavidrein/gpqa/gpqa_diamond/train", _gpqa, "choice")
+IFEVAL = Known("hf://google/IFEval/default/train", _ifeval, "ifeval")
 
 
 def _task(question: Any, answer: Any, metadata: dict[str, Any] | None = None, own: str | None = None) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def sandbox() -> Iterator[Finding]:
     from slimx.errors import SlimxError
 
     try:
-        from slimx.environments.sandbox import Sandbox
+        from slimx.extras.boxes.programs.sandbox import Sandbox
 
         box = Sandbox()
         box.check()

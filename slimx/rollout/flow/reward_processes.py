@@ -18,13 +18,12 @@ import queue
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.sections.reward import Reward as RewardConfig
 from slimx.data.records import Group, Trajectory
 from slimx.data.tokens import load_tokenizer
@@ -48,13 +47,13 @@ class RewardProcesses:
     """`config.workers` processes, each started with its first call. A thread waits for each call."""
 
     def __init__(
-        self, config: RewardConfig, reward: Reward, tokenizer_path: str, run: RunFacts, take_s: float = TAKE_S
+        self, config: RewardConfig, reward: Reward, tokenizer_path: str, facts: dict[str, Any], take_s: float = TAKE_S
     ):
         """`reward`: the hook that `config` names, which each worker loads for itself. `tokenizer_path`: directory that
-        it loads the tokenizer from if a hook uses it. `run`: what hooks of slime's form are told. `take_s`: seconds in
+        it loads the tokenizer from if a hook uses it. `facts`: of `form_facts`. `take_s`: seconds in
         which an idle worker takes a call."""
         self.config, self.reward, self.tokenizer_path = config, reward, tokenizer_path
-        self._hook = config.model_dump_json(), json.dumps(asdict(run))
+        self._hook = config.model_dump_json(), json.dumps(facts)
         """Text from which a worker loads its hook, and by which it knows one that it has loaded."""
         self.killed = 0
         """Calls ended at their deadline."""
@@ -198,11 +197,11 @@ class _Worker:
 
 
 def reward_runner(
-    config: RewardConfig, reward: Reward, tokenizer_path: str, run: RunFacts
+    config: RewardConfig, reward: Reward, tokenizer_path: str, facts: dict[str, Any]
 ) -> RewardPool | RewardProcesses:
     """The runner of reward calls that `reward.isolation` asks for."""
     if in_process(config, reward):
-        return RewardProcesses(config, reward, tokenizer_path, run)
+        return RewardProcesses(config, reward, tokenizer_path, facts)
     return RewardPool(reward, workers=config.workers, deadline_s=config.deadline)
 
 
@@ -222,8 +221,8 @@ def _tokenizer(path: str) -> Any:
 
 
 @cache
-def _load(config: str, run: str) -> Reward:
-    reward = load_reward(RewardConfig.model_validate_json(config), RunFacts(**json.loads(run)))
+def _load(config: str, facts: str) -> Reward:
+    reward = load_reward(RewardConfig.model_validate_json(config), json.loads(facts))
     assert reward is not None
     return reward
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group, Prompt, Trajectory
@@ -31,9 +30,10 @@ from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.returned import Returned, check_metadata, check_verdict
 from slimx.rollout.flow.reward_processes import reward_runner
 from slimx.rollout.flow.slots import Slots, SlottedClient
-from slimx.rollout.hook_loading import Hooks, name_of
+from slimx.rollout.hook_loading import Hooks, form_facts, name_of
 from slimx.rollout.hooks import (
     ENGINE_DEADLINE,
+    AgentServer,
     Generator,
     GivenUp,
     RewardContext,
@@ -42,7 +42,6 @@ from slimx.rollout.hooks import (
     logged_twice,
     seed_of,
 )
-from slimx.rollout.proxy.server import ChatProxy
 from slimx.runtime.standing_clock import Clock
 
 STRAGGLER = "straggler"
@@ -93,7 +92,7 @@ class GroupMaker:
         tokenizer: Any,
         client: Generator | None,
         engines: Mapping[str, FrozenEngine] | None = None,
-        proxy: ChatProxy | None = None,
+        proxy: AgentServer | None = None,
         outage: Outage | Outages | None = None,
         further: Mapping[str, Speaker] | None = None,
         vocabulary: int | None = None,
@@ -118,7 +117,7 @@ class GroupMaker:
         # An evaluation has places of its own: rollouts that wait behind the closed gate keep theirs.
         self._places = {kind: Slots(config.rollout.max_rollouts) for kind in ("train", "eval")}
         self._rewards = (
-            reward_runner(config.reward, hooks.reward, config.model.path, RunFacts.of(config)) if hooks.reward else None
+            reward_runner(config.reward, hooks.reward, config.model.path, form_facts(config)) if hooks.reward else None
         )
         self._judge_name = f"reward hook {name_of(hooks.reward)}" if hooks.reward else config.rollout.generate
         self._environments = Environments()

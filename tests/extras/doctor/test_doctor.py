@@ -12,8 +12,8 @@ import torch
 
 from slimx import cli
 from slimx.adapters.sglang import absent as sglang_absent
-from slimx.environments.sandbox import Sandbox
 from slimx.errors import SlimxError
+from slimx.extras.boxes.programs.sandbox import Sandbox
 from slimx.extras.doctor import machine as doctor
 from slimx.numerics.exact.forward import kernel as exact_kernel
 from slimx.reshard.kernels import cpu as kernel

@@ -109,7 +109,7 @@ def test_a_rank_that_is_asked_where_it_runs_imports_no_torch_yet():
 
 
 def test_a_run_with_agents_compiles_no_grammars_before_one_forces_a_tool():
-    script = "import sys, slimx.rollout.agent, slimx.rollout.proxy.server; print('xgrammar' in sys.modules)"
+    script = "import sys, slimx.extras.agents.agent, slimx.extras.agents.proxy.server; print('xgrammar' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["False"], done.stderr
 

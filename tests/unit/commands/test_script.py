@@ -73,7 +73,7 @@ def test_a_reward_of_a_session_without_a_file_cannot_have_processes(config, monk
 def test_a_reward_beside_parts_is_refused(config):
     parts = slimx.load_config(
         ROOT / "configs/moe/quickstart.yaml",
-        ["reward={parts: [{name: a, function: slimx.rewards.exact.reward}]}", "reward.function=null"],
+        ["reward={parts: [{name: a, function: exact}]}", "reward.function=null"],
     )
     with refused("script.reward_parts", about="reward.parts"):
         script.with_hooks(parts, reward=quickstart.reward)

@@ -47,7 +47,7 @@ def sections(**changes: Any) -> dict[str, Any]:
     [
         ({"rollout__group_size": 4}, "reward_model.pairs", "rollout.group_size"),
         ({"rollout__engines": [{"name": "actor"}]}, "reward_model.pairs", "rollout.engines"),
-        ({"reward__function": "slimx.rewards.exact.reward"}, "reward_model.pairs", "reward.function"),
+        ({"reward__function": "exact"}, "reward_model.pairs", "reward.function"),
         ({"eval__samples": 2, "eval__temperature": 1.0}, "reward_model.eval", "eval.samples"),
         ({"eval__temperature": 1.0}, "reward_model.eval", "eval.temperature"),
         ({"trainer__freeze": ["*"]}, "reward_model.proven", "trainer.freeze"),

@@ -13,8 +13,8 @@ from slimx.data.template import check_arguments, check_ends, with_template
 from slimx.data.tokens import check_prompts, encode_prompt, encode_turn, rendered_text
 from slimx.extras.datasets.command import rendered_lines
 from slimx.orchestration.prompts import first_prompt, run_tokenizer
+from tests.extras.agents.proxy_stand import END, TEMPLATE, tokenizer
 from tests.refusals import refused
-from tests.unit.rollout.proxy_stand import END, TEMPLATE, tokenizer
 
 THINKING = TEMPLATE.replace(
     "{% if add_generation_prompt %}<assistant>{% endif %}",

@@ -11,12 +11,12 @@ import pytest
 
 from slimx.data.prompts import read_prompts
 from slimx.data.whole import as_ids
-from slimx.environments.boxes.choice import BoxOptions
-from slimx.environments.sandbox_watch import Limits
+from slimx.extras.agents.proxy.errors import ApiError
+from slimx.extras.agents.proxy.request import read_request
+from slimx.extras.boxes.choice import BoxOptions
+from slimx.extras.boxes.programs.watch import Limits
 from slimx.rollout.client.request import compact
 from slimx.rollout.draft import Draft
-from slimx.rollout.proxy.errors import ApiError
-from slimx.rollout.proxy.request import read_request
 from tests.refusals import refused
 
 

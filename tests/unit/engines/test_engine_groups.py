@@ -25,17 +25,17 @@ from slimx.engines.server.keys import bearer
 from slimx.engines.server.router import Router
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_args, server_env
 from slimx.errors import SlimxError
+from slimx.extras.rewards import judge
 from slimx.layout.ranks import EngineSizes
 from slimx.orchestration.reach import refuse
 from slimx.preflight.checks import reach, serving
 from slimx.preflight.checks.serving import external_hosts
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.rewards import judge
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import AnswerError, input_logprobs
 from slimx.runtime.ports import free_port, is_own
+from tests.extras.rewards.reward_stand import context, trajectory
 from tests.refusals import invalid, refused
-from tests.unit.rewards.reward_stand import context, trajectory
 
 PAIR = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
 DELTA_ON_DISK: dict[str, Any] = {"publish.delta": {"every_full": 10}, "publish.transport": "disk"}

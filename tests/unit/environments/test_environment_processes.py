@@ -175,7 +175,7 @@ async def test_the_multi_turn_hook_plays_in_processes(environments):
 def test_a_number_of_processes_that_is_none_is_refused():
     options = {"environment": "tests.unit.environments.environment_stand.Counting", "environment_processes": -1}
     with refused("environment.option", about="rollout.options.environment_processes"):
-        load_hooks(config_of(generate="slimx.rollout.multi_turn.generate", options=options))
+        load_hooks(config_of(generate="multi_turn", options=options))
 
 
 DRIVER = f"""

@@ -12,10 +12,10 @@ import pytest
 from examples import debate, fan_out
 from examples.python_tool import Solver
 from examples.search import Search
-from slimx.adapters.slime import modules
 from slimx.data.records import Prompt
-from slimx.environments.python_tool import PythonTool
 from slimx.errors import DeadlineError
+from slimx.extras.boxes.programs.python_tool import PythonTool
+from slimx.extras.slime import modules
 from slimx.rollout import multi_turn
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
@@ -73,7 +73,7 @@ async def test_a_step_that_hangs_is_named_and_the_environment_is_closed():
     ("options", "code", "about"),
     [
         ({}, "dotted.signature", "rollout.generate"),
-        ({"environment": "Counting"}, "dotted.path", "rollout.options.environment"),
+        ({"environment": "Counting"}, "dotted.name", "rollout.options.environment"),
         ({"environment": f"{HERE}.Nothing"}, "dotted.missing", "rollout.options.environment"),
         ({"environment": f"{HERE}.asyncio"}, "environment.methods", "rollout.options.environment"),
         (
@@ -86,7 +86,7 @@ async def test_a_step_that_hangs_is_named_and_the_environment_is_closed():
 )
 def test_an_environment_that_cannot_work_is_refused_before_the_run(options, code, about):
     with refused(code, about=about):
-        load_hooks(config_of(generate="slimx.rollout.multi_turn.generate", options=options))
+        load_hooks(config_of(generate="multi_turn", options=options))
 
 
 @pytest.mark.needs("bwrap")

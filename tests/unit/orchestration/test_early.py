@@ -65,7 +65,7 @@ def file(model: Path, tmp_path: Path) -> Path:
         "model": {"path": str(model)},
         "rollout": {"prompts": prompts},
         "eval": {"prompts": prompts},
-        "reward": {"function": "slimx.rewards.exact.reward"},
+        "reward": {"function": "exact"},
         "cluster": {"device": "cpu"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))

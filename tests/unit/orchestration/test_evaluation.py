@@ -16,8 +16,8 @@ from slimx.observability.tracking.names import find
 from slimx.orchestration.prompts import heldout_prompts
 from slimx.orchestration.step.evaluation import answers, judge, score
 from slimx.rollout.flow.rollouts import GroupOutcome
+from tests.extras.rewards.reward_stand import trajectory
 from tests.refusals import invalid, refused
-from tests.unit.rewards.reward_stand import trajectory
 from tests.unit.rollout.rollout_stand import config_of, prompts, the_tokenizer
 
 

@@ -15,8 +15,8 @@ from slimx.orchestration.state.directory import resume_point
 from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.rollout.flow.replay import Replay, check_replay
+from tests.extras.rewards.reward_stand import trajectory
 from tests.refusals import invalid, refused
-from tests.unit.rewards.reward_stand import trajectory
 from tests.unit.rollout.rollout_stand import config_of
 
 ORIGIN = Origin(

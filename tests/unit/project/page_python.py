@@ -26,7 +26,7 @@ AROUND = {
     "answer": "the result of an agent",
     "found": "the results of a search",
     "np": "numpy",
-    "shared_client": "of slimx.rollout.agent",
+    "shared_client": "of slimx.extras.agents.agent",
     "stock": "of tests/integration/family_cases.py",
     "torch": "torch",
 }

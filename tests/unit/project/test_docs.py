@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config.foreign.verl import VERL
 from slimx.config.schema import Config
+from slimx.extras.foreign.verl import VERL
 from tools.docs import make_architecture, make_foreign, make_metrics
 from tools.docs.make_configuration import PAGE, page
 

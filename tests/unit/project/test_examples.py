@@ -11,7 +11,7 @@ from examples import single_turn, solver_judge, two_turn, varied
 from slimx.data.records import Group
 from slimx.data.tokens import encode_turn
 from slimx.rollout.hooks import RewardContext
-from tests.unit.rewards import reward_stand
+from tests.extras.rewards import reward_stand
 from tests.unit.rollout.scripted_engine import END, PROMPT, ScriptedEngine, context, spans
 from tools.quickstart.make_model import make_tokenizer
 

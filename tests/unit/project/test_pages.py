@@ -29,7 +29,7 @@ BASE = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}
 """The run that a part of a page is added to."""
 INSIDE = {"box": "rollout.options.toolbox_options", "options": "rollout"}
 """Keys that a page shows without those around them, with these."""
-TOOLS, TOOLBOX = "slimx.rollout.tools.generate", "slimx.environments.terminal.toolbox.Terminal"
+TOOLS, TOOLBOX = "tools", "terminal"
 """Hook and toolbox of a part that shows toolbox_options alone."""
 
 
@@ -105,10 +105,10 @@ def check_options(config: Config) -> None:
     tools = options.get("toolbox_options", {})
     generate = TOOLS if tools else config.rollout.generate
     if tools or "generate" in config.rollout.model_fields_set and generate.startswith("slimx."):
-        inspect.signature(imported("rollout.generate", generate)).bind_partial(**options)
+        inspect.signature(imported("rollout.generate", generate, "slimx.generate")).bind_partial(**options)
     toolbox = options.get("toolbox", TOOLBOX)
     if toolbox.startswith("slimx."):
-        imported("rollout.options.toolbox", toolbox)(**tools)
+        imported("rollout.options.toolbox", toolbox, "slimx.toolboxes")(**tools)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group, Prompt, Trajectory
@@ -23,8 +22,8 @@ from slimx.rollout.flow.rollouts import GroupOutcome
 from slimx.rollout.flow.tickets import Batch
 from slimx.rollout.hook_loading import load_reward
 from slimx.rollout.hooks import RewardContext, RolloutContext
+from tests.extras.rewards import reward_stand
 from tests.refusals import refused
-from tests.unit.rewards import reward_stand
 from tests.unit.rollout.rollout_stand import Stand, config_of
 
 
@@ -151,7 +150,7 @@ async def test_a_reward_in_a_process_logs_as_one_in_a_thread_does():
     logged = {}
     for isolation in ("thread", "process"):
         config = Reward(function=f"{reward_stand.__name__}.logs", isolation=isolation, workers=1)
-        runner = reward_runner(config, load_reward(config, RunFacts()), "no tokenizer", RunFacts())
+        runner = reward_runner(config, load_reward(config, {}), "no tokenizer", {})
         assert isinstance(runner, RewardProcesses) == (isolation == "process")
         try:
             ctx = reward_stand.context("text")

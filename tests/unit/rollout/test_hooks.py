@@ -277,7 +277,7 @@ def test_hooks_that_are_not_configured_are_none(hooks_on_path):
 
 
 REFUSED = [
-    ("generate", "generate", "dotted.path"),
+    ("generate", "generate", "dotted.name"),
     ("generate", "my_hooks:generate.now", "dotted.path"),
     ("generate", "no_such_package.hooks.generate", "dotted.import"),
     ("generate", "my_hooks.generat", "dotted.missing"),

@@ -16,22 +16,21 @@ from typing import Any
 import psutil
 import pytest
 
-from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.sections.reward import Reward
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner
 from slimx.rollout.hook_loading import load_reward
+from tests.extras.rewards.reward_stand import context, trajectory
 from tests.processes import lives, wait_for
-from tests.unit.rewards.reward_stand import context, trajectory
 
-HOOK = "tests.unit.rewards.reward_stand.misbehaving"
+HOOK = "tests.extras.rewards.reward_stand.misbehaving"
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def processes(**options: Any) -> RewardProcesses:
     config = Reward(function=HOOK, isolation="process", **{"workers": 2, "deadline": 20, **options})
-    runner = reward_runner(config, load_reward(config, RunFacts()), "no tokenizer is needed", RunFacts())
+    runner = reward_runner(config, load_reward(config, {}), "no tokenizer is needed", {})
     assert isinstance(runner, RewardProcesses)
     return runner
 
@@ -74,7 +73,7 @@ async def test_calls_that_break_fail_alone_and_the_others_are_judged(deadline_s)
 
 async def test_workers_that_are_stopped_while_they_are_idle_are_replaced_and_no_call_fails(deadline_s):
     config = Reward(function=HOOK, isolation="process", workers=1, deadline=deadline_s, options={"worth": 0.5})
-    runner = RewardProcesses(config, load_reward(config, RunFacts()), "no tokenizer is needed", RunFacts(), take_s=8.0)
+    runner = RewardProcesses(config, load_reward(config, {}), "no tokenizer is needed", {}, take_s=8.0)
     try:
         pid, _ = await judge(runner, "process")
         os.kill(int(pid), signal.SIGSTOP)
@@ -176,10 +175,10 @@ def test_thread_and_process_are_chosen_by_the_hook_or_the_key():
     for config, kind in (
         (Reward(), RewardPool),
         (Reward(isolation="process", workers=1), RewardProcesses),
-        (Reward(function="slimx.rewards.math.reward", workers=1), RewardProcesses),
-        (Reward(parts=[{"name": "m", "function": "slimx.rewards.math.reward"}], workers=1), RewardProcesses),
+        (Reward(function="math", workers=1), RewardProcesses),
+        (Reward(parts=[{"name": "m", "function": "math"}], workers=1), RewardProcesses),
     ):
-        runner = reward_runner(config, load_reward(config, RunFacts()), "", RunFacts())
+        runner = reward_runner(config, load_reward(config, {}), "", {})
         runner.close()
         assert isinstance(runner, kind)
 
@@ -188,7 +187,7 @@ def test_workers_end_when_the_driver_is_killed(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(
         "import asyncio\n"
-        "from tests.unit.rewards.reward_stand import context, trajectory\n"
+        "from tests.extras.rewards.reward_stand import context, trajectory\n"
         "from tests.unit.rollout.test_reward_processes import processes\n"
         "async def main():\n"
         "    runner = processes(workers=1)\n"

@@ -99,7 +99,7 @@ async def test_a_step_that_never_comes_is_told_with_what_it_waits_for():
             await stand.next_batch()
         (waiting,) = [t.prompt.id for t in stand.manager.state()["tickets"] if t.number == 1]
         assert "2 of 4" in caught.value.awaited and waiting in caught.value.awaited
-        assert caught.value.holder == "slimx.rollout.single_turn.generate"
+        assert caught.value.holder == "single_turn"
 
 
 @virtually

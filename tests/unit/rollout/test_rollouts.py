@@ -275,7 +275,7 @@ def generating(prompt_id: str, what: Any) -> Generate:
 
 
 BROKEN_ROLLOUTS = {
-    "raises": (KeyError("tool"), "generate failed", "single_turn.generate raised KeyError: 'tool'"),
+    "raises": (KeyError("tool"), "generate failed", "single_turn raised KeyError: 'tool'"),
     "is refused by the engine": (SlimxError("no engine answers"), "generate failed", "no engine answers"),
     "is not answered in time": (DeadlineError(REQUEST, 600, "http://r"), "engine deadline", "http://r"),
     "waits for something else": (DeadlineError("a tool", 5, "its server"), "generate failed", "its server"),
@@ -352,7 +352,7 @@ async def test_more_failures_than_the_share_stop_the_run_with_the_numbers_and_th
             await stand.next_batch()
     text = str(caught.value)
     assert numbers(text)[:3] == [2, 0.25, 4], "groups that failed, the share, and groups of a step"
-    assert "generate failed: slimx.rollout.single_turn.generate" in text and "ValueError: ticket g2" in text
+    assert "generate failed: single_turn" in text and "ValueError: ticket g2" in text
 
 
 async def test_failures_within_the_share_of_each_step_do_not_add_up_over_steps():

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from slimx.adapters.slime.arguments import RunFacts
+from slimx.extras.slime.arguments import RunFacts
 from slimx.rollout.client import reader as reading
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.reader import Reader

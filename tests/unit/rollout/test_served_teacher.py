@@ -153,7 +153,11 @@ async def test_what_is_not_trained_is_not_scored():
     teacher = FakeTeacher()
     await maker(teacher).make(prompts()[0], group_id="g", number=0, evaluation=True)
     assert not teacher.asked
-    remax = {"algorithm__name": "remax", "algorithm__teacher_coef": 0.1, "reward__function": "slimx.rewards.exact"}
+    remax = {
+        "algorithm__name": "remax",
+        "algorithm__teacher_coef": 0.1,
+        "reward__function": "slimx.extras.rewards.exact",
+    }
     outcome = await maker(teacher, **remax).make(prompts()[0], group_id="g", number=0)
     assert outcome.group.baseline == 1.0 and len(teacher.asked) == 2
     untrained = trajectory([0, 0, 0])

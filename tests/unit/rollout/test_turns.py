@@ -11,12 +11,12 @@ from slimx.data.demonstrated import check_answer, encode_answer
 from slimx.data.messages import with_text
 from slimx.data.records import Prompt
 from slimx.data.tokens import check_prompts, encode_turns
-from slimx.rollout import tools
+from slimx.extras.agents import tools
+from slimx.extras.agents.proxy.answer import spoken, written
+from slimx.extras.agents.proxy.tool_calls import ToolCall, gpt_oss, hermes
 from slimx.rollout.hooks import GivenUp
-from slimx.rollout.proxy.answer import spoken, written
-from slimx.rollout.proxy.tool_calls import ToolCall, gpt_oss, hermes
+from tests.extras.agents.proxy_stand import CALL, PROMPT, TEMPLATE, Script, ask, rollout, said, text_of, tokenizer
 from tests.refusals import refused
-from tests.unit.rollout.proxy_stand import CALL, PROMPT, TEMPLATE, Script, ask, rollout, said, text_of, tokenizer
 
 CALLS = [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
 RESULT = {"role": "tool", "content": "sun", "tool_call_id": "functions.add:0"}
@@ -182,7 +182,7 @@ def test_a_prompt_of_which_a_turn_is_not_rendered_is_refused():
 
 
 async def test_tools_that_leave_no_room_give_the_rollout_up_for_its_context():
-    from tests.unit.environments.tool_stand import context
+    from tests.extras.agents.tool_stand import context
 
     ctx, _ = context("never")
     with pytest.raises(GivenUp) as caught:
@@ -191,7 +191,7 @@ async def test_tools_that_leave_no_room_give_the_rollout_up_for_its_context():
 
 
 async def test_a_call_in_the_thinking_is_not_made():
-    from tests.unit.environments.tool_stand import context
+    from tests.extras.agents.tool_stand import context
 
     ctx, script = context(f"<think>I could {CALL}</think>It is 2.")
     found = await tools.generate(ctx, PROMPT, toolbox="tests.unit.rollout.test_turns.Adding")

@@ -14,15 +14,15 @@ import pytest
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.toolbox import ToolResult
-from slimx.rollout import tools
+from slimx.extras.agents import tools
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.progress import Journal, Recorded
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
 from slimx.runtime.tasks import cancelled
+from tests.extras.agents.proxy_stand import encode, tokenizer
+from tests.extras.boxes.calls import calling
 from tests.refusals import refused
-from tests.unit.environments.calls import calling
-from tests.unit.rollout.proxy_stand import encode, tokenizer
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
 from tests.virtual_time import run_virtually
 from tests.waits import until

@@ -9,7 +9,7 @@ import ray
 
 from slimx import cli
 from slimx.cluster.waiting import explain
-from slimx.environments.enclosure import Ran
+from slimx.extras.boxes.programs.enclosure import Ran
 from slimx.runtime.logs import begin_log, how_ended, log_end, marked, quoted
 
 

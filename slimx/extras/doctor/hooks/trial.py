@@ -12,16 +12,17 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.rollout import Proxy
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks.scripted_server import VERSION, ScriptedServer
 from slimx.models.families import ModelSpec
+from slimx.orchestration.service import make_agent_server
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, Speaker
 from slimx.rollout.hook_loading import Hooks
-from slimx.rollout.proxy.server import ChatProxy
 
 LIMIT_S = 60.0
 """For one rollout, and for one reward, where the run's own deadlines are longer."""
@@ -104,7 +105,7 @@ class HookTrial:
             group.name: FrozenEngine(group.name, url, deadline_s=LIMIT_S, retries=0)
             for group in self.config.rollout.frozen_engines
         }
-        proxy = ChatProxy(context=self.spec.gpt["max_sequence_length"])
+        proxy = make_agent_server(Proxy(), self.spec.gpt["max_sequence_length"])
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
             # Whatever policy is asked, the stand-in says the same, in the words of the run's own tokenizer.

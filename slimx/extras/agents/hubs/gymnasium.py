@@ -1,0 +1,159 @@
+"""Step environments with gymnasium's interface, as text: its own games, RAGEN's, verl-agent's, yours.
+
+rollout:
+  generate: multi_turn
+  options:
+    environment: gymnasium
+    environment_options:
+      id: FrozenLake-v1
+      make_options: {is_slippery: false, render_mode: ansi}
+      text_options: {actions: {left: 0, down: 1, right: 2, up: 3}, ask: "One of left, down, right, up in <answer>."}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slimx.data.records import Prompt
+from slimx.dotted import imported
+from slimx.environments.base import Begin, Step
+from slimx.errors import SlimxError, raised
+from slimx.extras.agents.hubs.attempts import Attempts
+from slimx.extras.agents.hubs.views import seed_of_prompt, state_digest
+
+PACKAGE = "gymnasium==1.4.0"
+KEY = "rollout.options.environment_options"
+WORDS = "slimx.extras.agents.hubs.views.Words"
+
+
+class Gymnasium:
+    """One environment of a rollout: turns become actions, observations become turns and keys of states.
+
+    All rollouts of a prompt begin in the same state: the environment's seed is the prompt's `metadata.seed`, or else a
+    number made of its id, and `metadata.reset` are the options of its `reset`."""
+
+    def __init__(
+        self,
+        *,
+        id: str | None = None,
+        make: str | None = None,
+        make_options: Mapping[str, Any] | None = None,
+        text: str = WORDS,
+        text_options: Mapping[str, Any] | None = None,
+        invalid_reward: float = 0.0,
+        max_invalid: int = 3,
+    ) -> None:
+        """`id`: for `gymnasium.make`, MODULE:ID for an environment that a module registers; or `make`: dotted path of a
+        function or class that makes the environment. `make_options`: its keyword arguments. `text`: dotted path of a
+        `slimx.extras.agents.hubs.views.View`, and `text_options`, its keyword arguments. `invalid_reward`: for a turn
+        without an action. `max_invalid`: such turns in a row, after which the rollout ends."""
+        if (id is None) == (make is None):
+            raise SlimxError(
+                f"{KEY}: give either id, a name for gymnasium.make, or make, a dotted path",
+                code="gymnasium.which",
+                about=KEY,
+            )
+        self._attempts = Attempts.checked(KEY, invalid_reward, max_invalid)
+        self._name = id or make or ""
+        self._maker: Callable[..., Any] = _registered(id) if id is not None else imported(f"{KEY}.make", make or "")
+        self._make_options = dict(make_options or {})
+        self._text, self._text_options = imported(f"{KEY}.text", text), dict(text_options or {})
+        self._world: Any = None
+        self._view: Any = None
+        self._state = self._shown = ""
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Refuse an environment that cannot be made, reset and shown (SlimxError), before the run starts."""
+        tried = cls(**options)
+        try:
+            tried._open(0, None)
+        finally:
+            tried._close()
+
+    async def reset(self, prompt: Prompt, seed: int) -> Begin:
+        """Begin in the state of the prompt. Raises SlimxError for a seed that is no whole number."""
+        own = seed_of_prompt(prompt)
+        self._open(own, prompt.metadata.get("reset"))
+        return Begin(text=self._shown, state_key=self._state)
+
+    async def step(self, text: str) -> Step:
+        """Carry out the action of a turn. One without an action changes nothing, and says so."""
+        action = self._call("the view's action", self._view.action, text)
+        space = getattr(self._world, "action_space", None)
+        if action is None or not (space is None or self._call("action_space.contains", space.contains, action)):
+            return self._attempts.refused(self._shown, self._state)
+        answer = self._call("step", self._world.step, action)
+        if not isinstance(answer, tuple) or len(answer) not in (4, 5):
+            raise self._broken("step", "(observation, reward, terminated, truncated, info)", answer)
+        observation, reward, *ended, info = answer
+        gained = self._number(reward)
+        self._look(observation, info)
+        return self._attempts.carried_out(self._shown, gained, self._state, done=any(map(bool, ended)))
+
+    async def close(self) -> None:
+        """Close the environment, if it was made."""
+        self._close()
+
+    def _open(self, seed: int, options: Any) -> None:
+        self._world = self._call("its making", self._maker, **self._make_options)
+        self._view = self._call("its view", self._text, self._world, **self._text_options)
+        begun = self._call("reset", self._world.reset, seed=seed, **({} if options is None else {"options": options}))
+        pair = isinstance(begun, tuple) and len(begun) == 2 and isinstance(begun[1], Mapping)
+        self._look(*(begun if pair else (begun, {})))
+
+    def _look(self, observation: Any, info: Mapping[str, Any]) -> None:
+        self._shown = str(self._call("the view's show", self._view.show, observation, info))
+        state = getattr(self._view, "state", None)
+        if state is None:
+            self._state = state_digest(observation)
+        else:
+            self._state = str(self._call("the view's state", state, observation, info))
+
+    def _close(self) -> None:
+        world, self._world = self._world, None
+        close = getattr(world, "close", None)
+        if close is not None:
+            self._call("close", close)
+
+    def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except SlimxError:
+            raise
+        except Exception as error:
+            raise SlimxError(
+                f"{self._name}: {what} raised {raised(error)}; correct {KEY}, or the environment",
+                code="gymnasium.raised",
+                about=self._name,
+            ) from error
+
+    def _number(self, reward: Any) -> float:
+        try:
+            value = float(reward)
+        except (TypeError, ValueError):
+            raise self._broken("a reward", "a number", reward) from None
+        if not math.isfinite(value):
+            raise self._broken("a reward", "a finite number", reward)
+        return value
+
+    def _broken(self, what: str, wanted: str, found: Any) -> SlimxError:
+        return SlimxError(
+            f"{self._name}: {what} should be {wanted} and is {str(found)[:200]!r}; correct the environment",
+            code="gymnasium.answer",
+            about=self._name,
+        )
+
+
+def _registered(id: str) -> Callable[..., Any]:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise SlimxError(
+            f"{KEY}.id: {id} needs the package gymnasium ({raised(error)}): pip install {PACKAGE}",
+            code="gymnasium.package",
+            about=f"{KEY}.id",
+        ) from error
+    return lambda **options: gymnasium.make(id, **options)

@@ -1,0 +1,97 @@
+"""A process as a transport of the official MCP SDK. The SDK's own gathers a line of a server without a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from slimx.extras.agents.hubs.mcp_bounds import Stderr
+from slimx.runtime.answers import MAX_ANSWER
+from slimx.runtime.asyncio_processes import ended
+
+END_S = 2.0
+"""Seconds that a server has to leave, and again after SIGTERM and SIGKILL."""
+
+
+@asynccontextmanager
+async def started(
+    command: Sequence[str], environment: Mapping[str, str], directory: str | None, stderr: Stderr
+) -> AsyncIterator[Any]:
+    """Start a server, and end it behind the block. An answer that is too long closes the session, as its end would."""
+    import anyio
+    from mcp.client.stdio import get_default_environment
+
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=stderr.file,
+        env=get_default_environment() | dict(environment),
+        cwd=directory,
+        start_new_session=True,
+        limit=MAX_ANSWER,
+    )
+    received, read = anyio.create_memory_object_stream[Any](0)
+    write, sent = anyio.create_memory_object_stream[Any](0)
+    tasks = [
+        asyncio.create_task(_receive(process, received, stderr)),
+        asyncio.create_task(_send(process, sent, received)),
+    ]
+    try:
+        yield read, write
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in (read, write, received, sent):
+            stream.close()
+        await _end(process)
+
+
+async def _receive(process: asyncio.subprocess.Process, received: Any, stderr: Stderr) -> None:
+    from mcp.shared.message import SessionMessage
+    from mcp_types import jsonrpc_message_adapter
+
+    assert process.stdout is not None
+    async with received:  # closed, it ends the calls that wait
+        while True:
+            try:
+                line = await process.stdout.readline()
+            except ValueError:
+                stderr.note = f"an answer has more than {MAX_ANSWER} bytes"
+                return
+            if not line:
+                return
+            try:
+                message: Any = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+            except ValueError as error:
+                message = error
+            await received.send(message)
+
+
+async def _send(process: asyncio.subprocess.Process, sent: Any, received: Any) -> None:
+    assert process.stdin is not None
+    async with sent:
+        with suppress(ConnectionError):
+            async for each in sent:
+                line = each.message.model_dump_json(by_alias=True, exclude_unset=True)
+                process.stdin.write(f"{line}\n".encode(errors="replace"))
+                await process.stdin.drain()
+            return
+    received.close()  # the server reads no more: no answer comes
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a server and what it has started: its input ends first."""
+    assert process.stdin is not None
+    process.stdin.close()
+    for signum in (None, signal.SIGTERM, signal.SIGKILL):
+        if signum is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+        if await ended(process, END_S):
+            return

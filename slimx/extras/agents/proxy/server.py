@@ -1,0 +1,194 @@
+"""A server of OpenAI's and Anthropic's APIs in front of the engines: what agents sample through it becomes the rollout.
+
+    agent --POST /SESSION/v1/chat/completions--> ChatProxy --> Session --ctx.engine--> engines
+                                                                  |
+                                                                  v
+                                                            Conversations --> trajectories
+
+One server per run, which starts with the first session; one session per rollout. A session's name is a secret that only
+its agent gets: nobody else on the network can sample, or add to a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aiohttp import web
+
+from slimx.errors import SlimxError
+from slimx.extras.agents.proxy.anthropic_messages import AnthropicMessages
+from slimx.extras.agents.proxy.errors import ApiError
+from slimx.extras.agents.proxy.openai_chat import OpenaiChat
+from slimx.extras.agents.proxy.openai_responses import OpenaiResponses
+from slimx.extras.agents.proxy.session import TOKEN_CHARACTERS, Session
+from slimx.extras.agents.proxy.wire import Wire
+from slimx.runtime.children import bypass_proxies
+from slimx.runtime.connections import Connections, Listening
+from slimx.runtime.ports import address
+
+MAX_BODY = 64 * 2**20
+"""Bytes of a request, at most; fewer where a trajectory's tokens cannot fill them."""
+LARGE_BODY = 100_000
+"""Bytes of a request above which it is read in a thread: the loop serves all others meanwhile."""
+CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
+"""Charsets of a body that are read. Of Python's others some are quadratic in its length (punycode)."""
+BODY_DEADLINE = 60.0
+"""Seconds from a request's headers to the end of its body."""
+IDLE_DEADLINE = 120.0
+"""Seconds that a connection may be open without a whole request's headers."""
+CONNECTIONS = 16384
+"""Connections that may be open at the same time; one more ends the one that has asked nothing for longest."""
+TOKENIZING = 2
+"""Threads in which messages become tokens."""
+
+
+class ChatProxy:
+    """The server of one run."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, context: int) -> None:
+        """`port` 0: any that is free. `context`: tokens of a trajectory that can be trained, at most."""
+        self.context = context
+        self._host, self._port = host, port
+        self._sessions: dict[str, Session] = {}
+        self._running: dict[str, set[asyncio.Task[Any]]] = {}
+        """Tasks that answer, by session."""
+        self._server: Listening | None = None
+        self._starting = asyncio.Lock()
+        self._open: Connections
+        self._tokenizing: ThreadPoolExecutor
+        # A character takes 6 bytes at most, written as \uXXXX; the rest is for names and numbers.
+        self._most = min(MAX_BODY, 2**20 + 6 * TOKEN_CHARACTERS * context)
+        self.body_deadline, self.idle_deadline = BODY_DEADLINE, IDLE_DEADLINE
+        self.connections = CONNECTIONS
+
+    @contextlib.asynccontextmanager
+    async def session(self, session: Session) -> AsyncIterator[str]:
+        """Serve `session` inside the block; gives its base URL. Answers unfinished at its end are cancelled."""
+        url = await self._start()
+        name = secrets.token_urlsafe(16)
+        self._sessions[name], self._running[name] = session, set()
+        try:
+            yield f"{url}/{name}/v1"
+        finally:
+            del self._sessions[name]
+            running = self._running.pop(name)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End the server, if it runs."""
+        async with self._starting:
+            if self._server is not None:
+                await self._server.close()
+                self._tokenizing.shutdown(wait=False, cancel_futures=True)
+                self._server = None
+
+    async def _start(self) -> str:
+        """The address at which it listens."""
+        async with self._starting:
+            if self._server is None:
+                self._open = Connections(most=self.connections, idle=self.idle_deadline)
+                app = web.Application(client_max_size=self._most)
+                app.router.add_post("/{session}/v1/chat/completions", self._chat)
+                app.router.add_post("/{session}/v1/responses", self._responses)
+                app.router.add_post("/{session}/v1/messages", self._messages)
+                app.router.add_post("/{session}/v1/messages/count_tokens", self._count)
+                app.router.add_get("/{session}/v1/models", self._models)
+                app.router.add_route("*", "/{path:.*}", self._unknown)
+                try:
+                    # A disconnect cancels the request: an answer that nobody got is no part of the rollout.
+                    server = await self._open.listen(app, self._host, self._port, handler_cancellation=True)
+                except OSError as error:
+                    raise SlimxError(
+                        f"rollout.proxy cannot listen on {address(self._host, self._port)} ({error.strerror}); "
+                        "choose another host or port",
+                        code="proxy.address",
+                        about="rollout.proxy",
+                    ) from None
+                bypass_proxies(os.environ, [self._host])  # clients of agents in this process go by it
+                self._server = server
+                self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
+            return f"http://{address(self._host, self._server.port)}"
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._served(OpenaiChat(), http, self._answer)
+
+    async def _responses(self, http: web.Request) -> web.StreamResponse:
+        return await self._served(OpenaiResponses(), http, self._answer)
+
+    async def _messages(self, http: web.Request) -> web.StreamResponse:
+        return await self._served(AnthropicMessages(), http, self._answer)
+
+    async def _count(self, http: web.Request) -> web.StreamResponse:
+        return await self._served(AnthropicMessages(counts=True), http, self._counted)
+
+    async def _answer(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
+        return await session.answer(wire, await self._body(http), http, self._tokenizing)
+
+    async def _counted(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"input_tokens": await session.count(wire, await self._body(http), self._tokenizing)})
+
+    async def _served(
+        self,
+        wire: Wire,
+        http: web.Request,
+        answer: Callable[[Session, Wire, web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """The response of a session; an error in the words of its API."""
+        name = http.match_info["session"]
+        task = asyncio.current_task()
+        try:
+            session = self._sessions.get(name)
+            if session is None:
+                raise ApiError("this session does not exist, or has ended", code="session_not_found", status=404)
+            self._running[name].add(task)
+            return await answer(session, wire, http)
+        except ApiError as error:
+            return web.json_response(wire.refusal(error), status=error.status)
+        finally:
+            self._running.get(name, set()).discard(task)
+
+    async def _body(self, http: web.Request) -> Any:
+        """The request's body, read as JSON. Raises ApiError for one that is too long, too slow, or no JSON."""
+        try:
+            async with asyncio.timeout(self.body_deadline):
+                data = await http.read()
+        except web.HTTPRequestEntityTooLarge:
+            text = f"the body has more than the {self._most} bytes that {self.context} tokens could take"
+            raise ApiError(text, code="body_too_large", status=413, param="messages") from None
+        except TimeoutError:
+            text = f"the body did not come within {self.body_deadline:g} s"
+            raise ApiError(text, code="body_deadline", status=408) from None
+        charset = (http.charset or "utf-8").lower()
+        if charset not in CHARSETS:
+            text = f"charset {charset[:100]!r} of Content-Type is not read; send UTF-8"
+            raise ApiError(text, code="invalid_value", param="Content-Type")
+        if len(data) < LARGE_BODY:
+            return _json(data, charset)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, _json, data, charset)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "slimx"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _unknown(self, http: web.Request) -> web.Response:
+        error = ApiError(f"{http.method} {http.path} is not served here", code="unknown_url", status=404)
+        return web.json_response(error.body, status=404)
+
+
+def _json(data: bytes, charset: str) -> Any:
+    """The value of a body. Raises ApiError for one that is no JSON."""
+    try:
+        return json.loads(data.decode(charset))
+    except ValueError:
+        raise ApiError("the body is no JSON", code="invalid_json", param="body") from None
+    except RecursionError:
+        raise ApiError("the body is nested too deeply", code="invalid_json", param="body") from None

@@ -1,0 +1,164 @@
+"""A box on this machine: a root directory behind bubblewrap's name spaces, limits and filter of system calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from slimx.extras.boxes import roots
+from slimx.extras.boxes.programs.enclosure import MIB, NOBODY, Enclosure, NotStarted, Ran
+from slimx.extras.boxes.programs.watch import Limits
+from slimx.extras.boxes.protocol import BoxRefusal, Either, check_run, names_of, not_plain, too_large
+
+NOT_FOUND = 127
+"""Exit status of a shell for a program that is not there."""
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class BubblewrapBox:
+    """A `Box` that begins as a copy of `source`, a tar archive or a directory.
+
+    `Limits.disk_mib` bounds what it adds to that. Its /dev, /proc and, with `host_usr`, its /usr are not its own."""
+
+    def __init__(
+        self,
+        source: Path,
+        limits: Limits | None = None,
+        *,
+        host_usr: bool = False,
+        base: Path | None = None,
+        image_mib: int = 4096,
+    ):
+        """`host_usr`: the box reads this machine's /usr, for roots that bring no programs. `base`: the directory of
+        its files. Raises SlimxError for a program that is missing, BoxRefusal for a source that is no root."""
+        self.limits = limits or Limits()
+        self._enclosure = Enclosure(self.limits)
+        self._host_usr = host_usr
+        self._turn, self._given_up = threading.Lock(), threading.Event()
+        self._root: roots.Root | None = roots.make(source, base, image_mib, host_usr=host_usr)
+        self._began_with = roots.used(self._root.path)
+
+    def run(
+        self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
+    ) -> Ran:
+        """Run a program, as `Box.run` says. Ended is "disk" where the box holds more than its limit;
+        the status is 127 where it lacks the program or `cwd`."""
+        check_run(command, stdin, cwd)
+        with self._turn:
+            root = self._living()
+            most = self._began_with + self.limits.disk_mib * MIB
+            words = ["--bind", str(root), "/", "--proc", "/proc", "--dev", "/dev"]
+            words += ["--size", str(MIB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+            if self._host_usr:
+                words += ["--ro-bind", "/usr", "/usr"]
+            words += ["--chdir", cwd, "--clearenv"]
+            for name, value in {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8"}.items():
+                words += ["--setenv", name, value]
+            for name in ("proc", "dev", *(("usr",) if self._host_usr else ())):
+                self._mount_point(root, name)
+            try:
+                return self._enclosure.run(
+                    words,
+                    command,
+                    group_mib=self.limits.memory_mib + self.limits.disk_mib,
+                    stdin=stdin,
+                    stop=Either(self._given_up, stop),
+                    disk_used=lambda outermost: roots.used(root, outermost, most=most) - self._began_with,
+                )
+            except NotStarted as error:
+                if not error.said.startswith(("bwrap: execvp ", "bwrap: Can't chdir to ")):
+                    raise
+                return Ran("", error.said, "exit", NOT_FOUND, 0.0)
+
+    def put(self, path: str, content: bytes) -> None:
+        with self._turn, self._above(path, make=True) as (directory, name):
+            try:
+                file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644, dir_fd=directory)
+            except OSError as error:
+                raise _not_plain(path, error) from None
+            with os.fdopen(file, "wb") as opened:
+                _plain(path, file)
+                os.truncate(file, 0)
+                opened.write(content)
+                self._own(file)
+
+    def get(self, path: str, most: int) -> bytes:
+        with self._turn, self._above(path, make=False) as (directory, name):
+            try:
+                file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+            except OSError as error:
+                raise _not_plain(path, error) from None
+            with os.fdopen(file, "rb") as opened:
+                size = _plain(path, file)
+                if size > most:
+                    raise too_large(path, str(size), most)
+                return opened.read(most)
+
+    def snapshot(self, to: Path) -> None:
+        with self._turn:
+            roots.copy(self._living(), to)
+
+    def end(self) -> None:
+        self._given_up.set()
+        with self._turn:
+            if self._root is not None:
+                root, self._root = self._root, None
+                root.remove()
+
+    def _living(self) -> Path:
+        if self._root is None or self._given_up.is_set():
+            raise BoxRefusal("the box has ended; begin another one", code="ended", about="box")
+        return self._root.path
+
+    def _mount_point(self, root: Path, name: str) -> None:
+        """A directory to mount on: what the box put in its place goes, so that no link leads bubblewrap elsewhere."""
+        os.chmod(root, 0o755)
+        point = root / name
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(point.lstat().st_mode):
+                return
+            point.unlink()
+        point.mkdir()
+        os.chmod(point, 0o755)
+
+    @contextlib.contextmanager
+    def _above(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
+        """The directory that holds `path`, reached without following a link, and the last name of the path."""
+        *names, last = names_of(path)
+        at = os.open(self._living(), _DIRECTORY)
+        try:
+            for name in names:
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, 0o755, dir_fd=at)
+                        made = os.open(name, _DIRECTORY, dir_fd=at)
+                        self._own(made)
+                        os.close(made)
+                below = os.open(name, _DIRECTORY, dir_fd=at)
+                os.close(at)
+                at = below
+            yield at, last
+        except OSError as error:
+            raise _not_plain(path, error) from None
+        finally:
+            os.close(at)
+
+    def _own(self, descriptor: int) -> None:
+        if os.geteuid() == 0:
+            os.fchown(descriptor, NOBODY, NOBODY)
+
+
+def _plain(path: str, descriptor: int) -> int:
+    """Size of the file. Raises BoxRefusal if it is no regular file."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise _not_plain(path, None)
+    return found.st_size
+
+
+def _not_plain(path: str, error: OSError | None) -> BoxRefusal:
+    return not_plain(path, str(error.strerror) if error is not None else "not a regular file")

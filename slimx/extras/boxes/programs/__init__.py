@@ -1,0 +1,1 @@
+"""Programs in a sandbox of namespaces on this machine: one call, one program."""

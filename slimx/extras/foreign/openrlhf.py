@@ -1,0 +1,99 @@
+"""Flags of OpenRLHF (train_ppo_ray), dotted since its version 0.9, and their older names."""
+
+from __future__ import annotations
+
+from slimx.extras.foreign.meaning import (
+    ALGORITHMS,
+    EPOCHS,
+    KL_KINDS,
+    KL_ON,
+    MEMORY,
+    OF_ENGINES,
+    OFFLOADED,
+    PACKED,
+    PER_UPDATE,
+    RANKS,
+    REFERENCE_LAYOUT,
+    Meaning,
+    Table,
+    absent,
+    needless,
+    setting,
+    switched,
+    worked_out,
+)
+
+_ZERO = needless("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer")
+_CORRECTION = setting(algorithm__old_logprobs="recompute", algorithm__correction="{kind: truncate}")
+_PAIRS: dict[tuple[str, ...], str | Meaning] = {
+    ("actor.model_name_or_path", "pretrain"): "model.path",
+    ("critic.model_name_or_path", "critic_pretrain"): "critic.load",
+    ("data.prompt_dataset", "prompt_data"): "rollout.prompts",
+    ("data.input_key",): "rollout.fields.prompt",
+    ("data.label_key",): "rollout.fields.answer",
+    ("data.apply_chat_template",): needless("messages are always rendered in the chat template"),
+    ("data.max_samples",): absent("all prompts of the file are taken"),
+    ("data.max_len",): worked_out(
+        "rollout.sampling.max_new_tokens", "and rollout.max_prompt_tokens, which add up to it"
+    ),
+    ("prompt_max_len",): "rollout.max_prompt_tokens",
+    ("rollout.max_new_tokens", "generate_max_len"): "rollout.sampling.max_new_tokens",
+    ("rollout.batch_size",): worked_out("rollout.prompts_per_step", "prompts, as here"),
+    ("rollout.n_samples_per_prompt",): "rollout.group_size",
+    (
+        "rollout.micro_batch_size",
+        "micro_rollout_batch_size",
+        "train.micro_batch_size",
+        "micro_train_batch_size",
+    ): PACKED,
+    ("ds.packing_samples", "packing_samples", "train.dynamic_batch_enable"): PACKED,
+    ("train.max_tokens_per_gpu", "train_max_tokens_per_gpu"): "trainer.max_tokens_per_microbatch",
+    ("train.batch_size", "train_batch_size"): PER_UPDATE,
+    ("train.max_epochs", "max_epochs"): absent(
+        "every rollout is trained once; schedule.updates_per_step divides a step"
+    ),
+    ("train.num_episodes", "num_episodes"): EPOCHS,
+    ("train.colocate_all", "colocate_all_models"): "schedule.colocate",
+    ("train.async_enable", "async_train"): switched("schedule.max_staleness", "1"),
+    ("actor.adam.lr", "adam.lr", "actor_learning_rate"): "trainer.optimizer.lr",
+    ("critic.adam.lr", "critic_learning_rate"): "critic.optimizer.lr",
+    ("actor.gradient_checkpointing_enable",): switched("trainer.recompute.granularity", "full"),
+    ("actor.num_nodes", "actor.num_gpus_per_node", "actor_num_gpus_per_node"): RANKS,
+    ("ref.num_nodes", "ref.num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node"): REFERENCE_LAYOUT,
+    ("critic.num_nodes", "critic.num_gpus_per_node"): worked_out("critic.layout", "the critic's own sizes"),
+    ("vllm.num_engines", "vllm_num_engines"): "rollout.engines.*.count",
+    ("vllm.tensor_parallel_size",): "rollout.engines.*.tensor",
+    ("vllm.gpu_memory_utilization",): MEMORY,
+    ("vllm.enable_sleep", "ds.enable_sleep", "deepspeed_enable_sleep"): OFFLOADED,
+    ("vllm.sync_backend", "vllm_sync_backend"): worked_out("publish.transport", "auto chooses what fits"),
+    ("vllm.enforce_eager",): switched("rollout.engines.*.sglang.disable_cuda_graph", "true"),
+    ("vllm.*",): OF_ENGINES,
+    ("algo.kl.init_coef", "init_kl_coef"): worked_out(
+        "algorithm.kl_coef", "or algorithm.kl_reward_coef, without use_kl_loss"
+    ),
+    ("algo.kl.use_loss",): KL_ON,
+    ("algo.kl.estimator", "kl_estimator"): Meaning("algorithm.kl_estimator", KL_KINDS),
+    ("algo.advantage.estimator",): Meaning("algorithm.name", ALGORITHMS),
+    ("algo.advantage.gamma",): "algorithm.gamma",
+    ("algo.advantage.is_correction_enable", "enable_vllm_is_correction"): _CORRECTION,
+    ("algo.dynamic_filtering_enable", "dynamic_filtering"): switched("rollout.filter", "examples.varied.keep"),
+    ("algo.dynamic_filtering_range", "dynamic_filtering_reward_range"): worked_out("rollout.filter", "keep(group)"),
+    ("reward.model_name_or_path", "reward_pretrain"): worked_out(
+        "rollout.engines", "a frozen group with the reward model, which your reward asks by name"
+    ),
+    ("reward.remote_url", "remote_rm_url"): worked_out(
+        "reward.options", "of remote: {url: VALUE}; for a file of Python reward.function"
+    ),
+    ("reward.normalize_enable", "normalize_reward"): "algorithm.whiten",
+    ("ckpt.output_dir", "save_path", "ckpt.path", "ckpt_path"): "run.dir",
+    ("ckpt.save_steps",): "checkpoint.every",
+    ("ckpt.save_hf", "save_hf_ckpt"): switched("checkpoint.export_hf", "true"),
+    ("ckpt.load_enable", "load_checkpoint"): needless("the same command goes on from the newest checkpoint"),
+    ("logger.logging_steps",): needless("every step is logged"),
+    ("eval.steps",): "eval.every",
+    ("ds.param_dtype",): worked_out("numerics.dtype", "bfloat16 or float32"),
+    ("ds.attn_implementation",): worked_out("trainer.attention", "auto, flash, fused or unfused"),
+    ("ds.zero_stage", "zero_stage", "ds.*"): _ZERO,
+}
+
+OPENRLHF: Table = {name: meaning for names, meaning in _PAIRS.items() for name in names}

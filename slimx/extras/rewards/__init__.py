@@ -1,0 +1,1 @@
+"""Reward hooks that come with slimx: mathematics, choices, patterns, instructions, judges."""

@@ -1,0 +1,21 @@
+"""The penalty of responses that come near the length limit: DAPO's soft overlong punishment (2503.14476, eq. 13)."""
+
+from __future__ import annotations
+
+from slimx.data.records import Trajectory
+from slimx.errors import SlimxError
+from slimx.rewards.context import Context
+
+
+async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: int) -> float:
+    """0.0 up to `limit - buffer` sampled tokens, then linearly down to -1.0 at `limit` and beyond.
+
+    Raises SlimxError unless 0 < buffer <= limit."""
+    if not 0 < buffer <= limit:
+        raise SlimxError(
+            f"slimx.extras.rewards.overlong: buffer is {buffer} and limit {limit} tokens; give 0 < buffer <= limit",
+            code="reward.option",
+            about="buffer",
+        )
+    beyond = len(trajectory.sampled_ids()) - (limit - buffer)
+    return -min(max(beyond / buffer, 0.0), 1.0)

@@ -1,0 +1,25 @@
+"""slime's hooks as a form of hooks: what follows `slime:` in a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.extras.slime.arguments import RunFacts
+from slimx.extras.slime.hooks import GenerateHook, KeepHook, RewardHook, written_for_slime
+
+load_generate = GenerateHook.load
+load_keep = KeepHook.load
+is_form_of = written_for_slime
+
+
+def load_reward(
+    key: str, path: str, options: Mapping[str, Any], *, group: bool, facts: Mapping[str, Any]
+) -> RewardHook:
+    return RewardHook.load(key, path, options, group=group, run=RunFacts(**facts))
+
+
+def facts(config: Config) -> dict[str, Any]:
+    return asdict(RunFacts.of(config))

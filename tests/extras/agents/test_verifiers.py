@@ -1,0 +1,240 @@
+"""Environments of verifiers: the package's own runner and tools against the proxy, and servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+from aiohttp import web
+
+from slimx.data.prompts import read_prompts
+from slimx.data.records import Prompt, Trajectory
+from slimx.extras.agents import agent
+from slimx.extras.agents.hubs import verifiers
+from slimx.extras.agents.proxy.server import ChatProxy
+from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hooks import GivenUp
+from slimx.runtime.answers import MAX_ANSWER
+from tests.extras.agents.proxy_stand import Script, client_of, context, said, trained
+from tests.extras.agents.served import program, stand_in
+from tests.extras.boxes.calls import calling
+from tests.needed import hub_python
+from tests.refusals import refused
+from tests.unit.rollout.rollout_stand import config_of
+
+PLAY = "verifiers"
+URL = "rollout.options.agent_options.url"
+SERVER = Path(verifiers.__file__).with_name("servers") / "verifiers_server.py"
+TASK = Prompt(
+    id="task-1",
+    messages=[{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}],
+    metadata={"verifiers": {"prompt": "1+1=", "system_prompt": "Add.", "answer": "2"}},
+)
+
+
+async def play(url: str, *says: str, prompt: Prompt = TASK, tokens: int = 4000, **options: str) -> list[Trajectory]:
+    proxy = ChatProxy(context=tokens)
+    try:
+        ctx = context(Script(*says), proxy, max_new_tokens=400)
+        return await agent.generate(ctx, prompt, agent=PLAY, agent_options={"url": url, **options})
+    finally:
+        await proxy.stop()
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    place = tmp_path / request.param
+    place.mkdir()
+    with program(hub_python("verifiers"), "verifiers_program.py", place / "log") as url:
+        yield url
+
+
+@pytest.mark.slow("needs build/hubs")
+@pytest.mark.parametrize("server", ["verifiers_adding"], indirect=True)
+async def test_its_tools_are_called_and_its_rubric_is_the_reward(server):
+    right = play(server, f"So {calling('add', a=1, b=1)}", "It is 2.")
+    wrong = play(server, "It is 3.")
+    (found,), (other,) = await asyncio.gather(right, wrong)
+    assert trained(found) == f"So {calling('add', a=1, b=1)}<end>It is 2.<end>"
+    assert found.metadata["requests"] == 2 and found.metadata["result"]["metrics"] == {"answers": 2.0}
+    assert await verifiers.reward(None, found) == {"right": 2.0, "by_tool": 1.0}
+    assert await verifiers.reward(None, other) == {"right": 0.0, "by_tool": 0.0}
+
+
+@pytest.mark.slow("needs build/hubs")
+@pytest.mark.parametrize("server", ["verifiers_asking"], indirect=True)
+async def test_an_environment_that_is_the_user_asks_again_in_the_same_trajectory(server):
+    (found,) = await play(server, "2", "2")
+    assert trained(found) == "2<end>2<end>" and found.metadata["result"]["turns"] == 2
+    assert await verifiers.reward(None, found) == {"kept": 0.5}
+    with pytest.raises(GivenUp) as caught:  # its answer is no task of this environment
+        await play(server, "2", prompt=replace(TASK, metadata={"verifiers": {"prompt": "?"}}))
+    assert caught.value.reason == "agent failed"
+
+
+@pytest.mark.slow("needs build/hubs")
+def test_its_tasks_are_a_file_of_prompts(tmp_path):
+    env = json.dumps({"taskset": {"id": "verifiers_adding"}})
+    command = [hub_python("verifiers"), str(SERVER), env, "--prompts", str(tmp_path / "p.jsonl"), "--tasks", "2"]
+    subprocess.run(
+        command, check=True, env={"PYTHONPATH": str(Path(__file__).parent), "PATH": "", "HOME": str(tmp_path)}
+    )
+    prompts = read_prompts(tmp_path / "p.jsonl")
+    assert [prompt.id for prompt in prompts] == ["task-0", "task-1"] and prompts[1].messages == TASK.messages
+    assert TASK.metadata["verifiers"].items() <= prompts[1].metadata["verifiers"].items()
+
+
+def answering(status: int, body: Any, *, asks: int = 0) -> Any:
+    """A server that samples `asks` times, as an environment would, and then gives its verdict."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        answer.heard.append((request.path, asked["task"]))
+        answer.token = request.headers.get("Authorization")
+        async with client_of(asked["base_url"]) as client:
+            messages = [{"role": "user", "content": asked["task"]["prompt"]}]
+            for _ in range(asks):
+                messages = [*messages, await said(client, messages), {"role": "user", "content": "Sure?"}]
+        if status == 0:
+            await asyncio.Event().wait()
+        text = body if isinstance(body, str) else json.dumps(body)
+        return web.Response(status=status, text=text, headers={"Location": "/elsewhere"})
+
+    answer.heard = []
+    return answer
+
+
+GOOD = {"rewards": {"right": 2.0, "short": 0}, "metrics": {}, "turns": 2, "stop": "agent_completed"}
+
+
+async def test_the_verdict_is_the_reward_of_what_was_sampled():
+    server = answering(200, GOOD, asks=2)
+    async with stand_in(server) as url:
+        (found,) = await play(url, "It is 3.", "It is 2.")
+    assert server.heard == [("/episode", TASK.metadata["verifiers"])]
+    assert trained(found) == "It is 3.<end>It is 2.<end>"
+    assert await verifiers.reward(None, found) == {"right": 2.0, "short": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (200, {"error": "ToolsetError: gone"}, "ToolsetError: gone"),
+        (200, {"rewards": {}}, "answered 200"),
+        (200, {"rewards": {"right": float("nan")}}, "answered 200"),
+        (200, {"rewards": {"right": "1"}}, "answered 200"),
+        (200, [], "answered 200"),
+        (200, "no JSON", "answered 200"),
+        (400, {"error": "ValidationError: answer"}, "answered 400"),
+        (500, GOOD, "answered 500"),
+        (307, GOOD, "answered 307"),
+        (200, "x" * (MAX_ANSWER + 1), "more than"),
+    ],
+)
+async def test_an_episode_without_a_verdict_is_counted_and_named(status, body, told):
+    async with stand_in(answering(status, body, asks=1)) as url:
+        with pytest.raises(GivenUp) as caught:
+            await play(url, "It is 2.")
+    assert caught.value.reason == "agent failed" and told in str(caught.value)
+
+
+async def test_a_server_that_is_not_there_is_counted():
+    with pytest.raises(GivenUp) as caught:
+        await play("http://127.0.0.1:9")
+    assert caught.value.reason == "agent failed"
+
+
+async def test_a_server_that_hangs_is_left_at_the_deadline_of_its_rollout():
+    async with stand_in(answering(0, "", asks=1)) as url:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await play(url, "It is 2.")
+
+
+async def test_a_rollout_that_reached_a_limit_has_no_verdict_and_no_reward():
+    async with stand_in(answering(200, {"error": "context"}, asks=3)) as url:
+        (found,) = await play(url, "It is 3.", "It is 2.", tokens=60)
+    assert found.status == "truncated" and await verifiers.reward(None, found) == 0.0
+
+
+async def test_a_prompt_without_a_task_is_named():
+    with pytest.raises(GivenUp) as caught:
+        await play("http://127.0.0.1:9", prompt=Prompt(id="p7", messages=[{"role": "user", "content": "?"}]))
+    cause = caught.value.__cause__
+    assert (cause.code, cause.about) == ("verifiers.task", "p7")  # type: ignore[union-attr]
+
+
+async def test_the_token_goes_along(monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "secret")
+    server = answering(200, GOOD, asks=1)
+    async with stand_in(server) as url:
+        await play(url, "It is 2.", token_env="HUB_TOKEN")
+        assert server.token == "Bearer secret"
+    async with stand_in(server) as url:
+        await play(url, "It is 2.")
+        assert server.token is None
+
+
+def test_a_token_that_is_not_there_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "")
+    with refused("verifiers.token", about="rollout.options.agent_options.token_env"):
+        options = {"agent": PLAY, "agent_options": {"url": "http://127.0.0.1:8000", "token_env": "HUB_TOKEN"}}
+        load_hooks(config_of(generate="agent", options=options))
+
+
+@pytest.fixture
+def hub_server(monkeypatch):
+    """The server's module; the package, which the tests' environment lacks, is a stand-in that nothing calls."""
+    names = ("verifiers", "verifiers.v1", "verifiers.v1.types", "verifiers.v1.utils", "verifiers.v1.utils.loaders")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    spec = importlib.util.spec_from_file_location("hub_server", SERVER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--host", "0.0.0.0"], "give --token-env"), (["--host", "0.0.0.0", "--token-env", "HUB_TOKEN"], "is not set")],
+)
+def test_a_server_that_others_reach_does_not_start_without_a_token(hub_server, monkeypatch, capsys, words, told):
+    monkeypatch.setenv("HUB_TOKEN", "")
+    monkeypatch.setattr(sys, "argv", ["verifiers_server.py", "{}", *words])
+    with pytest.raises(SystemExit):
+        hub_server.main()
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "status"), [("", 401), ("Bearer wrong", 401), ("Bearer secret", 400)])
+async def test_a_request_without_the_token_is_refused(hub_server, given, status):
+    tasks = type("Tasks", (), {"task_type": MagicMock()})
+    server = hub_server.Server(SimpleNamespace(taskset=tasks()), 1, "secret")
+    request = MagicMock(headers={"Authorization": given}, json=AsyncMock(return_value={}))
+    assert (await server.episode(request)).status == status
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", 8000])
+def test_an_address_that_is_none_is_refused_before_the_run(url):
+    with refused("verifiers.url", about=URL):
+        options = {"agent": PLAY, "agent_options": {"url": url}}
+        load_hooks(config_of(generate="agent", options=options))
+
+
+def test_the_server_needs_nothing_that_its_environment_lacks():
+    """Imports `slimx.runtime.connections` alone of slimx, which needs nothing but aiohttp."""
+    assert re.findall(r"(?:import|from) (slimx\S*)", SERVER.read_text()) == ["slimx.runtime.connections"]
+    program = "import sys, slimx.runtime.connections; print(*(n for n in sys.modules if n.startswith('slimx')))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["slimx", "slimx.runtime", "slimx.runtime.connections"]

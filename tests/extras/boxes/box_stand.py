@@ -1,0 +1,131 @@
+"""Boxes of every back end that a test can have here, from one small image."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slimx.extras.boxes.bubblewrap import BubblewrapBox
+from slimx.extras.boxes.containers import ContainerBox
+from slimx.extras.boxes.engines import ContainerEngine
+from slimx.extras.boxes.programs.sandbox import Limits
+from slimx.extras.boxes.protocol import Box
+from slimx.extras.boxes.remote import RemoteBox, RemoteServer
+from tests.needed import missing
+
+SMALL = Limits(seconds=60.0, memory_mib=128, processes=8, disk_mib=8)
+START_S = 300.0
+"""Seconds for a server to listen; for hangs only."""
+KINDS = ["bubblewrap", "remote", pytest.param("container", marks=pytest.mark.slow("needs podman"))]
+
+
+def archive(path: Path, *members: tarfile.TarInfo) -> Path:
+    with tarfile.open(path, "w") as file:
+        for member in members:
+            file.addfile(member, io.BytesIO(bytes(member.size)))
+    return path
+
+
+def link(name: str, to: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, to
+    return member
+
+
+def plain(name: str, size: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member
+
+
+def image(path: Path) -> Path:
+    """An image that uses this machine's /usr, with a directory /work."""
+    work = tarfile.TarInfo("work")
+    work.type, work.mode = tarfile.DIRTYPE, 0o777
+    return archive(path, link("bin", "usr/bin"), link("lib", "usr/lib"), link("lib64", "/usr/lib64"), work)
+
+
+@cache
+def engine() -> ContainerEngine | str:
+    """The container engine that runs boxes here, or why none does: podman with its own runtime, or with runc."""
+    said = []
+    for words in (("podman",), ("podman", "--runtime", "runc"), ("docker",)):
+        try:
+            found = ContainerEngine.find(words)
+            box = ContainerBox(image(Path(f"/tmp/slimx-test-{os.getpid()}.tar")), SMALL, engine=found, host_usr=True)
+            try:
+                assert box.run(["true"]).ok
+                return found
+            finally:
+                box.end()
+        except Exception as error:
+            said.append(f"{' '.join(words)}: {error}")
+        finally:
+            Path(f"/tmp/slimx-test-{os.getpid()}.tar").unlink(missing_ok=True)
+    return "; ".join(said)
+
+
+def needed_engine() -> ContainerEngine:
+    """That engine; skips the test where there is none."""
+    found = engine()
+    if isinstance(found, str):
+        missing(f"needs a container engine: {found}")
+    return found
+
+
+@contextmanager
+def served(
+    directory: Path, *words: str, token: str | None = "secret", under: Sequence[str] = ()
+) -> Iterator[tuple[RemoteServer, subprocess.Popen]]:
+    """A server of bubblewrap's boxes on loopback, in a process of its own, started by the program `under` if given."""
+    log = directory / "server.log"
+    line = [*under, sys.executable, "-m", "slimx.extras.boxes.serve", "--port", "0", "--host-usr", *words]
+    line += ["--token-env", "BOXES_TOKEN"] if token else []
+    environment = os.environ | {"BOXES_TOKEN": token or "", "TMPDIR": str(directory)}
+    with log.open("w") as written:
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=written, env=environment, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:"), log.read_text()[-2000:]
+        yield RemoteServer(url, token), process
+    finally:
+        process.terminate()
+        process.wait(START_S)
+
+
+def made(kind: str, server: RemoteServer | None, base: Path) -> Callable[..., Box]:
+    """Begins boxes of a kind."""
+
+    def begin(source: str | Path, limits: Limits = SMALL) -> Box:
+        if kind == "remote":
+            assert server is not None
+            return RemoteBox(source, limits, server=server)
+        if kind == "container":
+            return ContainerBox(source, limits, engine=needed_engine(), host_usr=True, base=base)
+        return BubblewrapBox(Path(source), limits, host_usr=True, base=base)
+
+    return begin
+
+
+def runs(argument: str) -> bool:
+    """True while a process of this machine has this argument."""
+    return any(argument in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
+
+
+def eventually(happens: Callable[[], bool]) -> None:
+    until = time.monotonic() + START_S
+    while not happens():
+        assert time.monotonic() < until
+        time.sleep(0.1)

@@ -1,0 +1,74 @@
+"""Shared by the tests of slime's hooks: an engine that answers as it is told to, and the hooks' context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hooks import RolloutContext, RolloutEngine
+from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
+
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46", metadata={"level": 1})
+END = 3
+
+
+class Scripted:
+    """Answers with given texts (or ids), and remembers what it was asked. Token i of all answers has log-prob
+    -(i + 1) / 8; versions change after the first token of each answer."""
+
+    url = "http://127.0.0.1:31000"
+
+    def __init__(self, *answers: str | list[int], finish_reason: str = "stop") -> None:
+        self.answers, self.finish_reason, self.count = list(answers), finish_reason, 0
+        self.asked: list[tuple[list[int], dict[str, Any], int]] = []
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        token_ids = list(request.token_ids)
+        self.asked.append((token_ids, request.sampling, request.seed))
+        answer = self.answers.pop(0)
+        ids = ids_of(answer) + [END] * (self.finish_reason == "stop") if isinstance(answer, str) else answer
+        logprobs = -(self.count + 1 + np.arange(len(ids), dtype=np.float32)) / 8
+        self.count += len(ids)
+        versions = [(0, 1, 6), (1, len(ids), 7)] if len(ids) > 1 else [(0, 1, 6)]
+        routes = np.arange(len(token_ids) + len(ids) - 1, dtype=np.uint8).reshape(-1, 1, 1).repeat(2, 1)
+        return Completion(
+            np.array(ids, np.int32),
+            logprobs,
+            versions,
+            self.finish_reason,
+            routes if request.routed_experts else None,
+            0,
+            0.1,
+        )
+
+
+def ids_of(text: str) -> list[int]:
+    return the_tokenizer()(text, add_special_tokens=False).input_ids
+
+
+def context(engine: Any, *, routed: bool = True, sampling: dict[str, Any] | None = None) -> RolloutContext:
+    return RolloutContext(
+        engine=RolloutEngine(engine, {"temperature": 1.0, "max_new_tokens": 32, **(sampling or {})}, 5, routed),
+        tokenizer=the_tokenizer(),
+        version=7,
+        evaluation=False,
+        seed=5,
+        group_id="4",
+        index=1,
+        address=engine.url,
+    )
+
+
+def load(name: str, **options: Any) -> Any:
+    reward = "slime"
+    return load_hooks(config_of(generate=f"slime:{name}", options=options, reward__function=reward)).generate
+
+
+def spans(trajectory: Trajectory) -> list[tuple[str, str, int | None]]:
+    text = the_tokenizer().decode
+    return [(s.source, text(trajectory.token_ids[s.start : s.stop]), s.version) for s in trajectory.spans]
