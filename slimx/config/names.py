@@ -1,24 +1,12 @@
-"""Other names of keys: those of earlier versions, and those by which other frameworks know the same sizes."""
+"""Longer names of keys, by which Megatron and others know the same sizes."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from slimx.errors import SlimxError
 
-RENAMED = {
-    "rollout.keep": "filter",
-    "trainer.moe.replay": "routing_replay",
-    "trainer.optimizer.offload": "offload_fraction",
-    "critic.optimizer.offload": "offload_fraction",
-    "cluster.affinity": "cpu_affinity",
-    "publish.step_deadline": "engine_deadline",
-}
-"""Keys of the version before, by the name in the same section that took their place; the next version drops them."""
-REPLACED = {"publish.transport": {"gloo": "nixl", "nccl": "nixl"}}
-"""Values of the version before, by key, and those that took their place; the next version drops them."""
 _SIZES = {
     "tensor_parallel_size": "tensor",
     "pipeline_parallel_size": "pipeline",
@@ -41,8 +29,8 @@ ALIASES = {
 def to_known_names(tree: Any, where: str) -> None:
     """Give the keys in a tree of plain values, that of a file or an override, the names that the schema knows.
 
-    Warns of names that the next version drops. Raises SlimxError, naming `where`, for a key that is given twice."""
-    for old, name in (RENAMED | ALIASES).items():
+    Raises SlimxError, naming `where`, for a key that is given twice."""
+    for old, name in ALIASES.items():
         *path, last = old.split(".")
         new = ".".join([*path, name])
         for section in _sections(tree, path):
@@ -53,18 +41,6 @@ def to_known_names(tree: Any, where: str) -> None:
                     f"{where}: {old} and {new} are one key; leave {old} out", code="config.two_names", about=old
                 )
             section[name] = section.pop(last)
-            if old in RENAMED:
-                told = f"{where}: {old} is called {new} now, and the next version knows no other name; write {new}"
-                warnings.warn(told, FutureWarning, stacklevel=3)
-
-    for key, values in REPLACED.items():
-        *path, last = key.split(".")
-        for section in _sections(tree, path):
-            old = section.get(last)
-            if isinstance(old, str) and old in values:
-                section[last] = values[old]
-                told = f"{where}: {key} {old} is gone, and {values[old]} takes its place; write {values[old]}, or auto"
-                warnings.warn(told, FutureWarning, stacklevel=3)
 
 
 def _sections(tree: Any, path: list[str]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,8 +35,6 @@ WANTED = {
     "template": "an object",
 }
 """Kinds of the values of KEYS, as a refusal names them."""
-LATER = ("tools", "template")
-"""Fields that prompts of earlier releases lack: where they are empty, the identity of prompts is what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ class PromptSource:
             "seed": seed,
             "count": len(prompts),
             "ids": _fingerprint([prompt.id for prompt in prompts]),
-            "contents": _fingerprint([_written_down(prompt) for prompt in prompts]),
+            "contents": _fingerprint(self._prompts),
         }
         self._start_epoch(0)
 
@@ -244,11 +242,6 @@ class PromptSource:
         keys = np.random.PCG64([self._identity["seed"], epoch]).random_raw(len(self._prompts))
         self._order = np.argsort(keys, kind="stable")
         self._epoch, self._position = epoch, 0
-
-
-def _written_down(prompt: Prompt) -> dict[str, Any]:
-    values = {each.name: getattr(prompt, each.name) for each in fields(prompt)}
-    return {name: value for name, value in values.items() if value or name not in LATER}
 
 
 def _fingerprint(value: Any) -> str:

@@ -15,8 +15,6 @@ from slimx.data.support import Support
 
 SCHEMA_VERSION = 1
 
-RETIRED = {"Span": ("adapter",)}
-"""Fields, by record, that earlier releases wrote, always empty: they are read past."""
 
 Source = Literal["prompt", "sampled", "inserted"]
 Status = Literal["completed", "truncated", "aborted", "failed"]

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from slimx.config.rule import Refusal
 from slimx.config.section import MOST, Count, PathText, Positive, Real, Section, Share, Weight
-from slimx.config.sections.correction import Correction, Rejection, renamed
+from slimx.config.sections.correction import Correction, Rejection
 from slimx.config.sections.presets import PRESETS, Name
 
 ADVANTAGES = (
@@ -153,7 +153,7 @@ class Algorithm(Section):
         for key, default in preset.items():
             if isinstance(default, dict) and isinstance(values.get(key), dict):  # single keys of a subsection
                 merged[key] = {**default, **values[key]}
-        return renamed(merged)
+        return merged
 
     @model_validator(mode="after")
     def _known(self) -> Algorithm:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -83,21 +82,3 @@ class Rejection(Section):
     def active(self) -> bool:
         """True if tokens can be rejected."""
         return self.level != "none" or self.veto > 0
-
-
-def renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Move an older key of section algorithm to its name: `correction.kind: mask` was rejection without weights.
-
-    Warns with the name to write."""
-    correction = values.get("correction")
-    if not isinstance(correction, dict) or correction.get("kind") != "mask" or "rejection" in values:
-        return values
-    bounds = {key: correction[key] for key in ("low", "high") if key in correction}
-    rejection = {"level": correction.get("level", "token"), **bounds}
-    warnings.warn(
-        "algorithm.correction.kind=mask is called algorithm.rejection now, since others mean icepop by a mask; write "
-        + " ".join(f"algorithm.rejection.{key}={value}" for key, value in rejection.items()),
-        FutureWarning,
-        stacklevel=2,
-    )
-    return {**values, "correction": {}, "rejection": rejection}

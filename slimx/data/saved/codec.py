@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from slimx.data.records import RETIRED, SCHEMA_VERSION, Group
+from slimx.data.records import SCHEMA_VERSION, Group
 from slimx.digest import fingerprint
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
@@ -210,7 +210,7 @@ def _check_schema(kind: Any, value: Any, where: str) -> None:
         if "schema_version" in fields:
             _check_version(value.get("schema_version"), where)
         for name in value:
-            if name not in fields and name not in RETIRED.get(kind.__name__, ()):
+            if name not in fields:
                 raise SlimxError(
                     f"{where} has a field {name!r} unknown to {kind.__name__}; was it written by slimx?",
                     code="data.field",

@@ -176,7 +176,7 @@ class RolloutManager:
             if saved.group is not None:
                 ticket.outcome = GroupOutcome(saved.group)
             self._tickets.append(ticket)
-        for dropped in state.get("dropped", []):  # checkpoints before 2026-11-23 have none
+        for dropped in state["dropped"]:
             self._drop(Dropped(**dropped))
 
     def restart(self, state: dict[str, Any]) -> int:

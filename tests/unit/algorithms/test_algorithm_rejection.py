@@ -156,13 +156,3 @@ def refusal(**algorithm: Any) -> str:
 )
 def test_rejection_without_an_effect_is_refused(algorithm, key):
     assert key in refusal(**algorithm)
-
-
-def test_the_older_name_of_rejection_is_accepted_and_the_new_one_said():
-    """`correction.kind: mask` left tokens out and weighed none; elsewhere a mask keeps the weights."""
-    older = {"kind": "mask", "level": "sequence", "low": 0.5, "high": 3.0}
-    with pytest.warns(FutureWarning, match=r"algorithm\.rejection\.level=sequence algorithm\.rejection\.low=0\.5"):
-        algorithm = Algorithm(old_logprobs="recompute", correction=older)
-    newer = Algorithm(old_logprobs="recompute", rejection={"level": "sequence", "low": 0.5, "high": 3.0})
-    assert algorithm == newer and algorithm.correction.kind == "none"
-    assert Algorithm.model_validate(algorithm.model_dump()) == newer, "as trainer ranks get it"

@@ -166,14 +166,6 @@ def test_unknown_missing_and_mistyped_fields_are_refused(place):
         decode_groups(tampered(lambda record: record.update({needed: [1.5]})))
 
 
-def test_a_field_that_earlier_releases_wrote_is_read_past():
-    group = group_of_one()
-    tree = plain(group)
-    for span in tree["trajectories"][0]["spans"]:
-        span["adapter"] = None
-    assert_identical(decode_groups(msgspec.msgpack.encode([tree])), [group])
-
-
 def test_a_record_that_contradicts_itself_is_refused():
     group = group_of_one()
     tree = plain(group)
