@@ -26,7 +26,7 @@ LOGGED, MEAN = "eval_hook/", "/mean"
 
 def run_evaluation(config: Config, note: Callable[[str], None]) -> dict[str, Any]:
     """{checkpoint, prompts: by set, metrics} of one evaluation, also written into RUN/eval/results.jsonl. `config`: of
-    engines without trainers (slimx.orchestration.trainerless).
+    engines without trainers (slimx.orchestration.early).
 
     Raises SlimxError, or Interrupted after a stop."""
     device = device_of(config)

@@ -40,7 +40,7 @@ from slimx.runtime.threads import in_thread
 
 def run_generation(config: Config, console: Console) -> Path:
     """Check, start engines, generate, stop; returns the run's directory. A directory with a position is continued.
-    `config`: of engines without trainers (slimx.orchestration.trainerless).
+    `config`: of engines without trainers (slimx.orchestration.early).
 
     Raises SlimxError, Interrupted after a stop, or Preempted after SIGUSR1."""
     device = device_of(config)

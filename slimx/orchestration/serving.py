@@ -26,7 +26,7 @@ from slimx.orchestration.service import EngineService
 async def serving(
     config: Config, sources: Sources, directory: Path, note: Callable[[str], None]
 ) -> AsyncIterator[EngineService]:
-    """All engines of `config` (see slimx.orchestration.trainerless), started, and ended afterwards. Ray is
+    """All engines of `config` (see slimx.orchestration.early), started, and ended afterwards. Ray is
     there already.
 
     `directory`: gets `logs/` and `engines.json`. `note` is told in one line what happens to engines."""

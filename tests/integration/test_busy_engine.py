@@ -16,10 +16,10 @@ from slimx.config.load import load_config
 from slimx.data.saved.step_files import read_step, step_files
 from slimx.models.families import configured_model
 from slimx.observability.live.table import LiveTable
+from slimx.orchestration.early import without_trainers
 from slimx.orchestration.prepare import check_sources
 from slimx.orchestration.serving import serving
 from slimx.orchestration.state.saves import Saves
-from slimx.orchestration.trainerless import without_trainers
 from tests.integration.runs import write_config
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow("a run with a thousand requests")]

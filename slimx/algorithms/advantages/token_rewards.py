@@ -1,4 +1,10 @@
-"""Advantages from a reward for every token: PPO's with a critic's values, REINFORCE++'s without."""
+"""Advantages from a reward for every token: PPO's with a critic's values, REINFORCE++'s without.
+
+All tensors are [B, L], one row per trajectory; `mask` is True at the positions whose label was sampled and is trained.
+Positions are aligned as in `slimx.data.batch`: position t has read token t and predicts token t + 1, so a value at t is
+that of the state before the prediction. Other positions may lie between trained ones (a tool's answer): the policy does
+nothing there, so to the estimator the next trained position follows at once.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,60 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from slimx.algorithms.advantages.gae import explained_variance, gae, token_rewards, whiten
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import TrainingRow
+
+
+def token_rewards(
+    scores: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0
+) -> torch.Tensor:
+    """Reward of each token: the trajectory's score [B] at its last trained token, minus `kl_coef` * `kl` [B, L] at all
+    trained ones (InstructGPT, 2203.02155, where kl is log policy - log reference). 0 elsewhere, and in rows without
+    a trained token."""
+    rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
+    if kl is not None:
+        rewards = torch.where(mask, -kl_coef * kl.to(scores.dtype), rewards)
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last = (places * mask).argmax(1, keepdim=True)
+    return rewards.scatter_add(1, last, (scores * mask.any(1)).unsqueeze(1))
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (1506.02438): advantages and returns (advantages + values), 0 where not trained.
+
+    delta_i = r_i + gamma V_{i+1} - V_i and A_i = delta_i + gamma lam A_{i+1} over the trained positions i of a row; V
+    and A are 0 beyond the last: a trajectory ends there, also one that was cut off at its length."""
+    # Trained positions to the front, in their order; what is behind them is masked to 0 and so ends the recursion.
+    order = torch.argsort(~mask, dim=1, stable=True)
+    trained = mask.gather(1, order)
+    reward = torch.where(trained, rewards.gather(1, order), 0)
+    value = torch.where(trained, values.gather(1, order), 0)
+    after = torch.nn.functional.pad(value[:, 1:], (0, 1))
+    # One row per position: the recursion below walks over contiguous memory.
+    delta = torch.where(trained, reward + gamma * after - value, 0).T.contiguous()
+    carry = torch.zeros_like(delta[0])
+    for position in range(int(trained.sum(1).max()) - 1, -1, -1):
+        carry = delta[position].add_(carry, alpha=gamma * lam)
+    advantages = torch.zeros_like(values).scatter(1, order, torch.where(trained, delta.T, 0))
+    return advantages, torch.where(mask, advantages + values, 0)
+
+
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -> torch.Tensor:
+    """Mean 0 and standard deviation 1 over all trained tokens of the batch; 0 elsewhere."""
+    chosen = advantages[mask]
+    centred = chosen - chosen.mean()
+    return torch.zeros_like(advantages).masked_scatter(mask, centred / (centred.square().mean() + eps).sqrt())
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over trained tokens: 1 for a perfect critic, 0 for a constant one; NaN
+    where all returns are equal."""
+    wanted = returns[mask]
+    spread = wanted.var(correction=0)
+    return (1 - (wanted - values[mask]).var(correction=0) / spread).item() if spread > 0 else float("nan")
 
 
 def assign_advantages(

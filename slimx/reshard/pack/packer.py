@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,10 +16,62 @@ from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.pack import PORTION
-from slimx.reshard.pack.merging import Merging
 from slimx.reshard.pack.pieces import BucketForm, PlannedBuckets, Portion, compact, pieces_of, portions, spread
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.merged_room import ALIGN, merged_room
+
+
+class Merging:
+    """Memory for those of one bucket at a time, as much as the bucket with most of them needs."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        parameters: Mapping[str, torch.Tensor],
+        merging: Mapping[str, Callable[[], torch.Tensor]],
+    ):
+        """`merging`: see `slimx.reshard.pack.packer.Packer`; `rank` reads `parameters` by `plan`."""
+        self._parameters, self._merging, self._plan, self._rank = parameters, merging, plan, rank
+        self._places: dict[int, dict[str, torch.Tensor]] = {}
+        self.nbytes = merged_room(plan, merging.__contains__).get(rank, 0) if merging else 0
+        """Bytes of the memory, which there is from the first bucket on: many runs never export."""
+
+    @cached_property
+    def _memory(self) -> torch.Tensor:
+        device = next((p.device for p in self._parameters.values()), None)
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    def places(self, bucket: int) -> dict[str, torch.Tensor]:
+        """By name where `make` writes each that `bucket` reads; always the same memory."""
+        if bucket not in self._places:
+            names, ends = self._names(self._plan.moves_of(self._rank, bucket)), self._ends(bucket)
+            self._places[bucket] = {
+                name: self._memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+                for name, start in zip(names, ends, strict=False)
+                for parameter in (self._parameters[name],)
+            }
+        return self._places[bucket]
+
+    @torch.no_grad()
+    def make(self, bucket: int, moves: np.ndarray) -> None:
+        """Write what `moves` of `bucket` read, in the place of what another one did."""
+        places = self.places(bucket)
+        for name in self._names(moves):
+            places[name].copy_(self._merging[name]())
+
+    def _names(self, moves: np.ndarray) -> list[str]:
+        if not self._merging:
+            return []
+        read = np.unique(moves["parameter"]).tolist()
+        return [name for number in read if (name := self._plan.parameters[number].name) in self._merging]
+
+    def _ends(self, bucket: int) -> list[int]:
+        """Offsets at which the bucket's weights begin, and the end of the last."""
+        names = self._names(self._plan.moves_of(self._rank, bucket))
+        sizes = (-(-self._parameters[name].nbytes // ALIGN) * ALIGN for name in names)
+        return list(accumulate(sizes, initial=0))
 
 
 @dataclass(frozen=True, slots=True)

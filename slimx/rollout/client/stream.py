@@ -19,10 +19,32 @@ import numpy as np
 from slimx.engines.server.answers import message_of, parse_body
 from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import Completion, Scores
-from slimx.rollout.client.lines import Lines
 from slimx.rollout.client.reader import Meta, Reader
 from slimx.rollout.client.request import GenerationRequest, Pending
 from slimx.rollout.client.sending import REQUEST, AnswerError, Sender
+
+
+class Lines:
+    """Lines of a stream of bytes. Every byte is searched once and joined once, however long its line is: the last event
+    of an answer brings the experts of all its tokens, tens of megabytes, in one line."""
+
+    __slots__ = ("_begun",)
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []
+        """Chunks of the line that has not ended."""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The lines that end in `chunk`, without their ends."""
+        *ended, rest = chunk.split(b"\n")
+        if ended:
+            self._begun.append(ended[0])
+            ended[0] = b"".join(self._begun)
+            self._begun.clear()
+        if rest:
+            self._begun.append(rest)
+        return ended
+
 
 PAUSE_S = 0.1
 """Seconds before a stream that broke off is continued."""

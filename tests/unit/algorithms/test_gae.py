@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slimx.algorithms.advantages.gae import explained_variance, gae, token_rewards, whiten
+from slimx.algorithms.advantages.token_rewards import explained_variance, gae, token_rewards, whiten
 from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
 from tests.unit.algorithms.naive_gae import naive
 

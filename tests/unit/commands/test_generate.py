@@ -21,11 +21,11 @@ from slimx.engines.outage import Outage
 from slimx.errors import Preempted, SlimxError
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import early
+from slimx.orchestration.early import without_trainers
 from slimx.orchestration.prepare import Sources
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.session import run_training
 from slimx.orchestration.state.saves import Saves, read_state
-from slimx.orchestration.trainerless import without_trainers
 from slimx.rollout import single_turn
 from slimx.rollout.hook_loading import Hooks
 from tests.refusals import numbers, refused

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slimx.rollout.client.lines import Lines
+from slimx.rollout.client.stream import Lines
 
 TEXT = b"data: {}\n\ndata: a longer one\n\n\ndata: [DONE]\n\nbegun"
 

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from slimx.trainer.checkpoint.boxes import boxes
+from slimx.trainer.checkpoint.pieces import boxes
 
 
 def held(shape: tuple[int, ...], start: int, end: int) -> torch.Tensor:
