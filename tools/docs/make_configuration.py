@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from slimx.config.names import ALIASES, RENAMED
+from slimx.config.names import ALIASES
 from slimx.config.rules import RULES as LOADED
 from slimx.config.schema import Config
 from slimx.extras.planner.rules import PLAN_RULES as CHECKED
@@ -56,11 +56,10 @@ def page() -> str:
 
 def _other_names() -> Iterator[str]:
     yield "\n## Other names\n\nThese name the same keys. A key that is given under two names is refused.\n"
-    yield "\n| section | name | key | accepted |\n| --- | --- | --- | --- |\n"
-    for table, how in ((ALIASES, "always"), (RENAMED, "in this version, with a notice")):
-        for old, name in table.items():
-            section, _, last = old.rpartition(".")
-            yield f"| `{section.removesuffix('.*')}` | `{last}` | `{name}` | {how} |\n"
+    yield "\n| section | name | key |\n| --- | --- | --- |\n"
+    for old, name in ALIASES.items():
+        section, _, last = old.rpartition(".")
+        yield f"| `{section.removesuffix('.*')}` | `{last}` | `{name}` |\n"
 
 
 def _rules() -> Iterator[str]:
