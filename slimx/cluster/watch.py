@@ -14,6 +14,7 @@ import ray
 
 from slimx.cluster.calls import ask_ray
 from slimx.errors import DeadlineError, PartLost
+from slimx.runtime.tasks import first_of
 
 LOOK_S = 1.0
 """Seconds between two looks at processes."""
@@ -38,13 +39,7 @@ async def watch_ray(
 ) -> PartLost:
     """Watch the cluster; returns why it cannot be used any more, as soon as that is known."""
     watches = [_ended(processes, look_s), *(_silent(name, probe, deadline_s) for name, probe in probes.items())]
-    tasks = [asyncio.ensure_future(watch) for watch in watches]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
-    finally:
-        for task in tasks:
-            task.cancel()
+    return await first_of(watches)
 
 
 async def _ended(processes: Mapping[str, psutil.Process], look_s: float) -> PartLost:

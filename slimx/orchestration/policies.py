@@ -8,7 +8,6 @@ policy makes one step, and publishes one version, in every step of the run.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +25,7 @@ from slimx.orchestration.batches import Packer, make_update_rows
 from slimx.orchestration.publications import Publications
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.rollout.client.generation import GenerationClient
+from slimx.runtime.tasks import all_or_none
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,12 +86,7 @@ async def each(
     policies: Mapping[str, TrainedPolicy], measure: Callable[[TrainedPolicy], Awaitable[Mapping[str, float]]]
 ) -> dict[str, float]:
     """Metrics that `measure` brings of every policy, at the same time; the first failure ends the wait for the rest."""
-    tasks = [asyncio.ensure_future(measure(policy)) for policy in policies.values()]
-    try:
-        found = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    found = await all_or_none(measure(policy) for policy in policies.values())
     return {
         name: value
         for policy, metrics in zip(policies.values(), found, strict=True)

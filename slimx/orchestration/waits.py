@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from slimx.runtime.tasks import cancelled
+from slimx.runtime.tasks import cancelled, race
 
 
 async def while_served[T](
@@ -36,9 +36,5 @@ async def while_served[T](
 
 async def unless[T](event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`; None if `event` comes first: `work` is cancelled then."""
-    task, asked = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        await cancelled(task, asked)
+    task, came = await race(work, event.wait())
+    return None if task.cancelled() and not came.cancelled() else task.result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 
@@ -13,6 +13,31 @@ async def cancelled(*tasks: asyncio.Future[Any] | None) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+
+
+async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of all, in their order; the first failure cancels the rest, and is raised."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def race(*work: Awaitable[Any]) -> list[asyncio.Future[Any]]:
+    """Wait until one of `work` has ended, and cancel the others; returns a future for each."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks
+    finally:
+        await cancelled(*(task for task in tasks if not task.done()))
+
+
+async def first_of[T](work: Iterable[Awaitable[T]]) -> T:
+    """Return the result of the one that ends first, or raise its failure; the others are cancelled."""
+    return next(task for task in await race(*work) if not task.cancelled()).result()
 
 
 async def all_tried(*work: Awaitable[Any]) -> None:

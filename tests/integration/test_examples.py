@@ -92,7 +92,7 @@ def tools(tmp_path: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "environment": "gymnasium",
         "environment_options": {"id": "FrozenLake-v1", "text_options": {"actions": {"down": 1}}, "max_invalid": 2},
     }
-    server = ROOT / "tests" / "unit" / "environments" / "mcp_server.py"
+    server = ROOT / "tests" / "extras" / "agents" / "mcp_server.py"
     mcp = {
         "toolbox": "mcp",
         "toolbox_options": {"servers": {"sums": {"command": [sys.executable, str(server)]}}, "tools": ["add"]},

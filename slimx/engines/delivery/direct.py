@@ -30,7 +30,7 @@ from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, Recipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.dealing import copies_of, deal, only
-from slimx.runtime.tasks import cancelled
+from slimx.runtime.tasks import race
 
 PATIENCE = 0.8
 """Share of a step's deadline in which a bucket must have come: what is missing is told before the step is late."""
@@ -286,18 +286,14 @@ class DirectDelivery(Delivery):
 
     async def _unless_replaced(self, receiving: Awaitable[Any]) -> None:
         """Wait for an engine that takes a bucket, but no longer than the ranks that write it last."""
-        took, replaced = asyncio.ensure_future(receiving), asyncio.ensure_future(self._replaced.wait())
-        try:
-            await asyncio.wait({took, replaced}, return_when=asyncio.FIRST_COMPLETED)
-            if not took.done():
-                raise TransportLost(
-                    "trainer ranks were replaced before a bucket of theirs had come",
-                    code="publish.source",
-                    about="trainers",
-                )
-            took.result()
-        finally:
-            await cancelled(took, replaced)
+        took, replaced = await race(receiving, self._replaced.wait())
+        if took.cancelled() and not replaced.cancelled():
+            raise TransportLost(
+                "trainer ranks were replaced before a bucket of theirs had come",
+                code="publish.source",
+                about="trainers",
+            )
+        took.result()
 
     async def end(self) -> None:
         self._mute = next((fate.culprits for fate in self._fates.values() if fate.culprits), self._mute)

@@ -14,6 +14,7 @@ from slimx.cluster.waiting import explain
 from slimx.errors import PartLost
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.runtime.machine import machine
+from slimx.runtime.tasks import first_of
 
 LOOK_S = 0.5
 """Seconds between two looks at a rank that has not answered."""
@@ -25,14 +26,12 @@ async def watch_ranks(group: RankGroup, deadline_s: float) -> PartLost:
     """Watch the started ranks of `group`; returns why one of them is lost, as soon as that is known.
 
     `deadline_s`: seconds that a rank may be silent outside of calls, or stopped."""
-    tasks = [asyncio.ensure_future(_answers(group, rank, deadline_s)) for rank in range(group.sizes.world)]
-    tasks += [asyncio.ensure_future(_runs(group, rank, pid, deadline_s)) for rank, pid in local_pids(group).items()]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
-    finally:
-        for task in tasks:
-            task.cancel()
+    return await first_of(
+        [
+            *(_answers(group, rank, deadline_s) for rank in range(group.sizes.world)),
+            *(_runs(group, rank, pid, deadline_s) for rank, pid in local_pids(group).items()),
+        ]
+    )
 
 
 def local_pids(group: RankGroup) -> dict[int, int]:

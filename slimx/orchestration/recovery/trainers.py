@@ -40,7 +40,7 @@ from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.references import reference_path, reference_step
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.runtime.tasks import cancelled
+from slimx.runtime.tasks import race
 from slimx.runtime.threads import in_thread
 from slimx.trainer.checkpoint.mirror_store import MirrorLost
 
@@ -292,14 +292,10 @@ class TrainerRecovery:
 
 async def watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
     """The result of `work`. Raises why a rank of `group` is lost, if that comes first."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(watch_ranks(group, deadline_s))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise watch.result()
-        return task.result()
-    finally:
-        await cancelled(task, watch)
+    task, watch = await race(work, watch_ranks(group, deadline_s))
+    if task.cancelled() and not watch.cancelled():
+        raise watch.result()
+    return task.result()
 
 
 async def lost(group: TrainerGroup, error: SlimxError) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainBatch, TrainingRow
 from slimx.data.records import Group
 from slimx.orchestration.policies import each, in_order
 from slimx.orchestration.run import Run
+from slimx.runtime.tasks import all_or_none
 
 Rows = Mapping[str, Sequence[Sequence[TrainingRow]]]
 Batches = Mapping[str, list[TrainBatch]]
@@ -30,7 +29,7 @@ async def train_step(run: Run, groups: Sequence[Group], rows: Rows, batches: Bat
         return metrics
     critic, own = run.critic, rows[ACTOR]
     if critic.own is not None:
-        parts = await _at_once(_policy_step(run, groups, rows, batches), critic.train_step(own, step=run.step))
+        parts = await all_or_none([_policy_step(run, groups, rows, batches), critic.train_step(own, step=run.step)])
     else:
         parts = [await _policy_step(run, groups, rows, batches), await critic.train_step(own, step=run.step)]
     return parts[0] | parts[1]
@@ -55,13 +54,3 @@ async def _updates(run: Run, groups: Sequence[Group], rows: Rows, batches: Batch
         }
         await run.records.keep_trained(run.current, in_order(groups, tokens))
     return metrics
-
-
-async def _at_once(*work: Coroutine[Any, Any, dict[str, float]]) -> list[dict[str, float]]:
-    """The results of all; the first failure ends the wait for the rest."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
