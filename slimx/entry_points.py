@@ -33,7 +33,7 @@ from slimx.errors import SlimxError, raised
 def find(group: str) -> dict[str, EntryPoint]:
     """Returns the entry points of `group` by name, in the order of their names.
 
-    Raises SlimxError for a name that two packages have.
+    Raises SlimxError for a name that two packages have, and for a group without any: slimx has some in each.
     """
     found: dict[str, EntryPoint] = {}
     for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):
@@ -44,6 +44,13 @@ def find(group: str) -> dict[str, EntryPoint]:
                 code="entry_point.twice",
                 about=point.name,
             )
+    if not found:
+        raise SlimxError(
+            f"there are no entry points of {group}: slimx is not installed in this environment, or was before it had "
+            "them; run make build, or install it again with pip",
+            code="entry_point.none",
+            about=group,
+        )
     return found
 
 

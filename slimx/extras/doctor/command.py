@@ -14,7 +14,6 @@ from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.observability.live.safe_text import one_line, plain, visible
-from slimx.orchestration import early
 
 app = typer.Typer(add_completion=False)
 health_app = typer.Typer(add_completion=False)
@@ -116,6 +115,8 @@ def measure_gap(config: Config, console: Console, *, layers: bool) -> bool:
             code="gap.layers",
             about="trainer.tensor",
         )
+    from slimx.orchestration import early
+
     early.check_parts(config)
     from slimx.extras.doctor.gap import run_gap
 

@@ -86,6 +86,13 @@ def points(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     entry_points.find.cache_clear()
 
 
+def test_a_group_without_entry_points_is_refused(points: list[EntryPoint]) -> None:
+    """What an installation lacks is not left out in silence, as a tracker would be."""
+    with pytest.raises(SlimxError) as refusal:
+        entry_points.find("slimx.test")
+    assert (refusal.value.code, refusal.value.about) == ("entry_point.none", "slimx.test")
+
+
 def test_a_name_of_two_packages_is_refused(points: list[EntryPoint]) -> None:
     points += [EntryPoint("one", "json:loads", "slimx.test"), EntryPoint("one", "json:dumps", "slimx.test")]
     with pytest.raises(SlimxError) as refusal:
