@@ -16,7 +16,7 @@ class RewardPart(Section):
     name: str
     """Name of the part in metrics (`reward/part/NAME/mean`) and saved rollouts."""
     function: str
-    """Dotted path of the reward hook."""
+    """Name of one of slimx's reward hooks (docs/hooks.md), or the dotted path of yours."""
     weight: Real = 1.0
     """Factor of everything that the hook returns."""
     where: dict[str, str | Label | Real | bool] = Field(default_factory=dict)
@@ -27,7 +27,7 @@ class RewardPart(Section):
 
 class Reward(Section):
     function: str | None = "exact"
-    """Dotted path of the reward hook; null: none."""
+    """Name of one of slimx's reward hooks (docs/hooks.md), or the dotted path of yours; null: none."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `function`."""
     scope: Literal["trajectory", "group"] = "trajectory"

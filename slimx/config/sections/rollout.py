@@ -107,7 +107,7 @@ class Rollout(Section):
     group_size: Amount = 8
     """Rollouts per prompt."""
     generate: str = "single_turn"
-    """Dotted path of the data-generation hook."""
+    """The data-generation hook: the name of one of slimx's (docs/hooks.md), or the dotted path of yours."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `generate`."""
     filter: str | None = None

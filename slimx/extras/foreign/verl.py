@@ -168,7 +168,7 @@ VERL: Table = {
     f"{_ROLLOUT}.val_kwargs.top_p": "eval.top_p",
     f"{_ROLLOUT}.val_kwargs.top_k": absent("held-out answers are cut by eval.top_p alone"),
     f"{_ROLLOUT}.val_kwargs.do_sample": needless("eval.temperature above 0 samples"),
-    f"{_ROLLOUT}.multi_turn.*": worked_out("rollout.generate", "slimx.environments.tools.generate, or a hook of yours"),
+    f"{_ROLLOUT}.multi_turn.*": worked_out("rollout.generate", "tools, or a hook of yours"),
     f"{_ROLLOUT}.agent.*": worked_out("rollout.generate", "a hook with a loop of yours"),
     f"{_ROLLOUT}.layer_name_map.*": needless("names of weights are slimx's own tables"),
     # Reference, critic, rewards.
