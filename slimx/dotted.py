@@ -38,7 +38,7 @@ def imported(key: str, path: str, group: str = "") -> Any:
 
     Raises SlimxError naming both and what is wrong.
     """
-    if group and "." not in path:
+    if group and path.isidentifier():
         return _named(key, path, group)
     if not all(part.isidentifier() for part in path.split(".")) or path.endswith(".py"):
         raise SlimxError(

@@ -36,5 +36,5 @@ async def while_served[T](
 
 async def unless[T](event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`; None if `event` comes first: `work` is cancelled then."""
-    task, came = await race(work, event.wait())
-    return None if task.cancelled() and not came.cancelled() else task.result()
+    task, _ = await race(work, event.wait())
+    return None if task is None else task.result()

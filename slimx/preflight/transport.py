@@ -77,7 +77,7 @@ def _spanning(groups: tuple[Engines, ...]) -> str | None:
 
 
 def _gpus(config: Config) -> int:
-    """GPUs of trainers, critic and the policy's engines, as `slimx.extras.planner.plan.rank_map` places them."""
+    """GPUs of trainers, critic and the policy's engines, as `slimx plan` places them."""
     own = config.critic is not None and config.critic.placement == "own"
     ranks = config.trainer.world_size + (config.as_critic().trainer.world_size if own else 0)
     engines = sum(group.started * group.ranks for group in config.rollout.policy_engines)

@@ -25,19 +25,20 @@ async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
 
 
-async def race(*work: Awaitable[Any]) -> list[asyncio.Future[Any]]:
-    """Wait until one of `work` has ended, and cancel the others; returns a future for each."""
+async def race(*work: Awaitable[Any]) -> list[asyncio.Future[Any] | None]:
+    """Wait until one of `work` has ended, and cancel the others; return the future of each that ended, None for the
+    others: an error by which one answers its cancellation is not the reason why the race is over."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks
+        return [task if task.done() else None for task in tasks]
     finally:
         await cancelled(*(task for task in tasks if not task.done()))
 
 
 async def first_of[T](work: Iterable[Awaitable[T]]) -> T:
     """Return the result of the one that ends first, or raise its failure; the others are cancelled."""
-    return next(task for task in await race(*work) if not task.cancelled()).result()
+    return next(task for task in await race(*work) if task is not None).result()
 
 
 async def all_tried(*work: Awaitable[Any]) -> None:

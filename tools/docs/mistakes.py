@@ -194,7 +194,7 @@ MISTAKES = (
     Mistake("a path and a function", "train run.yaml reward.function=hooks.py:rises", _hooks(REWARD)),
     Mistake("a folder and a function", "train run.yaml reward.function=./hooks.rises", _hooks(REWARD)),
     Mistake("a function without its module", "train run.yaml reward.function=rises", _hooks(REWARD)),
-    Mistake("a misspelt reward of slimx", "train run.yaml reward.function=slimx.rewards.maths.reward"),
+    Mistake("a misspelt reward of slimx", "train run.yaml reward.function=maths"),
     Mistake("no function, only its module", "train run.yaml reward.function=slimx.extras.rewards.math"),
     Mistake(
         "a reward that is not async",

@@ -286,8 +286,8 @@ class DirectDelivery(Delivery):
 
     async def _unless_replaced(self, receiving: Awaitable[Any]) -> None:
         """Wait for an engine that takes a bucket, but no longer than the ranks that write it last."""
-        took, replaced = await race(receiving, self._replaced.wait())
-        if took.cancelled() and not replaced.cancelled():
+        took, _ = await race(receiving, self._replaced.wait())
+        if took is None:
             raise TransportLost(
                 "trainer ranks were replaced before a bucket of theirs had come",
                 code="publish.source",

@@ -293,7 +293,7 @@ class TrainerRecovery:
 async def watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
     """The result of `work`. Raises why a rank of `group` is lost, if that comes first."""
     task, watch = await race(work, watch_ranks(group, deadline_s))
-    if task.cancelled() and not watch.cancelled():
+    if task is None:
         raise watch.result()
     return task.result()
 

@@ -320,10 +320,10 @@ async def test_a_hook_with_several_numbers_keeps_their_names_inside_its_part():
         ({"function": "pattern"}, "dotted.signature", "reward.function", "'pattern'"),
         ({"options": {"weight": 2}}, "dotted.options", "reward.options", "'weight'"),
         (
-            {"parts": [{"name": "a", "function": "slimx.rewards.maths.reward"}]},
-            "dotted.import",
+            {"parts": [{"name": "a", "function": "maths"}]},
+            "dotted.name",
             "reward.parts.0.function",
-            "slimx.rewards.maths",
+            "'maths'",
         ),
         (
             {"function": "math", "isolation": "thread"},

@@ -86,6 +86,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
         ("rollout.generate=no_such_package.hook", "dotted.import", "no_such_package.hook"),
         ("rollout.generate=hooks.generat", "dotted.missing", "generat"),
         ("rollout.generate=generate", "dotted.name", "'generate'"),
+        ("rollout.generate=hooks/generate", "dotted.path", "hooks.generate"),
         ("rollout.generate=hooks.not_async", "dotted.async", "async def not_async(ctx, prompt)"),
         ("rollout.generate=hooks.one_argument", "dotted.signature", "async def one_argument(ctx, prompt)"),
         ("reward.function=hooks.NUMBER", "dotted.callable", "async def NUMBER(ctx, trajectory)"),

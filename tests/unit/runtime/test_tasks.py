@@ -44,13 +44,28 @@ async def test_the_first_failure_cancels_the_rest() -> None:
     assert one.cancelled
 
 
+async def test_an_error_at_its_cancellation_does_not_win_a_race() -> None:
+    async def breaks() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise KeyError("cleaning up")
+
+    two = Work()
+    racing = asyncio.ensure_future(race(breaks(), two()))
+    await asyncio.sleep(0.01)
+    two.result.set_result(2)
+    lost, ended = await racing
+    assert lost is None and ended is not None and ended.result() == 2
+
+
 async def test_a_race_cancels_those_that_have_not_ended_and_says_which() -> None:
     one, two, three = Work(), Work(), Work()
     racing = asyncio.ensure_future(race(one(), two(), three()))
     await asyncio.sleep(0)
     two.result.set_result(2)
     ended = await racing
-    assert [task.cancelled() for task in ended] == [True, False, True] and ended[1].result() == 2
+    assert ended[0] is ended[2] is None and ended[1].result() == 2
     assert one.cancelled and three.cancelled
 
 
