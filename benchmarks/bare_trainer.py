@@ -16,8 +16,8 @@ class BareTrainerWorker(TrainerWorker):
 
         from slimx.models.families import read_model
 
-        config = self._trainer.config
-        self._bare = BareMegatron(config, read_model(config.model.path), self._trainer.parallel)
+        model = self.rank.roles["model"]
+        self._bare = BareMegatron(model.config, read_model(model.config.model.path), model.parallel)
         return started
 
     def hold(self, batches: Any) -> None:

@@ -25,3 +25,7 @@ class CriticTrainer(ValueTrainer):
             metrics="critic",
             holder="critic" if critic.placement == "own" else "trainer",
         )
+
+    def offload(self, *, weights: bool = True) -> None:
+        """Give all of the critic's memory back: nothing is published from its weights."""
+        super().offload()

@@ -9,6 +9,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.models.families import ModelSpec
 from slimx.trainer.model.value_model import ScoreModel
+from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.value_trainer import ValueTrainer
 
@@ -30,10 +31,12 @@ class RewardModelTrainer(ValueTrainer):
             holder="trainer",
         )
 
+    @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int = 0) -> dict[str, float]:
         """As the policy's trainer is called; no engine has a version of these weights."""
         return super().train_updates(updates, step=step)
 
+    @operation(needs="weights")
     def head(self) -> np.ndarray | None:
         """The head's weight, float32 [1, hidden]; None except on the last pipeline stage."""
         return self.heads[0].weight.detach().float().cpu().numpy() if self.heads else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from slimx.adapters.megatron.param_gather import gather
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
+from slimx.trainer.checkpoint.files import check_digests, decode_records
 from slimx.trainer.checkpoint.load import restore, restore_mirrored
 from slimx.trainer.checkpoint.mirror import Mirror
 from slimx.trainer.checkpoint.save import Saver
@@ -16,6 +18,7 @@ from slimx.trainer.context import ContextShard
 from slimx.trainer.device.gpu import largest
 from slimx.trainer.device.offload import Offload
 from slimx.trainer.model.weights import Weights
+from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import sum_gradients
 
@@ -38,6 +41,8 @@ class TrainedModel:
             deadline_s=config.checkpoint.deadline,
             holder=holder,
         )
+        self.on_moved: Callable[[], None] = lambda: None
+        """Called when parameters have other addresses."""
         self.mirrored = Mirror(parallel.rank, config.trainer.deadline, holder)
         settings = chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
@@ -47,12 +52,14 @@ class TrainedModel:
             settings.no_sync_func = several if len(several) > 1 else several[0]
         self._gather()  # the first pass may be under other weights than these
 
+    @operation("save", needs="training")
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after step `step` and start writing this rank's part of it into `path`."""
         frozen, data_size = bool(self.config.trainer.frozen), self.parallel.sizes.data
         state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=frozen)
         self.saver.begin(Path(path), state)
 
+    @operation("restore", needs="training")
     def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:
         """Continue from the checkpoint in `path`."""
         restore(
@@ -65,13 +72,25 @@ class TrainedModel:
         )
         self.weights.changed()
 
-    def mirror(self, store: Any, step: int) -> None:
+    @operation()
+    def check_files(self, records: bytes, *, path: str) -> None:
+        """Compare files of the checkpoint `path` with their records, name by name. Raises SlimxError naming one."""
+        check_digests(Path(path), decode_records(records))
+
+    @operation("mirror", needs="training")
+    def mirror(self, store: Any, *, step: int) -> None:
         """Copy this rank's state after step `step` and start sending it to `store`, which keeps it for a successor."""
         frozen = bool(self.config.trainer.frozen)
         self.mirrored.send(store, step, own_state(self.chunks, self.optimizer, loading=False, frozen=frozen))
 
-    def restore_mirrored(self, step: int) -> None:
-        """Continue from the state after step `step`, which `mirrored` has fetched."""
+    @operation("restore")
+    def fetch_mirror(self, store: Any, *, step: int) -> None:
+        """Bring here what this rank's predecessor sent to `store` after `step` steps."""
+        self.mirrored.fetch(store, step)
+
+    @operation("restore", needs="training")
+    def restore_mirror(self, *, step: int) -> None:
+        """Continue from the state after step `step`, which `fetch_mirror` has brought."""
         frozen = bool(self.config.trainer.frozen)
         restore_mirrored(self.mirrored.fetched(step), self.chunks, self.optimizer, frozen=frozen)
         self.weights.changed()
@@ -88,7 +107,9 @@ class TrainedModel:
 
     def reload(self, *, training: bool = True) -> None:
         """Take back what `offload` gave away: the weights, and with `training` all the rest."""
-        self.offloading.reload(training=training)
+        if self.offloading.away:
+            self.offloading.reload(training=training)
+            self.on_moved()
 
     def holds(self) -> dict[str, int]:
         """Bytes on the device by kind, and the largest parameters by name."""

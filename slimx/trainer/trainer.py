@@ -27,6 +27,7 @@ from slimx.trainer.model.lora import adapters_of
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.moe.routes import within_sequence
 from slimx.trainer.moe.routing import Routes, Routing
+from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, reduce
@@ -77,6 +78,7 @@ class PolicyTrainer(TrainedModel):
             known=config.samples_known,
         )
 
+    @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
         """Run all updates of step `step` (from 0), one optimizer step for each list of micro-batches of this
         data-parallel rank; returns the metrics of them all, on the ranks of the last pipeline stage (elsewhere only the
@@ -105,6 +107,7 @@ class PolicyTrainer(TrainedModel):
         self._gather()
         return combine(metrics)
 
+    @operation()
     def trained_tokens(self) -> list[list[dict[str, np.ndarray]]]:
         """By update and micro-batch of the last step `logprobs` float32 [T], each label's under the weights that it was
         trained with, and `other_experts` bool [T], true where a router chose otherwise than the engine's (last stage
@@ -175,10 +178,12 @@ class PolicyTrainer(TrainedModel):
             for scores, b in zip(values, batches, strict=True)
         ]
 
+    @operation("logprobs", needs="weights")
     def logprobs(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[np.ndarray]:
         """Log-prob of every label, one array [T] per micro-batch (last stage only), as `scores`."""
         return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
+    @operation("probe", needs="weights")
     def measure_gap(self, batches: list[MicroBatch], *, version: int, mismatch: bool = False) -> dict[str, float]:
         """The gap metrics of `batches` under the present weights, without training on them; with `mismatch` also those
         of all their trained tokens, whatever their version."""
@@ -189,6 +194,15 @@ class PolicyTrainer(TrainedModel):
         found = [({}, each.logprobs) for each in scores]
         return self._metrics(batches, found, version, self._differing(batches), mismatch=mismatch)
 
+    @operation(needs="weights")
+    def refresh_reference(self, *, path: str | None = None) -> None:
+        """Make the weights in the Hugging Face directory `path`, or the present ones, the reference."""
+        if path is None:
+            self.passes.refresh_reference()
+        else:
+            self.passes.load_reference(path)
+
+    @operation(needs="weights")
     def trace(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
         """Digests of the residual stream in this rank's layers in a pass over `batches` (slimx.trainer.step.trace)."""
         with traced([unwrap(chunk) for chunk in self.chunks]) as rows:

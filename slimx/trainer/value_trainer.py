@@ -19,6 +19,7 @@ from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.value_model import ValueModel
 from slimx.trainer.model.weights import Weights
+from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, reduce
@@ -101,6 +102,7 @@ class ValueTrainer(TrainedModel):
         self.loss = loss
         self.pipeline = ValuePipeline(self.chunks, parallel.device)
 
+    @operation("values", needs="weights")
     def values(self, batches: list[MicroBatch]) -> list[np.ndarray]:
         """Value at every position, float32, one array [T] per micro-batch (last stage only)."""
         parts = self.pipeline.values(self._local(batches))
@@ -110,6 +112,7 @@ class ValueTrainer(TrainedModel):
             self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in zip(parts, batches, strict=True)
         ]
 
+    @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int) -> dict[str, float]:
         """Run all updates of step `step` (from 0), one optimizer step for each list of micro-batches.
 

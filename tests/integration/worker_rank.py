@@ -37,46 +37,47 @@ def main() -> None:
             "trainer": {"optimizer": {"lr": 1e-3}},
         }
     )
-    worker = TrainerWorker(0, config.model_dump(mode="json"), str(out / "worker.log"), "cpu")
+    worker = TrainerWorker(0, config.model_dump(mode="json"), str(out / "worker.log"), "cpu", ["model"])
     worker.start(worker.rendezvous())
     plan = export_plan(config, read_model(job["model"]), sizes_of(config.trainer))
     assert plan.count == 1
-    worker.prepare("publish", plan.to_bytes(), [], False)
+    worker.call("weights.prepare", name="publish", plan=plan.to_bytes(), remote=[], on_device=False)
 
     def published() -> bytes:
-        path = worker.open_bucket("publish", 0)[0]
-        worker.fill_bucket("publish", 0, [path])
-        worker.release_buckets("publish", None)
+        path = worker.call("weights.open", name="publish", bucket=0)[0]
+        worker.call("weights.fill", name="publish", bucket=0, paths=[path])
+        worker.call("weights.release", name="publish", bucket=None)
         return Path(path).read_bytes()
 
     def trained(step: int) -> dict[str, float]:
         trajectories = demonstrations(step)
         rows = make_rows(trajectories, [1.0] * len(trajectories), loss_weights(trajectories, "token"))
-        return worker.train_step([pack(rows, data_size=1, max_tokens=60).shards[0]], step, 0)
+        updates = [pack(rows, data_size=1, max_tokens=60).shards[0]]
+        return worker.call("model.train_updates", updates, step=step, version=0)
 
-    trainer: Any = worker._trainer
+    trainer: Any = worker.rank.roles["model"]
     said: dict[str, Any] = {}
     first = published()
     trained(0)
     second = published()
     said["moved_by_training"] = first != second
     addresses = {name: parameter.data_ptr() for name, parameter in trainer.weights.parameters.items()}
-    worker.offload(False)
+    worker.call("rank.offload", weights=False)
     said["without_state"] = published() == second
-    worker.offload(True)
+    worker.call("rank.offload")
     said["away"] = sum(trainer.offloading.sizes().values())
     said["on_demand"] = published() == second
     said["away_still"] = list(trainer.offloading.away)
-    worker.offload(True)
+    worker.call("rank.offload")
     import torch
 
     taken = [torch.ones(4 * 10**6) for _ in range(3)]  # the memory that was given back goes to others
-    worker.reload()
+    worker.call("rank.reload")
     said["after_reload"] = published() == second
     said["other_addresses"] = sum(addresses[n] != p.data_ptr() for n, p in trainer.weights.parameters.items())
-    said["memory"] = worker.memory()
+    said["memory"] = worker.call("rank.memory")
     said["trains"] = trained(1)["optim/skipped"] == 0.0 and published() != second
-    said["memory_of_step"] = worker.memory()
+    said["memory_of_step"] = worker.call("rank.memory")
     said["imported"] = [name for name in UNUSED if name in sys.modules]
     del taken
     worker.stop()

@@ -139,8 +139,8 @@ class Loop:
         """Returns the gap of rollouts with the engine's routes replayed, and without. Raises Failed above the bound."""
         pair = self.pair
         batches = pair.batches(sampled)
-        replayed = await pair.trainer.call("measure_gap", batches, version, False)
-        scores = await pair.trainer.call("logprobs", batches)
+        replayed = await pair.trainer.call("model.measure_gap", batches, version=version)
+        scores = await pair.trainer.call("model.logprobs", batches)
         differences = np.concatenate(
             [
                 np.abs(logprobs - batch.rollout_logprobs)[batch.versions == version]
@@ -170,7 +170,7 @@ class Loop:
     async def train(self) -> str:
         batches = self.pair.batches(self.sampled)
         began = time.monotonic()
-        metrics = await self.pair.trainer.call("train_step", [batches], 0, 1)
+        metrics = await self.pair.trainer.call("model.train_updates", [batches], step=0, version=1)
         seconds = time.monotonic() - began
         found = {name: metrics[name] for name in ("loss/policy", "optim/grad_norm", "gap/mean")}
         if not all(map(np.isfinite, found.values())) or not found["optim/grad_norm"] or metrics["optim/skipped"]:
@@ -226,7 +226,7 @@ class Loop:
         done = await self.pair.publish(1)
         sampled = await self.pair.sample()
         batches = self.pair.batches(sampled)
-        found = await self.pair.trainer.call("measure_gap", batches, 1, False)
+        found = await self.pair.trainer.call("model.measure_gap", batches, version=1)
         finding = f"greatest {found['gap/max']:.1e} over {found['gap/tokens']:.0f} tokens; {rate_of(sampled)}"
         if found["gap/max"] != 0 or not found["gap/tokens"]:
             raise Failed(finding)

@@ -20,6 +20,8 @@ from slimx.trainer.worker import TrainerWorker
 
 PUBLISH = "publish"
 """Name of the plan by which weights leave the trainer."""
+CALL_S = 60.0
+"""Seconds for one operation."""
 
 
 class _Process(BaseManager):
@@ -44,16 +46,17 @@ class Trainer:
         """Builds the model and loads its weights; returns the answer of `TrainerWorker.start`."""
         values = self.config.model_dump(mode="json")
         self._worker = await self._run(
-            deadline_s, "worker", lambda: self._process.worker(0, values, str(self.log), self.device)
+            deadline_s, "worker", lambda: self._process.worker(0, values, str(self.log), self.device, ["model"])
         )
-        started = await self.call("start", await self.call("rendezvous"), deadline_s=deadline_s)
-        on_device = self.config.publish.on_device
-        await self.call("prepare", PUBLISH, self.buckets.plan.to_bytes(), [], on_device, deadline_s=deadline_s)
+        where = await self._run(deadline_s, "rendezvous", self._worker.rendezvous)
+        started = await self._run(deadline_s, "start", lambda: self._worker.start(where))
+        plan, on_device = self.buckets.plan.to_bytes(), self.config.publish.on_device
+        await self.call("weights.prepare", name=PUBLISH, plan=plan, remote=[], on_device=on_device)
         return started
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float = 60.0) -> Any:
-        """Returns the result of a method of the worker. Raises DeadlineError after `deadline_s` seconds."""
-        return await self._run(deadline_s, method, lambda: getattr(self._worker, method)(*arguments))
+    async def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
+        """Returns the result of an operation, "role.method". Raises DeadlineError after `CALL_S` seconds."""
+        return await self._run(CALL_S, method, lambda: self._worker.call(method, *arguments, **named))
 
     async def _run(self, deadline_s: float, method: str, work: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -82,11 +85,11 @@ class Trainer:
 
     async def gather(self, bucket: int) -> PackedBucket:
         """Packs one bucket in the worker's memory."""
-        opened = await self.call("open_bucket", PUBLISH, bucket)
+        opened = await self.call("weights.open", name=PUBLISH, bucket=bucket)
         paths = [opened[part] for part in sorted(opened)]
-        share = await self.call("fill_bucket", PUBLISH, bucket, paths)
+        share = await self.call("weights.fill", name=PUBLISH, bucket=bucket, paths=paths)
         return describe(self.buckets.form(bucket), paths, [share])
 
     async def release(self, bucket: int | None = None) -> None:
         """Gives the memory of a bucket back; None: the publication has ended."""
-        await self.call("release_buckets", PUBLISH, bucket)
+        await self.call("weights.release", name=PUBLISH, bucket=bucket)

@@ -14,7 +14,6 @@ from slimx.layout.ranks import Sizes
 from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.trainer.worker import CriticWorker
 
 
 class CriticGroup:
@@ -28,7 +27,7 @@ class CriticGroup:
         self.sizes, self.packer = sizes, packer
         self.own: RankGroup | None = None
         if config.critic.placement == "own":
-            self.own = RankGroup("critic", config.as_critic(), sizes, log_dir, device, worker=CriticWorker)
+            self.own = RankGroup("critic", config.as_critic(), sizes, log_dir, device, ["critic"])
         self.ranks: RankGroup = self.own or trainers
 
     async def start(self) -> None:
@@ -44,25 +43,16 @@ class CriticGroup:
         """Value at every position, one [n] per row."""
         rows = _bare(rows)
         batch = self.packer(rows)
-        results = await self.ranks.call("critic_values", await self.ranks.sharded(batch.shards), "the critic's values")
+        each = await self.ranks.sharded(batch.shards)
+        results = await self.ranks.call("critic.values", "the critic's values", each=each)
         return batch.unpack(self.ranks.by_shard(results), rows)
 
     async def train_step(self, updates: Sequence[Sequence[TrainingRow]], *, step: int) -> dict[str, float]:
         """One optimizer step per update on rows with `values` and `returns`; the metrics of them all."""
         batches = [self.packer(_bare(rows)) for rows in updates]
         shards = [list(shards) for shards in zip(*(batch.shards for batch in batches), strict=True)]
-        results = await self.ranks.call(
-            "critic_step", await self.ranks.sharded(shards, step), f"step {step} of the critic"
-        )
-        return self.ranks.metrics_of(results)
-
-    async def save(self, path: Path, *, step: int) -> None:
-        """Have all ranks copy their state and start writing it; their reports in `path` tell the rest."""
-        await self.ranks.call("critic_save", self.ranks.same(str(path), step), f"the copy of the critic for {path}")
-
-    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
-        arguments = self.ranks.same(str(path), same_layout, load_optimizer)
-        await self.ranks.call("critic_restore", arguments, f"loading the critic {path}")
+        what, each = f"step {step} of the critic", await self.ranks.sharded(shards)
+        return self.ranks.metrics_of(await self.ranks.call("critic.train_updates", what, each=each, step=step))
 
 
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:

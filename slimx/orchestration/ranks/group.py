@@ -22,6 +22,7 @@ from slimx.models.files.starting import start_deadline
 from slimx.orchestration.ranks.placement import PackedGpus
 from slimx.runtime.logs import begin_log
 from slimx.runtime.tasks import cancelled
+from slimx.trainer.worker import TrainerWorker
 
 PLACED_S = 5.0
 """Seconds in which a rank that has a process says so."""
@@ -43,8 +44,18 @@ class Call:
 class RankGroup:
     """Ray actors that are called together, each call with a deadline."""
 
-    def __init__(self, name: str, config: Config, sizes: Sizes, log_dir: Path, device: str, *, worker: type):
-        """`name`: of the group, in messages and logs. `config`: its `trainer` section is the group's own."""
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        sizes: Sizes,
+        log_dir: Path,
+        device: str,
+        roles: Sequence[str],
+        worker: type = TrainerWorker,
+    ):
+        """`name`: of the group, in messages and logs. `config`: its `trainer` section is the group's own. `roles`: of
+        each rank (`slimx.trainer.rank.TrainerRank`)."""
         self.name, self.config, self.sizes = name, config, sizes
         self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(sizes.world)]
         self.start_deadline_s = start_deadline(config, device)
@@ -53,7 +64,7 @@ class RankGroup:
             if device == "cuda"
             else None
         )
-        self._device, self._worker = device, worker
+        self._device, self._roles, self._worker = device, tuple(roles), worker
         self.actors = self._launch()
         self.started: list[dict[str, Any]] = []
         """Start-up answers of all ranks, by rank."""
@@ -67,7 +78,7 @@ class RankGroup:
         values = self.config.model_dump(mode="json")
         return [
             actor.options(num_cpus=threads, **(self._gpus.options(rank) if self._gpus else {"num_gpus": 0})).remote(
-                rank, values, str(self.logs[rank]), self._device
+                rank, values, str(self.logs[rank]), self._device, self._roles
             )
             for rank in range(self.sizes.world)
         ]
@@ -87,7 +98,8 @@ class RankGroup:
         limit = self.start_deadline_s
         asked = [self.actors[0].rendezvous.remote()]
         (where,) = await self.answers(asked, [0], f"the start of {self.holder(0)}", limit)
-        answers = await self.call("start", self.same(where), f"the start of the {self.name} ranks", limit)
+        starts = [actor.start.remote(where) for actor in self.actors]
+        answers = await self.answers(starts, range(self.sizes.world), f"the start of the {self.name} ranks", limit)
         self.started = [known | one for known, one in zip(self.started or [{}] * len(answers), answers, strict=True)]
         return self.started
 
@@ -121,13 +133,24 @@ class RankGroup:
             actor.mark.options(num_returns=0).remote(text)
 
     async def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], what: str, deadline_s: float | None = None
+        self,
+        method: str,
+        what: str,
+        /,
+        *,
+        each: Sequence[tuple[Any, ...]] | None = None,
+        ranks: Sequence[int] | None = None,
+        **arguments: Any,
     ) -> list[Any]:
-        """Call `method` on all ranks, with each rank's own arguments; results by rank."""
+        """Call an operation, "role.method" (`slimx.trainer.operation`), on all ranks or on `ranks`; results in their
+        order. `each`: positional arguments of each rank; `arguments`: of all of them. `what` names the call in
+        messages."""
+        ranks = range(self.sizes.world) if ranks is None else ranks
         references = [
-            getattr(actor, method).remote(*given) for actor, given in zip(self.actors, arguments, strict=True)
+            self.actors[rank].call.remote(method, *positional, **arguments)
+            for rank, positional in zip(ranks, each or [()] * len(ranks), strict=True)
         ]
-        return await self.answers(references, range(self.sizes.world), what, deadline_s)
+        return await self.answers(references, ranks, what)
 
     async def answers(
         self, references: Sequence[ray.ObjectRef], ranks: Sequence[int], what: str, deadline_s: float | None = None
@@ -145,6 +168,15 @@ class RankGroup:
             )
         finally:
             self._calls.remove(call)
+
+    async def save(self, path: Path, *, step: int, role: str = "model") -> None:
+        """Have all ranks copy the state of `role` and start writing it; their reports in `path` tell the rest."""
+        await self.call(f"{role}.save", f"the copy of the state for {path}", path=str(path), step=step)
+
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool, role: str = "model") -> None:
+        """Bring `role` to the checkpoint in `path`."""
+        options = {"same_layout": same_layout, "load_optimizer": load_optimizer}
+        await self.call(f"{role}.restore", f"loading the checkpoint {path}", path=str(path), **options)
 
     @property
     def calling(self) -> str | None:
@@ -171,20 +203,16 @@ class RankGroup:
         """Name of a rank in messages."""
         return f"{self.name} rank {rank}"
 
-    def same(self, *arguments: Any) -> list[tuple[Any, ...]]:
-        """The same arguments for every rank."""
-        return [arguments] * self.sizes.world
-
     async def stored(self, values: Sequence[Any]) -> list[ray.ObjectRef]:
         """References to `values`, each of which Ray's object store has once. Raises DeadlineError if it does not take
         them."""
         deadline = self.config.trainer.deadline
         return await ask_ray("room for a batch", "Ray's raylet", deadline, lambda: [ray.put(value) for value in values])
 
-    async def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
-        """Per rank its data-parallel shard, stored once for the ranks that share it, and the rest."""
+    async def sharded(self, shards: Sequence[Any]) -> list[tuple[Any]]:
+        """Argument of each rank: its data-parallel shard, stored once for the ranks that share it."""
         stored = await self.stored(shards)
-        return [(stored[coordinates(rank, self.sizes).data], *rest) for rank in range(self.sizes.world)]
+        return [(stored[coordinates(rank, self.sizes).data],) for rank in range(self.sizes.world)]
 
     def metrics_of(self, results: Sequence[Any]) -> Any:
         """The whole batch's metrics out of all ranks': those of the last pipeline stage's first rank."""

@@ -52,7 +52,8 @@ class TrainerGroup(RankGroup):
         name: str = "trainer",
     ):
         """`table`: of the model. `plans`: by which weights leave, "export" and what engines are published to by."""
-        super().__init__(name, config, sizes, log_dir, device, worker=worker)
+        critic = config.critic is not None and config.critic.placement == "shared"
+        super().__init__(name, config, sizes, log_dir, device, ["model", "critic"] if critic else ["model"], worker)
         self.table = table
         self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
         self.holders = 1
@@ -112,14 +113,14 @@ class TrainerGroup(RankGroup):
     async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
         """One optimizer step per update, one after the other; the metrics of them all."""
         shards = [list(shards) for shards in zip(*(self.folded(update.shards) for update in updates), strict=True)]
-        results = await self.call("train_step", await self.sharded(shards, step, version), f"step {step} of training")
-        return self.metrics_of(results)
+        what, each = f"step {step} of training", await self.sharded(shards)
+        return self.metrics_of(await self.call("model.train_updates", what, each=each, step=step, version=version))
 
     async def trained_tokens(
         self, updates: Sequence[TrainBatch], rows: Sequence[Sequence[TrainingRow]]
     ) -> list[TrainedTokens]:
         """Values that the last step, of `updates`, computed of every token of its `rows`, in their order."""
-        results = await self.call("trained_tokens", self.same(), "the log-probs of the trained tokens")
+        results = await self.call("model.trained_tokens", "the log-probs of the trained tokens")
         out = []
         for number, (update, own) in enumerate(zip(updates, rows, strict=True)):
             # Ranks of earlier stages have none.
@@ -137,56 +138,54 @@ class TrainerGroup(RankGroup):
     async def logprobs(self, batch: TrainBatch, *, under: Literal["policy", "reference"]) -> list[list[np.ndarray]]:
         """Log-prob of every label under the present weights or those of the reference, per data-parallel rank and
         micro-batch."""
-        arguments = await self.sharded(self.folded(batch.shards), under)
-        return self.by_shard(await self.call("logprobs", arguments, f"the log-probs under the {under}"))
+        each = await self.sharded(self.folded(batch.shards))
+        return self.by_shard(
+            await self.call("model.logprobs", f"the log-probs under the {under}", each=each, under=under)
+        )
 
     async def refresh_reference(self, path: Path | None = None) -> None:
         """Make the weights in the Hugging Face directory `path`, or the present ones, the reference."""
-        arguments = self.same(None if path is None else str(path))
-        await self.call("refresh_reference", arguments, "the refresh of the reference")
+        where = None if path is None else str(path)
+        await self.call("model.refresh_reference", "the refresh of the reference", path=where)
 
     async def measure_gap(self, batch: TrainBatch, *, version: int, mismatch: bool = False) -> dict[str, float]:
         """The log-prob gap of `batch` under the present weights, and with `mismatch` that of all its tokens; nothing is
         trained."""
-        arguments = await self.sharded(self.folded(batch.shards), version, mismatch)
-        results = await self.call("measure_gap", arguments, "the measurement of the log-prob gap")
-        return self.metrics_of(results)
+        what, each = "the measurement of the log-prob gap", await self.sharded(self.folded(batch.shards))
+        return self.metrics_of(
+            await self.call("model.measure_gap", what, each=each, version=version, mismatch=mismatch)
+        )
 
     async def trace(self, batch: TrainBatch) -> dict[str, list[str]]:
         """Digests of the residual stream in a pass over `batch`, by point: those of one data-parallel rank."""
         found: dict[str, list[str]] = {}
-        for points in await self.call("trace", await self.sharded(self.folded(batch.shards)), "the trace of a pass"):
+        each = await self.sharded(self.folded(batch.shards))
+        for points in await self.call("model.trace", "the trace of a pass", each=each):
             found = points | found
         return found
 
-    async def save(self, path: Path, *, step: int) -> None:
-        """Have all ranks copy their state and start writing it; their reports in `path` tell the rest."""
-        await self.call("save", self.same(str(path), step), f"the copy of the state for {path}")
-
-    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
-        arguments = self.same(str(path), same_layout, load_optimizer)
-        await self.call("restore", arguments, f"loading the checkpoint {path}")
-
     async def mirror(self, stores: Sequence[Any], *, step: int) -> None:
         """Have all ranks copy their state and start sending it, each to its own of `stores`, which tell the rest."""
-        await self.call("mirror", [(store, step) for store in stores], f"the copy of the state of step {step}")
+        each = [(store,) for store in stores]
+        await self.call("model.mirror", f"the copy of the state of step {step}", each=each, step=step)
 
     async def restore_mirror(self, stores: Sequence[Any], *, step: int) -> None:
         """Bring all ranks to the state that was mirrored after `step` steps. Raises MirrorLost, with no rank changed,
         if one of them cannot have it."""
-        await self.call("fetch_mirror", [(store, step) for store in stores], f"the mirrors of step {step}")
-        await self.call("restore_mirror", self.same(step), f"loading the mirrors of step {step}")
+        each = [(store,) for store in stores]
+        await self.call("model.fetch_mirror", f"the mirrors of step {step}", each=each, step=step)
+        await self.call("model.restore_mirror", f"loading the mirrors of step {step}", step=step)
 
     async def check_files(self, path: Path, shares: list[bytes]) -> None:
         """Have every rank compare its share of the files in `path` with their records."""
-        await self.call("check_files", [(str(path), share) for share in shares], f"reading the files of {path}")
+        each = [(share,) for share in shares]
+        await self.call("model.check_files", f"reading the files of {path}", each=each, path=str(path))
 
     async def scores(self, rows: Sequence[TrainingRow], packer: Packer) -> list[np.ndarray]:
         """Score every position by the reward model's present weights, one [n] per row."""
         batch = packer(rows)
-        results = await self.call(
-            "scores", await self.sharded(self.folded(batch.shards)), "the scores of the reward model"
-        )
+        each = await self.sharded(self.folded(batch.shards))
+        results = await self.call("model.values", "the scores of the reward model", each=each)
         return batch.unpack(self.by_shard(results), rows)
 
     async def export(self, directory: Path) -> None:
@@ -197,10 +196,11 @@ class TrainerGroup(RankGroup):
         for bucket in range(buckets.plan.count):
             path = str(directory / shard_name(bucket, count))
             packed = await self.pack("export", bucket)
-            shards += await self._of([PUBLISHER], "write_bucket", packed, path)
-            await self.of_holders("release_buckets", "export", bucket)
+            what = f"the writing of {path}"
+            shards += await self.call("weights.write_bucket", what, ranks=[PUBLISHER], packed=packed, path=path)
+            await self.release("export", bucket)
         if scores:
-            head = self.metrics_of(await self.call("score_head", self.same(), "the head of the reward model"))
+            head = self.metrics_of(await self.call("model.head", "the head of the reward model"))
             shards.append(await in_thread(write_score, directory / shard_name(count - 1, count), head))
         # Frozen tensors may be gigabytes: the loop's other work goes on meanwhile.
         await in_thread(
@@ -217,31 +217,34 @@ class TrainerGroup(RankGroup):
 
     async def offload(self, *, weights: bool = True) -> None:
         """Give the devices' memory back to the engines; without `weights` those stay, to be published from."""
-        await self.call("offload", self.same(weights), "the offload of the trainers")
+        await self.call("rank.offload", "the offload of the trainers", weights=weights)
+
+    async def reload(self) -> None:
+        """Take back all that `offload` gave."""
+        await self.call("rank.reload", "the reload of the trainers")
 
     async def memory(self) -> dict[str, float]:
         """`memory/PHASE_peak_mib` since the last call: the highest of all ranks, in MiB."""
-        peaks = await self.call("memory", self.same(), "the trainers' peak memory")
+        peaks = await self.call("rank.memory", "the trainers' peak memory")
         names = {name for rank in peaks for name in rank}
         return {name: max(rank.get(name, 0.0) for rank in peaks) for name in sorted(names)}
-
-    async def reload(self) -> None:
-        await self.call("reload", self.same(), "the reload of the trainers")
 
     # Versions on disk (slimx.engines.delivery.deliveries) ------------------------------------------------------------
 
     async def begin_version(self, directory: Path, manifest: Manifest) -> None:
         """Have the rank whose memory buckets are in begin a version in `directory`."""
-        await self._of([PUBLISHER], "begin_version", str(directory), manifest)
+        arguments = {"directory": str(directory), "manifest": manifest}
+        await self.call("weights.begin_version", "the begin of a version", ranks=[PUBLISHER], **arguments)
 
     async def write_version(self, bucket: int, packed: PackedBucket) -> PackedBucket:
         """Write a bucket of that version; the bucket as it lies in its file."""
-        (written,) = await self._of([PUBLISHER], "write_version", bucket, packed)
+        what = f"the writing of bucket {bucket}"
+        (written,) = await self.call("weights.write_version", what, ranks=[PUBLISHER], bucket=bucket, packed=packed)
         return written
 
     async def complete_version(self) -> None:
         """Make that version complete: all its buckets are written."""
-        await self._of([PUBLISHER], "complete_version")
+        await self.call("weights.complete_version", "the end of a version", ranks=[PUBLISHER])
 
     # Weights that every rank writes to the engines itself (slimx.engines.delivery.direct) ----------------------------
 
@@ -255,27 +258,37 @@ class TrainerGroup(RankGroup):
         `item`: bytes of an element where changes travel, 0 where whole weights do; `on_gpus`: whether bytes travel
         from the memory of GPUs."""
         (stored,) = await self.stored([dealt.to_bytes()])
-        await self.call("prepare_direct", self.same(stored, edges, item, on_gpus), "the plan of direct transfers")
+        arguments = {"plan": stored, "edges": edges, "item": item, "on_gpu": on_gpus}
+        await self.call("weights.prepare_direct", "the plan of direct transfers", **arguments)
 
     async def connect_direct(self, engine: int, offer: Offer) -> None:
         """Have every rank get to know the memory of `engine`."""
-        given = [(engine, offer.of(rank).to_bytes()) for rank in range(self.sizes.world)]
-        await self.call("connect_direct", given, f"the meeting with engine {offer.engine}")
+        each = [(offer.of(rank).to_bytes(),) for rank in range(self.sizes.world)]
+        await self.call("weights.connect_direct", f"the meeting with engine {offer.engine}", each=each, engine=engine)
 
     async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         """Have every rank pack its part of a bucket and begin to write it to `engines`, each with the transfer whose
         bytes of it the engine holds (`slimx.reshard.direct.sender.Sender.send`)."""
-        return await self.call(
-            "send_direct", self.same(bucket, transfer, engines), f"the packing of bucket {bucket} (publish)"
-        )
+        arguments = {"bucket": bucket, "transfer": transfer, "engines": engines}
+        return await self.call("weights.send_direct", f"the packing of bucket {bucket} (publish)", **arguments)
 
     async def pack(self, name: str, bucket: int) -> PackedBucket:
         """All ranks write what they have of a bucket of plan `name` into the memory of those that hold it, together."""
-        opened = dict(chain.from_iterable(own.items() for own in await self.of_holders("open_bucket", name, bucket)))
+        what, holders = f"the packing of bucket {bucket} ({name})", self._holders_of(name)
+        places = await self.call("weights.open", what, ranks=holders, name=name, bucket=bucket)
+        opened = dict(chain.from_iterable(of_rank.items() for of_rank in places))
         paths = [opened[part] for part in sorted(opened)]
-        arguments = self.same(name, bucket, paths)
-        shares = await self.call("fill_bucket", arguments, f"the packing of bucket {bucket} ({name})")
+        shares = await self.call("weights.fill", what, name=name, bucket=bucket, paths=paths)
         return describe(self.plans[name].form(bucket), paths, shares)
+
+    async def release(self, name: str, bucket: int | None) -> None:
+        """Let the memory of a bucket of plan `name` be used again; None: a publication has ended, on all ranks."""
+        ranks = None if bucket is None else self._holders_of(name)
+        await self.call("weights.release", f"the release of buckets ({name})", ranks=ranks, name=name, bucket=bucket)
+
+    def _holders_of(self, name: str) -> range:
+        """The ranks whose memory the buckets of plan `name` are in."""
+        return range(1 if name == "export" else self.holders)
 
     async def _prepare(self) -> None:
         """Bring the plans to all ranks, and find out whose memory buckets can be in."""
@@ -293,32 +306,25 @@ class TrainerGroup(RankGroup):
             if publish is not None:
                 self.holders = holders
             (stored,) = await self.stored([buckets.plan.to_bytes()])
-            given = self.same(name, stored, remote, on_device, holders)
-            await self.call("prepare", given, f"the plan of the {name}")
+            arguments = {"name": name, "plan": stored, "remote": remote, "on_device": on_device, "holders": holders}
+            await self.call("weights.prepare", f"the plan of the {name}", **arguments)
 
     async def _reach(self, rank: int, on_device: bool) -> list[bool]:
         """By rank whether it can write into the memory of `rank`."""
-        ((path, content),) = await self._of([rank], "probe", on_device)
-        return await self.call("reaches", self.same(path, content), f"the look for the memory of rank {rank}")
+        what = f"the look for the memory of rank {rank}"
+        ((path, content),) = await self.call("weights.probe", what, ranks=[rank], on_device=on_device)
+        return await self.call("weights.reaches", what, path=path, content=content)
 
-    async def of_holders(self, method: str, name: str, *arguments: Any) -> list[Any]:
-        """Call `method` on the ranks whose memory the buckets of plan `name` are in."""
-        return await self._of(range(1 if name == "export" else self.holders), method, name, *arguments)
-
-    async def _of(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
-        asked = [getattr(self.actors[rank], method).remote(*arguments) for rank in ranks]
-        return await self.answers(asked, ranks, method.replace("_", " "))
-
-    async def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
-        """Per rank its data-parallel shard with the routes of its own pipeline stage, stored once for the ranks that
-        share both, and the rest."""
+    async def sharded(self, shards: Sequence[Any]) -> list[tuple[Any]]:
+        """Argument of each rank: its data-parallel shard with the routes of its own pipeline stage, stored once for the
+        ranks that share both."""
         sizes = self.sizes
         if sizes.pipeline == 1 or not (self.config.rollout.sampled and self.config.rollout.routed_experts):
-            return await super().sharded(shards, *rest)
+            return await super().sharded(shards)
         stages = stage_layers(sizes, self.table.layers)
         stored = await self.stored([for_stage(shard, layers) for shard in shards for layers in stages])
         places = [coordinates(rank, sizes) for rank in range(sizes.world)]
-        return [(stored[place.data * len(stages) + place.pipeline], *rest) for place in places]
+        return [(stored[place.data * len(stages) + place.pipeline],) for place in places]
 
     def _carried_from(self) -> Path | None:
         """The directory of tensors that trainers do not hold: a Megatron-LM directory has none of them."""

@@ -26,8 +26,4 @@ class WeightSource:
         return await self.trainers.pack(self.name, bucket)
 
     async def release(self, bucket: int | None = None) -> None:
-        if bucket is None:
-            arguments = self.trainers.same(self.name, None)
-            await self.trainers.call("release_buckets", arguments, "the end of the publication")
-        else:
-            await self.trainers.of_holders("release_buckets", self.name, bucket)
+        await self.trainers.release(self.name, bucket)

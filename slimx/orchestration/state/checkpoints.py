@@ -106,7 +106,7 @@ class Checkpointer:
         for name, policy in self.further.items():
             await policy.trainers.save(partial / part_of(name), step=state.step)
         if self.critic is not None:
-            await self.critic.save(partial / CRITIC, step=state.step)
+            await self.critic.ranks.save(partial / CRITIC, step=state.step, role="critic")
         self._await_files(partial, state.step, own)
         if not self.config.checkpoint.asynchronous:
             await self.settle()
@@ -230,7 +230,9 @@ class Checkpointer:
             await policy.trainers.restore(path / part_of(name), same_layout=same, load_optimizer=options.load_optimizer)
         if self.critic is not None:
             same = state.critic == layout_of(self.critic.sizes)
-            await self.critic.restore(path / CRITIC, same_layout=same, load_optimizer=options.load_optimizer)
+            moments = options.load_optimizer
+            ranks = self.critic.ranks
+            await ranks.restore(path / CRITIC, same_layout=same, load_optimizer=moments, role="critic")
         if not options.load_optimizer:
             self.note(f"checkpoint.load_optimizer is false: the moments begin anew, only weights come from {path}")
         self.saved_step = state.step

@@ -73,11 +73,11 @@ class Ranks:
 
     sent: list[list[MicroBatch]]
 
-    async def sharded(self, shards: list[Any], *rest: Any) -> list[Any]:
+    async def sharded(self, shards: list[Any]) -> list[Any]:
         self.sent = [list(chain.from_iterable(s)) if isinstance(s[0], list) else s for s in shards]
         return []
 
-    async def call(self, method: str, arguments: list[Any], what: str) -> list[Any]:
+    async def call(self, method: str, what: str, **arguments: Any) -> list[Any]:
         return []
 
     def by_shard(self, results: list[Any]) -> list[list[np.ndarray]]:

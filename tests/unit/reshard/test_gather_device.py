@@ -23,7 +23,7 @@ from slimx.reshard.pack.packer import Packer, Share, describe
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.device import fetch
 from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
-from slimx.trainer.worker import TrainerWorker
+from slimx.trainer.weight_export import WeightExport
 from tests import reshard_reference as reference
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
@@ -140,31 +140,26 @@ def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
 
 def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_back_when_it_is_offloaded(emulator):
     held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
-    worker = object.__new__(TrainerWorker)  # without the process that its constructor makes its own
-    parallel, offloaded = SimpleNamespace(device=DEVICE, host_group=None), []
-    weights = SimpleNamespace(parameters=held, published=held, merging=None)
-    worker._trainer = SimpleNamespace(
-        parallel=parallel,
-        weights=weights,
-        offloading=SimpleNamespace(away=()),
-        offload=lambda weights: offloaded.append(weights),
+    model = SimpleNamespace(
+        parallel=SimpleNamespace(rank=PUBLISHER, device=DEVICE, host_group=None),
+        weights=SimpleNamespace(parameters=held, published=held, merging=None),
+        config=SimpleNamespace(serves_adapters=False),
     )
-    worker.rank, worker._gatherers, worker._critic = PUBLISHER, {}, None
-    worker._config = SimpleNamespace(serves_adapters=False)
-    worker._memory = PhaseMemory(ProcessMeter(), "generate")
+    export = WeightExport(model, PhaseMemory(ProcessMeter(), "generate"))
     for on_device in (True, False):
-        path, content = worker.probe(on_device)
-        assert path.startswith("cuda-ipc:") == on_device and worker.reaches(path, content)
-        assert not worker.reaches(path, bytes(len(content))), "another rank's memory at the same path"
+        path, content = export.probe(on_device=on_device)
+        assert path.startswith("cuda-ipc:") == on_device and export.reaches(path=path, content=content)
+        assert not export.reaches(path=path, content=bytes(len(content))), "another rank's memory at the same path"
         elsewhere = path.replace(path.split("/")[0], "cuda-ipc:elsewhere") if on_device else "/nowhere"
-        assert not worker.reaches(elsewhere, content)
+        assert not export.reaches(path=elsewhere, content=content)
     for name, on_device in (("publish", True), ("export", False)):
-        worker.prepare(name, plan().to_bytes(), [], on_device)
+        export.prepare(name=name, plan=plan().to_bytes(), remote=[], on_device=on_device)
     on_device, on_host = (
-        worker.fill_bucket(name, 0, list(worker.open_bucket(name, 0).values())) for name in ("publish", "export")
+        export.fill(name=name, bucket=0, paths=list(export.open(name=name, bucket=0).values()))
+        for name in ("publish", "export")
     )
     assert on_device.sums.any() and (on_device.sums == on_host.sums).all()
-    worker.release_buckets("publish", None)
-    (memory,) = worker._gatherers["publish"]._free
-    worker.offload()
-    assert offloaded == [True] and not memory._free.alive, "freed"
+    export.release(name="publish", bucket=None)
+    (memory,) = export._gatherers["publish"]._free
+    export.offload()
+    assert not memory._free.alive, "freed"
