@@ -142,23 +142,24 @@ class BareParts:
         self.requests = bare_engine.requests_of(run.groups)
         self.tokens = sum(len(t.sampled_ids()) for group in run.groups for t in group.trajectories)
         (rows,) = run.updates(run.groups)[ACTOR]
-        batch = run.packer(rows)
+        actor = run.policies[ACTOR]
+        batch = actor.packer(rows)
         run.figures.trained = batch.tokens
         await asyncio.gather(
             *(
-                actor.hold.remote(shard)
-                for actor, shard in zip(run.trainers.actors, batch.shards, strict=True)  # one rank per shard: DP 2
+                rank.hold.remote(shard)
+                for rank, shard in zip(actor.trainers.actors, batch.shards, strict=True)  # one rank per shard: DP 2
             )
         )
 
     async def drive(self, run: MeasuredRun) -> BareRound:
         """One round of all three parts."""
         began = time.perf_counter()
-        answers = await bare_engine.generate(self.session, run.engines.engines[0].url, self.requests)
+        answers = await bare_engine.generate(self.session, run.policies[ACTOR].engines.engines[0].url, self.requests)
         generated = time.perf_counter()
-        norms = await asyncio.gather(*(actor.bare_step.remote() for actor in run.trainers.actors))
+        norms = await asyncio.gather(*(rank.bare_step.remote() for rank in run.policies[ACTOR].trainers.actors))
         trained = time.perf_counter()
-        publication = await run.publications.publisher.publish(run.version, trainer_step=run.step)
+        publication = await run.policies[ACTOR].publications.publisher.publish(run.version, trainer_step=run.step)
         published = time.perf_counter()
         self._check(bare_engine.sampled(answers), norms[0], run.metrics["optim/grad_norm"])
         return BareRound(generated - began, trained - generated, published - trained, publication.seconds)
@@ -206,7 +207,7 @@ def make_config(directory: Path, pairs: int, prompts: int) -> Config:
 async def measure(config: Config) -> Figures:
     """Start the parts of a run, run the loop, end everything."""
     prepared = check_run(config)
-    config = prepared.transport.applied(config)
+    config = prepared.policies[ACTOR].config
     directory = Path(config.run.dir)
     async with AsyncExitStack() as stack:
         table = stack.enter_context(LiveTable(config.schedule.steps, 0, Console(stderr=True)))
@@ -218,7 +219,7 @@ async def measure(config: Config) -> Figures:
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=config.rollout.request_deadline),
-            headers=bearer(service.engines.keys.api_key),
+            headers=bearer(service.groups[ACTOR].keys.api_key),
         )
         await stack.enter_async_context(session)
         saves = Saves(directory / "checkpoints", keep=1)

@@ -27,6 +27,7 @@ from rollout_stand import GROUP_SIZE, RANKS, Answers, make_config, make_prompts,
 
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.packing import pack
 from slimx.data.prompts import PromptSource
 from slimx.data.tokens import load_tokenizer
@@ -36,7 +37,7 @@ from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hook_loading import load_hooks
 
 PER_STEP = 625
@@ -82,7 +83,7 @@ class SlimxPath:
     def __init__(self, config: Config, answers: Answers):
         self.config = config
         hooks, tokenizer = load_hooks(config), load_tokenizer(config.model.path)
-        self.maker = GroupMaker(config, hooks, tokenizer, Instant(answers))
+        self.maker = GroupMaker(config, hooks, {ACTOR: Speaker(Instant(answers), tokenizer)})
         self.manager = RolloutManager(config, InOrder(make_prompts(answers), 1), self.maker)
         self.seconds: dict[str, float] = {"buffer": 0.0, "rows": 0.0, "pack": 0.0}
 

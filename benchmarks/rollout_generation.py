@@ -18,6 +18,7 @@ import bare_engine
 import numpy as np
 
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.models.families import configured_model
@@ -50,7 +51,9 @@ async def measure(config: Config, pairs: int, note: Callable[[str], None]) -> di
 async def compare(service: EngineService, pairs: int) -> dict[str, Any]:
     """`measure`, with engines that run."""
     config, sources = service.config, service.sources
-    sides = Sides(service.engines.engines[0].url, service.engines.keys.api_key, config.rollout.request_deadline)
+    sides = Sides(
+        service.groups[ACTOR].engines[0].url, service.groups[ACTOR].keys.api_key, config.rollout.request_deadline
+    )
     manager = RolloutManager(config, make_source(config, sources.by_source), service.make_maker())
     seconds: dict[str, list[float]] = {"slimx": [], "bare": []}
     try:

@@ -99,8 +99,8 @@ class Turns:
             run.step = self.done
             stack.enter_context(settled_heap())  # as the session does
             await loop.train(run)
-        for engine in self.service.engines.engines:  # what was generated ahead of a step that never comes
-            await EngineControl(engine.url, engine.name, self.service.engines.keys).abort_all()
+        for engine in self.service.groups[ACTOR].engines:  # what was generated ahead of a step that never comes
+            await EngineControl(engine.url, engine.name, self.service.groups[ACTOR].keys).abort_all()
         self.done += steps
         return run
 
@@ -108,7 +108,7 @@ class Turns:
 async def measure(config: Config, bounds: Sequence[int], rounds: int, steps: int, note: Any) -> dict[str, Any]:
     """Seconds by bound and round of each counted step."""
     prepared = check_run(config)
-    config = prepared.transport.applied(config)
+    config = prepared.policies[ACTOR].config
     found: dict[str, Any] = {"steps": steps, "seconds": {k: [] for k in bounds}, "waited": {k: [] for k in bounds}}
     async with started(config, prepared, note) as (trainers, service):
         turns = Turns(config, prepared, trainers, service)

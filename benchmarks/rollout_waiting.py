@@ -39,13 +39,14 @@ from waiting_engine import Engine, QuietLoop
 
 from slimx.config.load import load_config
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Prompt
 from slimx.extras.agents.proxy.server import ChatProxy
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext
 
@@ -125,7 +126,9 @@ class Stand:
         self.proxy = ChatProxy(context=2**20)
         self.late: list[float] = []
         """Seconds after its deadline, of each rollout that was ended."""
-        self.maker = GroupMaker(config, Hooks(self._timed, None, None), tokenizer, self.client, proxy=self.proxy)
+        self.maker = GroupMaker(
+            config, Hooks(self._timed, None, None), {ACTOR: Speaker(self.client, tokenizer)}, proxy=self.proxy
+        )
         text = "q" * (prompt - 10)  # the template adds so many
         prompts = [Prompt(id=f"p{n}", messages=[{"role": "user", "content": text}]) for n in range(10_000)]
         self.prompt = prompts[0]

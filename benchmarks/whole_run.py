@@ -28,12 +28,13 @@ async def started(
     directory = Path(config.run.dir)
     logs = directory / "logs"
     logs.mkdir(parents=True)
-    trainers = TrainerGroup(config, prepared.sizes, "cpu", logs, prepared.spec.table, prepared.plans, worker=worker)
+    actor = prepared.policies[ACTOR]
+    trainers = TrainerGroup(config, actor.sizes, "cpu", logs, actor.spec.table, actor.plans, worker=worker)
     try:
         async with EngineService(config, prepared, directory, note=note) as service:
             engines = service.place()[ACTOR]
             await asyncio.gather(trainers.start(), engines.start())
-            await service.open(longest_trajectory(config, prepared.spec, prepared.sizes))
+            await service.open(longest_trajectory(config, actor.spec, actor.sizes))
             engines.members.watch()
             yield trainers, service
     finally:
@@ -44,4 +45,4 @@ def make_records(config: Config, prepared: Prepared, table: LiveTable) -> Record
     """Returns the records of a run in `config.run.dir`, without a receiver of events."""
     stall = config.track.stall
     alerts = Alerts(config.run.name, Path(config.run.dir), table.note, factor=stall.factor, at_least=stall.at_least)
-    return Records(config, table, prepared.tokenizer, alerts)
+    return Records(config, table, prepared.policies[ACTOR].tokenizer, alerts)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.errors import Preempted
 from slimx.models.families import configured_model
@@ -96,14 +97,14 @@ async def generate(
         stack.callback(tracker.close)
         drops = JsonlFile(directory / "dropped.jsonl", resume_step=resume_step)
         stack.callback(drops.close)
-        origin = origin_of(config, sources.tokenizer)
+        origin = origin_of(config, sources.policies[ACTOR].tokenizer)
         files = StepFiles(directory / DIRECTORY, origin, every=1, keep=0, resume_step=resume_step)
 
         def drop(dropped: Dropped) -> None:
             drops.write({"step": manager.counting(current, step), **asdict(dropped)})
 
         source = make_source(config, sources.by_source)
-        manager = RolloutManager(config, source, service.make_maker(), drop, service.engines.interrupt)
+        manager = RolloutManager(config, source, service.make_maker(), drop, service.groups[ACTOR].interrupt)
         stack.push_async_callback(manager.stop)
         if state is not None:
             manager.restore(state.rollouts)
@@ -116,7 +117,7 @@ async def generate(
             seconds = time.perf_counter() - began
             await in_thread(files.write, step + 1, 0, batch.groups, batch.dropped)
             step += 1
-            await in_thread(_save, saves, RunState(step, 0, {}, False, rollouts=manager.state()))
+            await in_thread(_save, saves, RunState(step, 0, policies={}, rollouts=manager.state()))
             metrics = _metrics(batch, seconds, config.eval.passing)
             tracker.log(step, metrics, version=0)
             table.row(step, metrics)

@@ -17,7 +17,6 @@ from slimx.cluster.access import check_token
 from slimx.cluster.address import check_reachable
 from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
-from slimx.config.sections.policies import ACTOR
 from slimx.data.prompt_files.mapping import make_mapping
 from slimx.data.prompts import iter_prompts
 from slimx.errors import SlimxError
@@ -113,11 +112,9 @@ def check_training(config: Config) -> None:
 
     def check(state: RunState) -> None:
         if not finished(config, directory, state):
-            further = {
-                name: _Sized(each, sizes_of(each.trainer)) for name, each in config.by_policy.items() if name != ACTOR
-            }
+            policies = {name: _Sized(each, sizes_of(each.trainer)) for name, each in config.by_policy.items()}
             critic = None if config.critic is None else sizes_of(config.as_critic().trainer)
-            check_resume(config, sizes_of(config.trainer), point, state, critic, further)
+            check_resume(point, state, policies, critic)
             _check_order(config, state, own=point.parent == saves.directory)
 
     _check_state(point, check)

@@ -25,8 +25,8 @@ one that sampled it, and trainers and publisher stand there once for each. They 
 all.
 
 An engine that is lost does not show here: the others go on, it is started again in the background, and the publication
-after the next step brings it back (slimx/engines/fleet/membership.py). If none is left, `run.watched` and `run.publish`
-wait for one.
+after the next step brings it back (slimx/engines/fleet/membership.py). If none is left, the work of a step and
+`run.publish` wait for one.
 
 A run that is asked to leave (SIGUSR1) does so where the loop waits for a batch: a step that has begun to train is
 finished, one that is still generated is interrupted, and all that was sampled is kept.
@@ -36,72 +36,34 @@ from __future__ import annotations
 
 import time
 
-from slimx.config.sections.policies import ACTOR
-from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.run import Run
-from slimx.orchestration.step.advantages import estimate_advantages
 from slimx.orchestration.step.evaluation import evaluate
-from slimx.orchestration.step.measure import batch_counts, check_gap, probe_gap, sample_metrics
-from slimx.orchestration.step.pairs import train_pairs
+from slimx.orchestration.step.measure import measure_gap, sample_metrics
 from slimx.orchestration.step.reference import refresh_reference
 from slimx.orchestration.step.train import train_step
 
 
 async def train(run: Run) -> None:
     """Run the loop from `run.step` to `schedule.steps`."""
-    schedule, config = run.config.schedule, run.config
+    config, steps = run.config, run.config.schedule.steps
     await run.publish()
     if run.step == 0:
         run.records.start(await evaluate(run), run.version)
-    while run.step < schedule.steps:
-        began, run.current = time.perf_counter(), run.step + 1
-        with run.phase("generate"):
-            batch = await run.watched(run.unless_leaving(run.rollouts.next_batch()))
-        if batch is None:
-            await run.leave()
-        run.records.keep(run.current, run.version, batch)
+    while run.step < steps:
+        began = time.perf_counter()
+        batch = await run.next_batch()
         with run.phase("prepare"):
             rows = run.updates(batch.groups)
-            metrics = batch_counts(batch)
-            for policy in run.policies.values():
-                metrics |= policy.named(sample_metrics(policy, batch.groups, run.version))
-        if schedule.colocate:
-            with run.phase("sleep"):
-                await run.engines.sleep()
-                await run.trainers.reload()
-        if config.algorithm.needs_whole_step:
-            with run.phase("values"):
-                metrics |= await run.watched(estimate_advantages(run, batch.groups, rows[ACTOR]))
-        with run.phase("prepare"):
-            updates = run.packed(rows)
-            for policy in run.policies.values():
-                metrics |= policy.named(batch_metrics(updates[policy.name]))
-        with run.phase("train"):
-            if config.algorithm.scores:
-                metrics |= await run.watched(train_pairs(run, batch.groups, rows[ACTOR]), training=True)
-            else:
-                metrics |= await run.watched(train_step(run, batch.groups, rows, updates), training=True)
+            metrics = sample_metrics(run, batch)
+        async with run.training():
+            metrics |= await train_step(run, batch.groups, rows)
         run.step += 1
-        if schedule.colocate:
-            with run.phase("wake"):
-                await run.trainers.offload(weights=False)
-                await run.engines.wake()
         metrics |= await run.publish()
-        if run.engines is not None and not metrics["gap/tokens"]:
-            with run.phase("probe"):
-                metrics |= await run.watched(probe_gap(run, batch.groups))
-        if run.engines is not None:
-            check_gap(config, metrics, run.step)
-        if run.due(config.eval.every or 0) or run.step == schedule.steps:
+        metrics |= await measure_gap(run, batch.groups, metrics)
+        if run.due(config.eval.every or 0) or run.step == steps:
             metrics |= await evaluate(run)
-        await run.records.kept()
-        seconds = time.perf_counter() - began
-        tokens = sum(update.tokens for several in updates.values() for update in several)
-        metrics["perf/tokens_per_second"] = tokens / seconds
-        run.record(metrics | await run.trainer_metrics(), batch.groups, seconds)
-        run.checkpoints.check()
-        if run.due(config.algorithm.reference_refresh):
-            await refresh_reference(run)
+        await run.record(metrics, batch.groups, rows, began)
+        await refresh_reference(run)
         await run.mirror()
         if run.checkpoints.due(run.step):
             await run.save()

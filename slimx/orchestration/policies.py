@@ -82,10 +82,10 @@ def in_order[T](groups: Sequence[Group], by_policy: Mapping[str, Sequence[T]]) -
     return [next(left[trajectory.policy]) for group in groups for trajectory in group.trajectories]
 
 
-async def each(
+async def metrics_of(
     policies: Mapping[str, TrainedPolicy], measure: Callable[[TrainedPolicy], Awaitable[Mapping[str, float]]]
 ) -> dict[str, float]:
-    """Metrics that `measure` brings of every policy, at the same time; the first failure ends the wait for the rest."""
+    """Metrics that `measure` finds for every policy, at the same time; the first failure ends the wait for the rest."""
     found = await all_or_none(measure(policy) for policy in policies.values())
     return {
         name: value

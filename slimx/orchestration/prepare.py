@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -45,12 +45,37 @@ ANSWERED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class ServedPolicy:
+    """A policy as engines generate for it."""
+
+    config: Config
+    spec: ModelSpec
+    tokenizer: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPolicy(ServedPolicy):
+    """Results of the checks of one trained policy, whose `config` (`Config.by_policy`) has its transport."""
+
+    sizes: Sizes
+    plans: dict[str, Plan]
+    """By which weights leave the trainers: "export", with engines "publish", and "adapters" where those are published
+    alone."""
+    backends: Backends
+    """The trainers' kernels, with the reason of each."""
+    encoding: Encoding
+    """Form in which the engines receive the weights."""
+    transport: ChosenTransport
+    """`publish.transport`, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources[P: ServedPolicy]:
     """Everything that rollouts are made of."""
 
-    spec: ModelSpec
+    policies: Mapping[str, P]
+    """By name, first `actor`."""
     hooks: Hooks
-    tokenizer: Any
     by_source: dict[str, list[Prompt]]
     """Prompts of each of `rollout.sources`, or all under ""; empty where rollouts are replayed, as `eval_prompts`."""
     eval_prompts: dict[str, list[Prompt]]
@@ -63,48 +88,11 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedPolicy:
-    """Results of the checks of one trained policy."""
-
-    config: Config
-    """One policy's (`Config.by_policy`), with its transport."""
-    spec: ModelSpec
-    tokenizer: Any
-    sizes: Sizes
-    plans: dict[str, Plan]
-    """By which weights leave the trainers: "export", with engines "publish", and "adapters" where those are published
-    alone."""
-    backends: Backends
-    """The trainers' kernels, with the reason of each."""
-    encoding: Encoding
-    """Form in which the engines receive the weights."""
-    transport: ChosenTransport
-    """`publish.transport`, and why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared(Sources):
+class Prepared(Sources[PreparedPolicy]):
     """Results of the checks of a whole run, which had to read them anyway."""
 
-    policies: Mapping[str, PreparedPolicy]
-    """Every trained policy by its name, first `actor`, whose parts stand in the other fields, too."""
-    sizes: Sizes
-    plans: dict[str, Plan]
-    """By which weights leave the trainers: "export", with engines "publish", and "adapters" where those are published
-    alone."""
-    backends: Backends
-    """The trainers' kernels, with the reason of each."""
-    encoding: Encoding
-    """Form in which the engines receive the weights."""
-    transport: ChosenTransport
-    """`publish.transport`, and why."""
     critic: Sizes | None
     """Parallel sizes of the critic, if there is one; those of the trainers where it shares their ranks."""
-
-    @property
-    def further(self) -> dict[str, PreparedPolicy]:
-        """The policies beside the run's own."""
-        return {name: policy for name, policy in self.policies.items() if name != ACTOR}
 
 
 def check_run(config: Config) -> Prepared:
@@ -112,24 +100,18 @@ def check_run(config: Config) -> Prepared:
     something cannot work, with everything that cannot."""
     check_reachable(config.cluster.ray_address)
     device = device_of(config)
-    checked = {name: _check_model(own, device, config.policies) for name, own in config.by_policy.items()}
+    checked = {name: _check_model(of_policy, device, config.policies) for name, of_policy in config.by_policy.items()}
     actor = checked[ACTOR]
     for each in checked.values():
         try_hooks(each.config)
     sources = _sources(actor.config, actor.facts["spec"], device, actor.facts)
-    policies = {
-        name: _policy(each, device, sources.tokenizer if name == ACTOR else _tokenizer(each, device))
-        for name, each in checked.items()
-    }
-    own = policies[ACTOR]
+    tokenizers = {ACTOR: sources.policies[ACTOR].tokenizer}
+    tokenizers |= {name: _tokenizer(each, device) for name, each in checked.items() if name != ACTOR}
     return Prepared(
-        **{each.name: getattr(sources, each.name) for each in fields(sources)},
-        policies=policies,
-        sizes=own.sizes,
-        plans=own.plans,
-        backends=own.backends,
-        encoding=own.encoding,
-        transport=own.transport,
+        policies={name: _policy(each, device, tokenizers[name]) for name, each in checked.items()},
+        hooks=sources.hooks,
+        by_source=sources.by_source,
+        eval_prompts=sources.eval_prompts,
         critic=actor.facts["critic_sizes"],
     )
 
@@ -240,7 +222,8 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         if hooks.reward is not None:
             check_answers(config.reward, hooks.reward, prompts, config.rollout.max_failed_share)
             check_prompts(hooks.reward, prompts)
-    return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, by_source=by_source, eval_prompts=eval_prompts)
+    policies = {ACTOR: ServedPolicy(config=config, spec=spec, tokenizer=tokenizer)}
+    return Sources(policies=policies, hooks=hooks, by_source=by_source, eval_prompts=eval_prompts)
 
 
 def _check_engines(config: Config, spec: ModelSpec, device: str) -> None:

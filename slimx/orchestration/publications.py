@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from slimx.cluster.waiting import first_line
@@ -14,6 +15,7 @@ from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.weight_source import WeightSource
+from slimx.orchestration.shared_engines import SharedEngines
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
 from slimx.reshard.manifest import Encoding
@@ -42,11 +44,11 @@ class Publications:
         trainers: TrainerGroup,
         encoding: Encoding,
         records: Records,
-        members: Members | None = None,
+        shared: SharedEngines | None = None,
     ):
-        """`config`: of the policy. `engines`: None where nothing is sampled. `maker` is told each version that is
-        published. `encoding`: how engines receive weights. `members`: who of `engines` takes part; None: whoever is in
-        their own membership."""
+        """`config`: of the policy. `engines`: None where nothing is sampled. `maker` gets each version that is
+        published. `encoding`: how engines receive weights. `shared`: `engines` hold the adapters of other policies,
+        too."""
         self.policy, self.config, self.engines, self.trainers = policy, config, engines, trainers
         self.lasting: Lasting = _once
         """Waits for work that needs trainers, which may be replaced meanwhile."""
@@ -58,12 +60,13 @@ class Publications:
         else:
             self.delivery = make_delivery(trainers, self.config)
         self.publisher = self.adapters = None
-        self._based: dict[str, int] = {}
+        self._shared = shared
+        self._based: dict[str, int] = {} if shared is None else shared.based
         """By engine the incarnation that was given the base of its adapters."""
         self._brought = False
         """True once the base of these trainers was published, and thereby compared with that of other policies."""
         if self.engines is not None:
-            members = members or self.engines.members
+            members = self.engines.members if shared is None else shared.enter(policy, self._deliver)
             vacate = self._give_turn if self.config.schedule.colocate else None
             self.publisher = self._publisher(source, members, self.delivery, vacate)
             if "adapters" in trainers.plans:
@@ -89,7 +92,8 @@ class Publications:
         return await self.lasting(lambda: self._publish(step))
 
     async def _publish(self, step: int) -> Publication:
-        return await self._deliver(step)
+        deliver = self._deliver if self._shared is None else partial(self._shared.publish, self.policy)
+        return await deliver(step)
 
     async def _deliver(self, step: int) -> Publication:
         """Publish until at least one engine has taken part to the end."""
@@ -140,8 +144,8 @@ class Publications:
         publication that follows brings the next one. A delivery that keeps versions brings the present one to whichever
         engine comes back, at any time when engines are awake.
         """
-        if self.engines is None:
-            return await work
+        if self.engines is None or (self._shared is not None and self._shared.owner != self.policy):
+            return await work  # engines of several policies are watched by their owner's
         members = self.engines.members
         awake = members.turn.theirs
         training, kept = training or not awake, self.delivery.keeps and awake

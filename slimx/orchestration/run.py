@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from slimx.algorithms.credit import credited
 from slimx.config.sections.algorithm import ADVANTAGES, CREDITS
 from slimx.config.sections.policies import ACTOR
-from slimx.data.batch import TrainBatch, TrainingRow
+from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import Preempted
 from slimx.orchestration.batches import make_packer
-from slimx.orchestration.policies import TrainedPolicy, each
+from slimx.orchestration.policies import TrainedPolicy, metrics_of
 from slimx.orchestration.prepare import Prepared, PreparedPolicy
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.publications import Publications, publication_metrics
@@ -25,7 +26,7 @@ from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.shared_engines import SharedEngines, SharedPublications
+from slimx.orchestration.shared_engines import SharedEngines
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves
@@ -34,7 +35,10 @@ from slimx.preflight.checks.routing import route_shape
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.replay import Replay
 from slimx.rollout.flow.rollouts import GroupMaker
-from slimx.rollout.flow.tickets import Dropped
+from slimx.rollout.flow.tickets import Batch, Dropped
+
+StepRows = dict[str, list[list[TrainingRow]]]
+"""By policy and update the rows of a step."""
 
 
 class Run:
@@ -63,32 +67,23 @@ class Run:
         self.rollouts = self._make_rollouts(prepared, self.maker, service.groups)
         shared = None
         if config.served_beside:
-            shared = SharedEngines(service.engines.members, [ACTOR, *config.served_beside])
+            shared = SharedEngines(service.groups[ACTOR].members, [ACTOR, *config.served_beside])
         self.policies = {
             name: self._policy(name, policy, service, trainers[name], shared)
             for name, policy in prepared.policies.items()
         }
-        """The trained policies, first the run's own, of which the parts below are."""
-        own = self.policies[ACTOR]
-        self.trainers, self.engines, self.client = own.trainers, own.engines, own.client
-        self.publications, self.packer, self.sizes = own.publications, own.packer, own.sizes
-        self.checkpoints = Checkpointer(
-            own.config,
-            own.sizes,
-            own.trainers,
-            saves,
-            records.timeline,
-            records.table.note,
-            critic=critic,
-            further={name: policy for name, policy in self.policies.items() if name != ACTOR},
-        )
+        """The trained policies, first the actor."""
+        self.checkpoints = Checkpointer(trainers, saves, records.timeline, records.table.note, critic)
         self.recovery = recovery
         records.entered = self._mark
+        actor = self.policies[ACTOR]
         if recovery is not None:
-            self.publications.lasting = recovery.lasting
-            recovery.on_replaced = self.publications.delivery.renew
-        if self.engines is not None:
-            self.engines.members.keeper.in_flight = self._in_flight
+            actor.publications.lasting = recovery.lasting
+            recovery.on_replaced = actor.publications.delivery.renew
+        self.sampled = actor.engines is not None
+        """True if engines generate; else rollouts are replayed, or nothing is sampled."""
+        if actor.engines is not None:
+            actor.engines.members.keeper.in_flight = self._in_flight
         self.step = self.current = 0
 
     def _policy(
@@ -100,14 +95,14 @@ class Run:
         shared: SharedEngines | None,
     ) -> TrainedPolicy:
         config, engines = prepared.config, service.engines_of(name)
-        way = (config, engines, self.maker, trainers, prepared.encoding, self.records)
+        parts = (self.maker, trainers, prepared.encoding, self.records)
         return TrainedPolicy(
             name=name,
             config=config,
             trainers=trainers,
             engines=engines,
             client=service.clients.get(name),
-            publications=Publications(name, *way) if shared is None else SharedPublications(shared, name, *way),
+            publications=Publications(name, config, engines, *parts, shared),
             packer=make_packer(config, prepared.spec, prepared.sizes),
             sizes=prepared.sizes,
             routes=route_shape(prepared.spec) if config.trainer.moe.routing_replay == "R3" else None,
@@ -147,7 +142,7 @@ class Run:
         """The result of `work`; None if the run is to end first: `work` is cancelled then."""
         return await unless(self.leaving, work)
 
-    async def leave(self) -> None:
+    async def leave(self) -> NoReturn:
         """Write a checkpoint of the present step, with all that was sampled by now, and raise Preempted."""
         self.records.table.note(f"asked to leave: saving step {self.step}, then the run ends")
         await self.rollouts.rest()
@@ -164,7 +159,7 @@ class Run:
         return {
             "step": self.current,
             **self.records.activity(),
-            "rollouts": self.rollouts.status() if self.engines is not None else None,
+            "rollouts": self.rollouts.status() if self.sampled else None,
             "awaited": next((told for group in self._serving() if (told := group.members.awaited())), None),
             "late": next((late for group in self._groups() if (late := group.late()) is not None), None),
         }
@@ -182,8 +177,8 @@ class Run:
 
     def _groups(self) -> list[RankGroup]:
         """The trainers' ranks of all policies, and those of a critic of its own."""
-        own = self.critic.own if self.critic is not None else None
-        return [*(policy.trainers for policy in self.policies.values()), *([own] if own is not None else [])]
+        own = [] if self.critic is None or self.critic.own is None else [self.critic.own]
+        return [*(policy.trainers for policy in self.policies.values()), *own]
 
     def _in_flight(self) -> str:
         """The requests that are lost with the router, and whose they are."""
@@ -199,7 +194,18 @@ class Run:
 
     # Work -------------------------------------------------------------------------------------------------------------
 
-    def updates(self, groups: Sequence[Group]) -> dict[str, list[list[TrainingRow]]]:
+    async def next_batch(self) -> Batch:
+        """The groups of the next step. Raises Preempted, with a checkpoint, if the run is to leave before they are
+        there."""
+        self.current = self.step + 1
+        with self.phase("generate"):
+            batch = await self.watched(self.unless_leaving(self.rollouts.next_batch()))
+        if batch is None:
+            await self.leave()
+        self.records.keep(self.current, self.version, batch)
+        return batch
+
+    def updates(self, groups: Sequence[Group]) -> StepRows:
         """The rows that one step's groups give each policy, with the credit that `algorithm.credit` gives. Raises
         SlimxError where a hook of these spoils a group."""
         algorithm = self.config.algorithm
@@ -210,18 +216,14 @@ class Run:
                 self.maker.check(group, hook)
         return rows
 
-    def packed(self, rows: Mapping[str, Sequence[Sequence[TrainingRow]]]) -> dict[str, list[TrainBatch]]:
-        """The batches of each policy's updates."""
-        return {name: [policy.packer(part) for part in rows[name]] for name, policy in self.policies.items()}
-
     async def publish(self) -> dict[str, float]:
         """Bring the trainers' weights into the engines as version `step`; {} without engines."""
-        if self.engines is None:
+        if not self.sampled:
             if isinstance(self.rollouts, Replay):
                 self.maker.version = self.step  # of the engines of the run that is replayed
             return {}
         with self.phase("publish"):
-            metrics = await each(self.policies, self._publish)
+            metrics = await metrics_of(self.policies, self._publish)
         return self.frozen.metrics() | metrics
 
     async def _publish(self, policy: TrainedPolicy) -> dict[str, float]:
@@ -230,18 +232,37 @@ class Run:
         return publication_metrics(done) | policy.engines.members.metrics() | retried
 
     @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """The part of a step in which the trainers work, of colocated ones on the engines' devices."""
+        colocated = self.config.schedule.colocate
+        if colocated:
+            with self.phase("sleep"):
+                await self._begin_turn()
+        yield
+        if colocated:
+            actor = self.policies[ACTOR]
+            with self.phase("wake"):
+                await actor.trainers.offload(weights=False)
+                await actor.engines.wake()
+
+    @asynccontextmanager
     async def trainers_turn(self, *, publish: bool = True) -> AsyncIterator[None]:
         """Between two steps: the trainers' state is on their devices. Colocated engines sleep meanwhile, and get the
         present version again; without `publish` that is left to a publication that follows."""
         if not self.config.schedule.colocate:
             yield
             return
-        await self.engines.sleep()
-        await self.trainers.reload()
+        await self._begin_turn()
         yield
-        await self.trainers.offload(weights=False)
+        actor = self.policies[ACTOR]
+        await actor.trainers.offload(weights=False)
         if publish:
-            await self.publications.publish(self.step)
+            await actor.publications.publish(self.step)
+
+    async def _begin_turn(self) -> None:
+        actor = self.policies[ACTOR]
+        await actor.engines.sleep()
+        await actor.trainers.reload()
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -286,14 +307,21 @@ class Run:
 
     async def trainer_metrics(self) -> dict[str, float]:
         """The trainers' peak memory, and what was done to replace lost ones."""
-        memory = await each(self.policies, lambda policy: self.lasting(policy.trainers.memory))
+        memory = await metrics_of(self.policies, lambda policy: self.lasting(policy.trainers.memory))
         return memory if self.recovery is None else memory | self.recovery.metrics()
 
     # Records ----------------------------------------------------------------------------------------------------------
 
-    def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
-        """Log a finished step, show it, and keep a few of its samples."""
-        self.records.step(self.step, self.version if self.engines else None, metrics, groups, seconds)
+    async def record(self, metrics: dict[str, float], groups: Sequence[Group], rows: StepRows, began: float) -> None:
+        """Log a finished step that began at `began` of the clock, show it, and keep a few of its samples. Raises the
+        error of a save in the background."""
+        await self.records.kept()
+        seconds = time.perf_counter() - began
+        tokens = sum(len(row) for updates in rows.values() for update in updates for row in update)
+        metrics["perf/tokens_per_second"] = tokens / seconds
+        metrics |= await self.trainer_metrics()
+        self.records.step(self.step, self.version if self.sampled else None, metrics, groups, seconds)
+        self.checkpoints.check()
 
     def _drop(self, dropped: Dropped) -> None:
         self.records.drop(dropped, self.rollouts.counting(self.current, self.step))

@@ -8,12 +8,11 @@ GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from slimx import entry_points
 from slimx.cluster.connection import device_of
@@ -30,7 +29,7 @@ from slimx.errors import SlimxError
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.lifetime import stopping
-from slimx.orchestration.prepare import PreparedPolicy, Sources
+from slimx.orchestration.prepare import Sources
 from slimx.orchestration.waits import while_served
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
@@ -59,16 +58,13 @@ class EngineService:
         note: Callable[[str], None],
         record: Callable[[Restart], None] = lambda restart: None,
         lost: Callable[[str, SlimxError], None] = lambda name, error: None,
-        further: Mapping[str, PreparedPolicy] | None = None,
     ):
-        """`directory` gets `logs/` and `engines.json`. `note` is told in one line what happens to engines, `record` of
-        every restart, `lost` of every engine that is taken out. `further`: policies beside the run's own, which have
-        engines too."""
+        """`directory` gets `logs/` and `engines.json`. `note` takes a line about anything that happens to engines,
+        `record` every restart, `lost` every engine that is taken out."""
         self.config, self.sources, self.directory = config, sources, directory
         self.device, self.logs = device_of(config), directory / "logs"
         self.note, self._record, self._lost = note, record, lost
         self.frozen = FrozenEngines(config, self.device, self.logs, note=note, record=record)
-        self.further = dict(further or {})
         self.groups: dict[str, EngineGroup] = {}
         """Engines by policy; {} where nothing is sampled."""
         self.clients: dict[str, GenerationClient] = {}
@@ -85,54 +81,47 @@ class EngineService:
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
 
-    @property
-    def engines(self) -> EngineGroup | None:
-        """Engines of the run's own policy; None where nothing is sampled."""
-        return self.groups.get(ACTOR)
-
     def engines_of(self, policy: str) -> EngineGroup | None:
         """Engines that generate for `policy`, its own or another's; None where nothing is sampled."""
         return self.groups.get(ACTOR if policy in self.config.served_beside else policy)
 
-    @property
-    def client(self) -> GenerationClient | None:
-        """The way to `engines`."""
-        return self.clients.get(ACTOR)
-
     def place(self, shared: Sequence[Placement] = ()) -> dict[str, EngineGroup]:
         """Create the engines of each policy, without starting them; {} where the configuration has none.
 
-        `shared`: the places of trainer ranks with which they take turns, see `EngineGroup`."""
-        if self.config.rollout.policy_engines:
-            self._place(ACTOR, self.config, self.sources, router="router", shared=shared)
-        for name, policy in self.further.items():
-            if name not in self.config.served_beside:
-                self._place(name, policy.config, policy, router=f"router-{name}")
+        `shared`: the places of the actor's trainer ranks with which they take turns, see `EngineGroup`."""
+        for name, policy in self.sources.policies.items():
+            if policy.config.rollout.policy_engines and name not in self.config.served_beside:
+                self.groups[name] = group = EngineGroup(
+                    policy.config,
+                    self.device,
+                    self.logs,
+                    moe=policy.spec.experts > 0,
+                    router="router" if name == ACTOR else f"router-{name}",
+                    shared=shared if name == ACTOR else (),
+                    note=self.note,
+                    record=self._record,
+                )
+                self._stack.push_async_exit(stopping(group.stop, self.note))
         return self.groups
-
-    def _place(self, name: str, config: Config, model: Sources | PreparedPolicy, **options: Any) -> None:
-        moe = model.spec.experts > 0
-        group = EngineGroup(config, self.device, self.logs, moe=moe, note=self.note, record=self._record, **options)
-        self.groups[name] = group
-        self._stack.push_async_exit(stopping(group.stop, self.note))
 
     async def open(self, context: int) -> None:
         """Connect client and proxy to engines that have all started. `context`: tokens of the longest trajectory.
 
         Raises SlimxError for a teacher with another vocabulary."""
-        await self.frozen.check_teacher(self.sources.tokenizer)
+        await self.frozen.check_teacher(self.sources.policies[ACTOR].tokenizer)
         groups = [*self.groups.values(), *self.frozen.groups.values()]
         self._stack.callback(tell_restarts, groups, self.note)
         follow(groups, self.directory / "engines.json")
         for group in groups:
             group.members.on_lost = self._lost
             group.members.before_ending = partial(keep_stacks, self.directory, self.note)
-        for name in (ACTOR, *self.further) if self.groups else ():
-            group = self.engines_of(name)
-            rollout, model = self.config.rollout, self.further.get(name, self.sources)
+        rollout = self.config.rollout
+        for name, policy in self.sources.policies.items():
+            if (group := self.engines_of(name)) is None:
+                continue
             client = self.clients[name] = GenerationClient(
                 group.router.url,
-                ModelShape.of(model.spec),
+                ModelShape.of(policy.spec),
                 rollout.request_deadline,
                 # While no engine serves, a request waits for one as long as the run does.
                 retry_s=rollout.request_deadline,
@@ -149,24 +138,16 @@ class EngineService:
 
     def make_maker(self) -> GroupMaker:
         """A maker of groups with these engines; its owner closes it."""
-        return GroupMaker(
-            self.config,
-            self.sources.hooks,
-            self.sources.tokenizer,
-            self.client,
-            self.frozen.clients,
-            self.proxy,
-            Outages(tuple(group.members.outage for group in self.groups.values())),
-            {
-                name: Speaker(self.clients[name], policy.tokenizer, policy.spec.vocab_size)
-                for name, policy in self.further.items()
-            },
-            vocabulary=self.sources.spec.vocab_size,
-        )
+        speakers = {
+            name: Speaker(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
+            for name, policy in self.sources.policies.items()
+        }
+        outage = Outages(tuple(group.members.outage for group in self.groups.values()))
+        return GroupMaker(self.config, self.sources.hooks, speakers, self.frozen.clients, self.proxy, outage)
 
     async def watched[T](self, work: Awaitable[T]) -> T:
         """The result of `work`. Raises SlimxError when no engine is left that could come back."""
-        return await while_served(work, self.engines.members.failed)
+        return await while_served(work, self.groups[ACTOR].members.failed)
 
 
 def make_agent_server(settings: Proxy, context: int) -> AgentServer:

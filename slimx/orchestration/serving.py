@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.server.control import EngineControl
 from slimx.layout.ranks import sizes_of
@@ -36,7 +37,7 @@ async def serving(
         check = partial(check_stored, config.model.path, config.rollout.policy_engines)
         await together([service.frozen.start, engines.start, check])
         # As long as what training on the same configuration could take.
-        await service.open(longest_trajectory(config, sources.spec, sizes_of(config.trainer)))
+        await service.open(longest_trajectory(config, sources.policies[ACTOR].spec, sizes_of(config.trainer)))
         await admit_joining(engines, _call_version_0)
         engines.members.watch()
         readmitting = asyncio.create_task(keep_admitting(engines, _call_version_0))

@@ -107,12 +107,12 @@ def _attempt(
             sentence = f"{directory} is finished at step {state.step}; raise schedule.steps to go on"
             _say(console, sentence + unused(config))
             return
-        check_resume(config, prepared.sizes, resume_from, state, prepared.critic, prepared.further)
+        check_resume(resume_from, state, prepared.policies, prepared.critic)
         check_order(config, prepared.by_source, state.rollouts, own=resume_from.parent == saves.directory)
     if config.rollout.replay:
         check_replay(
             Path(config.rollout.replay),
-            origin_of(config, prepared.tokenizer),
+            origin_of(config, prepared.policies[ACTOR].tokenizer),
             first=1 if state is None else state.step + 1,
             last=config.schedule.steps,
             routes=config.trainer.moe.routing_replay == "R3",
@@ -145,7 +145,7 @@ async def _session(
     work: Callable[[Run], Awaitable[None]],
     alarm: Alarm,
 ) -> None:
-    directory, replayed = Path(config.run.dir), config.rollout.replay
+    directory, replayed, actor = Path(config.run.dir), config.rollout.replay, prepared.policies[ACTOR]
     state = read_state(resume_from) if resume_from else None
     done = state.step if state else 0
     logs = directory / "logs"
@@ -156,25 +156,24 @@ async def _session(
                 config.schedule.steps,
                 done,
                 console,
-                with_policies(_columns(config), [*prepared.further]),
+                with_policies(_columns(config), [name for name in prepared.policies if name != ACTOR]),
             )
         )
-        records = _open_records(config, table, alerts, done + 1 if done else 0, prepared.tokenizer)
+        records = _open_records(config, table, alerts, done + 1 if done else 0, actor.tokenizer)
         stack.callback(records.close)
         table.start(starting.line, starting.since)
         if config.publish.transport == "auto" and config.rollout.policy_engines:
-            table.note(f"publish.transport {prepared.transport}")
-        config = prepared.transport.applied(config)
+            table.note(f"publish.transport {actor.transport}")
+        config = actor.config
         device = device_of(config)
-        by_policy: dict[str, TrainerGroup] = {}
+        trainers: dict[str, TrainerGroup] = {}
         for name, policy in prepared.policies.items():
-            by_policy[name] = _trainers(name, policy, device, logs)
-            stack.push_async_exit(stopping(by_policy[name].stop, table.note))
-        trainers = by_policy[ACTOR]
+            trainers[name] = _trainers(name, policy, device, logs)
+            stack.push_async_exit(stopping(trainers[name].stop, table.note))
         critic = None
         if prepared.critic is not None:
             packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
-            critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
+            critic = CriticGroup(config, prepared.critic, packer, trainers=trainers[ACTOR], log_dir=logs, device=device)
             stack.push_async_exit(stopping(critic.stop, table.note))
         service = EngineService(
             config,
@@ -183,25 +182,20 @@ async def _session(
             note=table.note,
             record=records.restarted,
             lost=records.engine_lost,
-            further=prepared.further,
         )
         await stack.enter_async_context(service)
-        await start_parts(config, by_policy, critic, service, records.starting)
-        replan = partial(_replanned, config, prepared, device)
-        recovery = TrainerRecovery(trainers, records, logs, replan) if config.recovery.trainers else None
-        if recovery is not None:
+        await start_parts(config, trainers, critic, service, records.starting)
+        recovery = None
+        if config.recovery.trainers:
+            recovery = TrainerRecovery(trainers[ACTOR], records, logs, partial(_replanned, actor, device))
             stack.push_async_callback(recovery.stop)
-        watches = [recovery.watch() if recovery is not None else watch_ranks(trainers, config.trainer.watch_deadline)]
-        watches += [
-            watch_ranks(by_policy[name], policy.config.trainer.watch_deadline)
-            for name, policy in prepared.further.items()
-        ]
-        if critic is not None and critic.own is not None:
-            watches.append(watch_ranks(critic.own, config.trainer.watch_deadline))
-        for watch in watches:
-            alarm.ring_after(watch)
-        layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
-        await service.open(longest_trajectory(config, prepared.spec, *layouts))
+            alarm.ring_after(recovery.watch())
+        watched = [group for name, group in trainers.items() if recovery is None or name != ACTOR]
+        watched += [critic.own] if critic is not None and critic.own is not None else []
+        for group in watched:
+            alarm.ring_after(watch_ranks(group, group.config.trainer.watch_deadline))
+        layouts = [actor.sizes] if prepared.critic is None else [actor.sizes, prepared.critic]
+        await service.open(longest_trajectory(config, actor.spec, *layouts))
         for policy in prepared.policies.values():
             for reason in policy.backends.reasons:
                 table.note(reason)
@@ -212,7 +206,7 @@ async def _session(
             table.note(
                 f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)
             )
-        run = Run(service, prepared, by_policy, records, saves, critic=critic, recovery=recovery, leaving=alarm.leaving)
+        run = Run(service, prepared, trainers, records, saves, critic=critic, recovery=recovery, leaving=alarm.leaving)
         run.checkpoints.on_failure = alarm.ring
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
@@ -226,7 +220,7 @@ async def _session(
         if (line := resume_line(resume_from, done, records.tracker.removed)) is not None:
             table.note(line)
         if recovery is not None:
-            same = state is None or state.layout == layout_of(prepared.sizes)
+            same = state is None or state.policies[ACTOR]["layout"] == layout_of(actor.sizes)
             await recovery.open(run.checkpoints, Base(done, resume_from, same_layout=same))
         stack.enter_context(settled_heap())
         table.note(starting.ready)
@@ -248,9 +242,9 @@ def _trainers(policy: str, prepared: PreparedPolicy, device: str, logs: Path) ->
     return TrainerGroup(prepared.config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans, name=name)
 
 
-def _replanned(config: Config, prepared: Prepared, device: str, sizes: Sizes) -> dict[str, Plan]:
+def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str, Plan]:
     """The plans by which weights leave trainers of `sizes`, which take the place of those that were prepared."""
-    plans, encoding = make_plans(config, prepared.spec, sizes, device)
+    plans, encoding = make_plans(prepared.config, prepared.spec, sizes, device)
     assert encoding == prepared.encoding, "which engines got to know at their start"
     return plans
 
@@ -286,7 +280,7 @@ async def start_parts(
     for name, engines in service.place(shared).items():
         starting.append(partial(check_reach, trainers[name], engines))
         starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
-    starting += [partial(check_reach, trainers[name], service.engines) for name in config.served_beside]
+    starting += [partial(check_reach, trainers[name], service.engines_of(name)) for name in config.served_beside]
     await together(starting)
 
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.fleet.membership import Membership
 from slimx.errors import SlimxError
-from slimx.orchestration.publications import Publications
 from slimx.reshard.outcome import Publication
 from slimx.reshard.parties import ReceiverLost
 
@@ -93,21 +91,3 @@ class SharedMembers:
             raise ReceiverLost(
                 f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
             )
-
-
-class SharedPublications(Publications):
-    """Publishes the adapters of one policy's trainers to engines that hold those of others, too."""
-
-    def __init__(self, shared: SharedEngines, policy: str, *way: Any):
-        """`way`: as for `Publications`."""
-        super().__init__(policy, *way, members=shared.enter(policy, self._deliver))
-        self._shared, self._based = shared, shared.based
-
-    async def _publish(self, step: int) -> Publication:
-        return await self._shared.publish(self.policy, step)
-
-    async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
-        """As for `Publications`; the policy whose engines they are watches them for all."""
-        if self.policy != self._shared.owner:
-            return await work
-        return await super().watched(work, step, training=training)

@@ -92,7 +92,7 @@ def test_engines_alone_generate_and_evaluate_with_the_weights_of_a_checkpoint(
         sampled = trajectory.logprobs[trajectory.versions() >= 0]
         np.testing.assert_allclose(logprobs(model, trajectory), sampled, atol=2e-5)
     assert len({group.prompt.id for group in groups}) == 8
-    check_replay(directory, origin_of(config, sources.tokenizer), first=1, last=2, routes=False)
+    check_replay(directory, origin_of(config, sources.policies["actor"].tokenizer), first=1, last=2, routes=False)
     metrics = found["metrics"]
     assert found["checkpoint"] == str(checkpoint) and found["prompts"] == {"sums": 8} and metrics["eval/failed"] == 0
     # Any digit passes: no reward that is not 0 is smaller.

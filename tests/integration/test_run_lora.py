@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -53,10 +54,10 @@ def test_engines_serve_merged_weights_and_a_run_goes_on_with_its_adapters(tiny_m
 
     saved = max((directory / "checkpoints").glob("iter_*"))
     state = read_state(saved)
-    assert state.lora == {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"]}
+    assert state.policies["actor"]["lora"] == {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"]}
     other = load_config(config, ["trainer.lora.rank=8"])
     with refused("resume.lora"):
-        check_resume(other, sizes_of(other.trainer), saved, state)
+        check_resume(saved, state, {"actor": SimpleNamespace(config=other, sizes=sizes_of(other.trainer))})
 
     told = CliRunner().invoke(
         app, f"adapters-to-peft {directory}/checkpoints {tmp_path}/peft --original {tiny_model}".split()

@@ -80,17 +80,19 @@ def doctor(
         console.print(plain(f"{file} is not checked: it needs what is missing"))
     elif file is not None:
         config = load_config(file, overrides or [])
+        from slimx.config.sections.policies import ACTOR
         from slimx.orchestration.prepare import check_run
 
         prepared = check_run(config)
+        actor = prepared.policies[ACTOR]
         first = next(iter(prepared.prompts), None)
         if first is not None:
             from slimx.extras.datasets.command import rendered_lines
 
-            for line in ["the first prompt, as the model is given it:", *rendered_lines(first, prepared.tokenizer)]:
+            for line in ["the first prompt, as the model is given it:", *rendered_lines(first, actor.tokenizer)]:
                 console.print(plain(line))
-        console.print(plain(f"publish.transport {prepared.transport}"))
-        told = f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way"
+        console.print(plain(f"publish.transport {actor.transport}"))
+        told = f"{file}: {len(prepared.prompts)} prompts, layout {actor.sizes}: nothing stands in the way"
         console.print(plain(told))
     if not healthy:
         raise typer.Exit(1)

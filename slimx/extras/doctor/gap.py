@@ -51,7 +51,8 @@ async def _measure(figures: dict[str, float], say: Callable[[str], None], layers
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
     async with run.trainers_turn(publish=False):
-        figures |= await run.trainers.measure_gap(run.packer(rows), version=run.version)
+        actor = run.policies[ACTOR]
+        figures |= await actor.trainers.measure_gap(actor.packer(rows), version=run.version)
     for line in describe(figures):
         say(line)
     if layers:
@@ -79,16 +80,17 @@ def describe(figures: dict[str, float]) -> list[str]:
 async def _first(run: Run, trajectory: Trajectory) -> str:
     """The point at which the two sides part on the tokens of one rollout, in a sentence."""
     await run.publish()  # forgets the KV of these tokens, so that the engine computes them all
-    engines = run.engines.engines
+    actor = run.policies[ACTOR]
+    engines = actor.engines.engines
     await asyncio.gather(*(engine.trace(True) for engine in engines))
-    await run.client.score(trajectory.token_ids)  # by one of them
+    await actor.client.score(trajectory.token_ids)  # by one of them
     traces = await asyncio.gather(*(engine.trace(False) for engine in engines))
     served = max(traces, key=lambda trace: sum(map(len, trace.values())))
     count = len(trajectory.token_ids) - 1
-    copies = [trajectory] * run.sizes.data  # a pass wants one for each data-parallel rank
-    batch = run.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))
+    copies = [trajectory] * actor.sizes.data  # a pass wants one for each data-parallel rank
+    batch = actor.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))
     async with run.trainers_turn(publish=False):
-        traces = await run.trainers.trace(batch)
+        traces = await actor.trainers.trace(batch)
     trained = {point: rows[:count] for point, rows in traces.items()}  # no padding
     found = first_difference(served, trained)
     if found is None:

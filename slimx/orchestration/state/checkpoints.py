@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.timeline import Timeline
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.state.resume import SavedSizes, layout_of, trainer_state
+from slimx.orchestration.state.resume import layout_of, trainer_state
 from slimx.orchestration.state.saves import RunState, Saves, relaid
 from slimx.runtime.tasks import cancelled
 from slimx.runtime.threads import in_thread
@@ -31,34 +31,23 @@ _PORTION = 8 * 2**30
 """Bytes that one rank reads before it tells how far it is."""
 
 
-class SavedPolicy(SavedSizes, Protocol):
-    """A policy that is saved."""
-
-    trainers: TrainerGroup
-
-
 class Checkpointer:
     """Has the ranks of a running run save, load and export, and `Saves` keep what they wrote. At most one save is being
     written: the next one waits for it."""
 
     def __init__(
         self,
-        config: Config,
-        sizes: Sizes,
-        trainers: TrainerGroup,
+        policies: Mapping[str, TrainerGroup],
         saves: Saves,
         timeline: Timeline,
         note: Callable[[str], None],
         critic: CriticGroup | None = None,
-        further: Mapping[str, SavedPolicy] | None = None,
     ):
-        """`further`: the policies beside the run's own, whose `config`, `sizes` and `trainers` these are."""
-        self.config, self.sizes, self.trainers, self.saves = config, sizes, trainers, saves
-        self.critic, self.further = critic, dict(further or {})
-        self._parts = {".": ("trainer", sizes.world)}
+        self.policies, self.saves, self.critic = policies, saves, critic
+        self.config = policies[ACTOR].config
+        self.sizes = {name: trainers.sizes for name, trainers in policies.items()}
+        self._parts = {part_of(name): (trainers.name, trainers.sizes.world) for name, trainers in policies.items()}
         """Name and number of the ranks that write each part, by its path in the checkpoint."""
-        for name, policy in self.further.items():
-            self._parts[part_of(name)] = policy.trainers.name, policy.sizes.world
         if critic is not None:
             self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
         self.timeline, self.note = timeline, note
@@ -87,9 +76,8 @@ class Checkpointer:
         return RunState(
             step=step,
             version=version,
-            **trainer_state(self.config, self.sizes),
+            policies={name: trainer_state(group.config, self.sizes[name]) for name, group in self.policies.items()},
             critic=layout_of(self.critic.sizes) if self.critic is not None else None,
-            policies={name: trainer_state(policy.config, policy.sizes) for name, policy in self.further.items()},
             rollouts=rollouts,
         )
 
@@ -102,9 +90,8 @@ class Checkpointer:
         partial = await self._begin(state.step)
         # Bytes of this moment: groups go on arriving while the files are written.
         own = await in_thread(state.files)
-        await self.trainers.save(partial, step=state.step)
-        for name, policy in self.further.items():
-            await policy.trainers.save(partial / part_of(name), step=state.step)
+        for name, trainers in self.policies.items():
+            await trainers.save(partial / part_of(name), step=state.step)
         if self.critic is not None:
             await self.critic.ranks.save(partial / CRITIC, step=state.step, role="critic")
         self._await_files(partial, state.step, own)
@@ -129,12 +116,12 @@ class Checkpointer:
         return None if self._unwritten is None else self._unwritten[0]
 
     def resize(self, sizes: Sizes) -> None:
-        """Go on with ranks of other parallel sizes; a save that was interrupted will be theirs."""
-        self.sizes = sizes
-        self._parts["."] = "trainer", sizes.world
+        """Go on with ranks of the actor of other parallel sizes; a save that was interrupted will be theirs."""
+        self.sizes[ACTOR] = sizes
+        self._parts["."] = self.policies[ACTOR].name, sizes.world
         if self._unwritten is not None:
             step, own = self._unwritten
-            self._unwritten = step, relaid(own, layout_of(sizes))
+            self._unwritten = step, relaid(own, ACTOR, layout_of(sizes))
 
     async def interrupt(self) -> None:
         """Wait no more for files of ranks that have ended: `write_again` has other ranks write them. A checkpoint of
@@ -223,14 +210,12 @@ class Checkpointer:
         options = self.config.checkpoint
         if options.verify == "full":
             await self._verify(path)
-        same = state.layout == layout_of(self.sizes)
-        await self.trainers.restore(path, same_layout=same, load_optimizer=options.load_optimizer)
-        for name, policy in self.further.items():
-            same = state.policies[name]["layout"] == layout_of(policy.sizes)
-            await policy.trainers.restore(path / part_of(name), same_layout=same, load_optimizer=options.load_optimizer)
+        moments = options.load_optimizer
+        for name, trainers in self.policies.items():
+            same = state.policies[name]["layout"] == layout_of(self.sizes[name])
+            await trainers.restore(path / part_of(name), same_layout=same, load_optimizer=moments)
         if self.critic is not None:
             same = state.critic == layout_of(self.critic.sizes)
-            moments = options.load_optimizer
             ranks = self.critic.ranks
             await ranks.restore(path / CRITIC, same_layout=same, load_optimizer=moments, role="critic")
         if not options.load_optimizer:
@@ -241,8 +226,9 @@ class Checkpointer:
         """Compare every byte with what was written; ranks read their shares at once."""
         records = files.read_manifest(path)
         total, done = sum(record.size for record in records.values()), 0
-        for shares in _portions(records, self.sizes.world):
-            await self.trainers.check_files(path, [files.encode_records(share) for share in shares])
+        trainers = self.policies[ACTOR]
+        for shares in _portions(records, trainers.sizes.world):
+            await trainers.check_files(path, [files.encode_records(share) for share in shares])
             done += sum(record.size for share in shares for record in share.values())
             if total > _PORTION:
                 self.note(f"verified {done / 2**30:.0f} of {total / 2**30:.0f} GiB of {path}")
@@ -253,10 +239,10 @@ class Checkpointer:
         """Write the present weights as the Hugging Face directory `target`, those of a further policy into one in it
         (policies/NAME); it is complete or it does not exist."""
         partial = self.saves.begin_export(target)
-        await self.trainers.export(partial)
-        for name, policy in self.further.items():
-            (partial / part_of(name)).mkdir(parents=True)
-            await policy.trainers.export(partial / part_of(name))
+        for name, trainers in self.policies.items():
+            directory = partial / part_of(name)
+            await in_thread(directory.mkdir, parents=True, exist_ok=True)
+            await trainers.export(directory)
         await in_thread(self.saves.commit_export, partial, target)
         self.note(f"weights {target}")
 
@@ -282,5 +268,5 @@ def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[
 
 
 def part_of(policy: str) -> str:
-    """Path of a further policy's part in a checkpoint, and in an export."""
-    return f"policies/{policy}"
+    """Path of a policy's part in a checkpoint, and in an export."""
+    return "." if policy == ACTOR else f"policies/{policy}"

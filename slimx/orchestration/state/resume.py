@@ -15,28 +15,24 @@ from slimx.layout.ranks import Sizes
 from slimx.orchestration.state.saves import RunState
 from slimx.trainer.checkpoint import files
 
-OF_POLICY = ("layout", "distributed_optimizer", "freeze", "optimizer", "lora")
-"""Fields of RunState about one policy's trainers."""
 
-
-class SavedSizes(Protocol):
-    """A policy as a checkpoint is compared with it."""
+class SavedPolicy(Protocol):
+    """A trained policy as a checkpoint is compared with it."""
 
     config: Config
     sizes: Sizes
 
 
 def trainer_state(config: Config, sizes: Sizes) -> dict[str, Any]:
-    """Fields of a checkpoint about one policy's trainers: `OF_POLICY`."""
+    """Fields of a checkpoint about one policy's trainers."""
     trainer = config.trainer
-    values = (
-        layout_of(sizes),
-        trainer.distributed_optimizer,
-        list(trainer.freeze),
-        trainer.optimizer.kind,
-        _adapters(config),
-    )
-    return dict(zip(OF_POLICY, values, strict=True))
+    return {
+        "layout": layout_of(sizes),
+        "distributed_optimizer": trainer.distributed_optimizer,
+        "freeze": list(trainer.freeze),
+        "optimizer": trainer.optimizer.kind,
+        "lora": _adapters(config),
+    }
 
 
 def _adapters(config: Config) -> dict[str, Any] | None:
@@ -49,18 +45,12 @@ def layout_of(sizes: Sizes) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(sizes)))  # tuples become the lists that run.json gives back
 
 
-def check_resume(
-    config: Config,
-    sizes: Sizes,
-    path: Path,
-    state: RunState,
-    critic: Sizes | None = None,
-    further: Mapping[str, SavedSizes] | None = None,
-) -> None:
-    """Check that checkpoint `path` can be continued under this configuration, before anything is started.
+def check_resume(path: Path, state: RunState, policies: Mapping[str, SavedPolicy], critic: Sizes | None = None) -> None:
+    """Check that a run of `policies` can continue checkpoint `path`, before anything is started.
 
-    `critic`: sizes of this run's critic; `further`: the policies beside its own. Raises SlimxError naming both layouts,
-    or a file that is missing or has another size."""
+    `critic`: sizes of this run's critic. Raises SlimxError naming both layouts, or a file that is missing or has
+    another size."""
+    config = policies[ACTOR].config
     files.check_sizes(path, files.read_manifest(path))
     if "replay" in state.rollouts and not config.rollout.replay:
         raise SlimxError(
@@ -77,24 +67,23 @@ def check_resume(
             code="resume.no_critic" if state.critic is None else "resume.critic",
             about=str(path),
         )
-    further = further or {}
-    if set(state.policies) != set(further):
+    if set(state.policies) != set(policies):
         raise SlimxError(
-            f"{path} holds {_listed(state.policies)}, and this run trains {_listed(further)}; keep the names in "
+            f"{path} holds {_listed(state.policies)}, and this run trains {_listed(policies)}; keep the names in "
             "policies, or choose another run.dir, with trainer.load to start from weights",
             code="resume.policies",
             about="policies",
         )
-    own = {field: getattr(state, field) for field in OF_POLICY}
-    _check_policy(path, "trainer", own, config, sizes)
-    for name, policy in further.items():
-        _check_policy(path, f"policies.{name}.trainer", state.policies[name], policy.config, policy.sizes)
+    for name, policy in policies.items():
+        section = "trainer" if name == ACTOR else f"policies.{name}.trainer"
+        _check_policy(path, section, state.policies[name], policy.config, policy.sizes)
     if state.critic is not None and critic is not None and config.checkpoint.load_optimizer:
-        _check_move(path, "critic.layout", state.critic, critic, state.distributed_optimizer, config)
+        distributed = state.policies[ACTOR]["distributed_optimizer"]
+        _check_move(path, "critic.layout", state.critic, critic, distributed, config)
 
 
 def _listed(policies: Collection[str]) -> str:
-    return " and ".join([ACTOR, *sorted(policies)])
+    return " and ".join(sorted(policies))
 
 
 def _check_policy(path: Path, keys: str, there: Mapping[str, Any], config: Config, sizes: Sizes) -> None:

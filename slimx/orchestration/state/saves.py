@@ -20,7 +20,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +46,12 @@ class RunState:
     """Steps done."""
     version: int
     """Weight version of the engines."""
-    layout: dict[str, Any]
-    """Parallel sizes that wrote the checkpoint."""
-    distributed_optimizer: bool
-    """True if the optimizer's state was sharded over data-parallel ranks: the two kinds are kept in different forms."""
+    policies: dict[str, dict[str, Any]]
+    """By name the fields of each policy's trainers (`slimx.orchestration.state.resume.trainer_state`)."""
     rollouts: dict[str, Any]
     """`RolloutManager.state()`."""
     critic: dict[str, Any] | None = None
     """Parallel sizes of the critic that the checkpoint holds; None: it holds none."""
-    freeze: list[str] = field(default_factory=list)
-    """`trainer.freeze`: what it matches has no optimizer state."""
-    optimizer: str = "adam"
-    """`trainer.optimizer.kind`: what the checkpoint's state belongs to."""
-    lora: dict[str, Any] | None = None
-    """`trainer.lora`: the adapters that the checkpoint holds; None: it holds none."""
-    policies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name of each further policy the fields of its trainers: layout, distributed_optimizer, freeze, optimizer,
-    lora."""
 
     def files(self) -> dict[str, bytes]:
         """The state as the files that hold it, by path in the checkpoint."""
@@ -72,9 +61,11 @@ class RunState:
         return {_RUN: json.dumps(fields, indent=1).encode(), _TICKETS: encode(tickets)}
 
 
-def relaid(files: dict[str, bytes], layout: dict[str, Any]) -> dict[str, bytes]:
-    """The files of a state whose ranks have the parallel sizes `layout` now."""
-    return files | {_RUN: json.dumps({**json.loads(files[_RUN]), "layout": layout}, indent=1).encode()}
+def relaid(files: dict[str, bytes], policy: str, layout: dict[str, Any]) -> dict[str, bytes]:
+    """The files of a state in which the ranks of `policy` have the parallel sizes `layout` now."""
+    fields = json.loads(files[_RUN])
+    fields["policies"][policy]["layout"] = layout
+    return files | {_RUN: json.dumps(fields, indent=1).encode()}
 
 
 class Saves:

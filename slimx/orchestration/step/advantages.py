@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from slimx.algorithms.advantages.estimate import finish_advantages
+from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.orchestration.run import Run
@@ -37,5 +38,6 @@ async def estimate_advantages(
 
 
 async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:
-    batch = run.packer(rows)
-    return batch.unpack(await run.lasting(lambda: run.trainers.logprobs(batch, under=under)), rows)
+    actor = run.policies[ACTOR]
+    batch = actor.packer(rows)
+    return batch.unpack(await run.lasting(lambda: actor.trainers.logprobs(batch, under=under)), rows)

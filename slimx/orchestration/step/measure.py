@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Group
 from slimx.errors import SlimxError
-from slimx.orchestration.policies import TrainedPolicy
 from slimx.orchestration.run import Run
 from slimx.orchestration.step.measured import (
     hook_metrics,
@@ -29,10 +28,14 @@ def group_metrics(batch: Batch, passing: float) -> dict[str, float]:
     return batch_counts(batch) | trajectory_metrics(batch.groups, passing)
 
 
-def sample_metrics(policy: TrainedPolicy, groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Metrics of one policy's trajectories in a step's groups, which its trainers' `version` trains."""
-    own = policy.own(groups)
-    return trajectory_metrics(own, policy.config.eval.passing) | staleness_metrics(own, version)
+def sample_metrics(run: Run, batch: Batch) -> dict[str, float]:
+    """Metrics of a step's groups: their counts, and of each policy its trajectories and their age in versions."""
+    metrics = batch_counts(batch)
+    for policy in run.policies.values():
+        groups = policy.own(batch.groups)
+        metrics |= policy.named(trajectory_metrics(groups, policy.config.eval.passing))
+        metrics |= policy.named(staleness_metrics(groups, run.version))
+    return metrics
 
 
 def batch_counts(batch: Batch) -> dict[str, float]:
@@ -76,30 +79,44 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
     }
 
 
-async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
+async def measure_gap(run: Run, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
+    """The log-prob gap, probed after a step in whose `metrics` no trained token shows it. Raises SlimxError for a gap
+    in exact mode."""
+    if not run.sampled:
+        return {}
+    found: dict[str, float] = {}
+    if not metrics["gap/tokens"]:
+        with run.phase("probe"):
+            found = await run.watched(_probe_gap(run, groups))
+    check_gap(run.config, {**metrics, **found}, run.step)
+    return found
+
+
+async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     """Have an engine score a few of the step's rollouts under the present version, and compare with the trainers.
 
     For steps whose trained tokens were all sampled by an older version: trainer and engine are equal again only now,
     after the publication."""
-    count = max(run.config.rollout.gap_probe, run.sizes.data)
-    own = run.policies[ACTOR].own(groups)
-    trajectories = [t for group in own for t in group.trajectories if t.oldest_version is not None][:count]
-    if run.config.rollout.gap_probe == 0 or len(trajectories) < run.sizes.data:
+    actor, options = run.policies[ACTOR], run.config.rollout
+    count = max(options.gap_probe, actor.sizes.data)
+    trajectories = [t for group in actor.own(groups) for t in group.trajectories if t.oldest_version is not None]
+    trajectories = trajectories[:count]
+    if options.gap_probe == 0 or len(trajectories) < actor.sizes.data:
         return {}
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
     for row, trajectory in zip(rows, trajectories, strict=True):
-        scores = await run.client.score(trajectory.token_ids, routed_experts=run.config.rollout.routed_experts)
+        scores = await actor.client.score(trajectory.token_ids, routed_experts=options.routed_experts)
         row.rollout_logprobs, row.routed_experts, row.temperature = scores.logprobs, scores.routed_experts, 1.0
         row.support = None  # an engine scores over the whole vocabulary
         row.versions = np.where(row.loss_weight > 0, scores.version, -1).astype(np.int64)
     version = run.version
     async with run.trainers_turn():
-        batch = run.packer(rows)
-        return await run.lasting(lambda: run.trainers.measure_gap(batch, version=version))
+        batch = actor.packer(rows)
+        return await run.lasting(lambda: actor.trainers.measure_gap(batch, version=version))
 
 
-def check_gap(config: Config, metrics: dict[str, float], step: int) -> None:
+def check_gap(config: Config, metrics: Mapping[str, float], step: int) -> None:
     """Raises SlimxError where numerics.mode promises that there is no gap and one was measured."""
     if config.exact and metrics.get("gap/tokens") and metrics["gap/max"] != 0.0:
         raise SlimxError(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slimx.algorithms.advantages.bradley_terry import MARGIN, assign_slopes, preference_metrics
+from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainingRow
 from slimx.data.pairs import pair_rows
 from slimx.data.records import Group
@@ -19,14 +20,15 @@ from slimx.trainer.step.metrics import combine
 async def train_pairs(run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]) -> dict[str, float]:
     """One step: each update scores its pairs under the weights that it begins with, then trains on them."""
     margins = [float(group.prompt.metadata.get(MARGIN) or 0.0) for group in groups]
-    metrics, at = [], 0
+    actor, metrics, at = run.policies[ACTOR], [], 0
     for number, rows in enumerate(updates):
-        scores = await run.trainers.scores(rows, run.packer)
+        scores = await actor.trainers.scores(rows, actor.packer)
         pairs = len(rows) // 2
         found = assign_slopes(rows, scores, margins[at : at + pairs])
         at += pairs
         done = run.step * len(updates) + number
-        metrics.append(found | await run.trainers.train_step([run.packer(rows)], step=done, version=run.version))
+        trained = await actor.trainers.train_step([actor.packer(rows)], step=done, version=run.version)
+        metrics.append(found | trained)
     return combine(metrics)
 
 
@@ -42,10 +44,10 @@ async def judge_pairs(run: Run, outcomes: Sequence[GroupOutcome]) -> dict[str, f
                 code="eval.failed",
                 about="eval.prompts",
             )
-    rows = pair_rows([outcome.group for outcome in outcomes])
+    actor, rows = run.policies[ACTOR], pair_rows([outcome.group for outcome in outcomes])
     # Every data-parallel rank needs a row: as many as there are, over and over.
-    filled = [rows[number % len(rows)] for number in range(max(len(rows), run.sizes.data))]
-    values = await run.trainers.scores(filled, run.packer)
+    filled = [rows[number % len(rows)] for number in range(max(len(rows), actor.sizes.data))]
+    values = await actor.trainers.scores(filled, actor.packer)
     scores = np.array([value[-1] for value in values[: len(rows)]], np.float64).reshape(-1, 2)
     for outcome, pair in zip(outcomes, scores.tolist(), strict=True):
         ordered = sorted(outcome.group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))

@@ -12,6 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
+from slimx.config.sections.policies import ACTOR
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
 from slimx.orchestration.state.references import reference_path, reference_step
@@ -21,9 +22,11 @@ _REFERENCE = re.compile(r"reference-(\d+)(\.partial)?")
 
 
 async def refresh_reference(run: Run) -> None:
-    """Make the present weights the reference, after a step."""
+    """Make the present weights the reference, if that is due after a step."""
+    if not run.due(run.config.algorithm.reference_refresh):
+        return
     async with run.trainers_turn():
-        await run.lasting(run.trainers.refresh_reference)
+        await run.lasting(run.policies[ACTOR].trainers.refresh_reference)
     await run.export(reference_path(run.directory, run.step).name)
     every, written = run.config.algorithm.reference_refresh, {run.step}
     for found in map(_CHECKPOINT.fullmatch, _names(run.directory / "checkpoints")):
@@ -55,7 +58,7 @@ async def restore_reference(run: Run, checkpoint: Path) -> None:
             code="reference.lost",
             about=str(path),
         )
-    await run.trainers.refresh_reference(path)
+    await run.policies[ACTOR].trainers.refresh_reference(path)
 
 
 def _take_along(origin: Path, path: Path) -> None:

@@ -1,49 +1,65 @@
-"""The updates of a step: those of every policy, and beside them the critic's own."""
+"""The updates of a step: those of every policy, and at the same time the critic's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from slimx.config.sections.policies import ACTOR
-from slimx.data.batch import TrainBatch, TrainingRow
+from slimx.data.batch import TrainBatch
 from slimx.data.records import Group
-from slimx.orchestration.policies import each, in_order
-from slimx.orchestration.run import Run
+from slimx.orchestration.batches import batch_metrics
+from slimx.orchestration.policies import in_order, metrics_of
+from slimx.orchestration.run import Run, StepRows
+from slimx.orchestration.step.advantages import estimate_advantages
+from slimx.orchestration.step.pairs import train_pairs
 from slimx.runtime.tasks import all_or_none
 
-Rows = Mapping[str, Sequence[Sequence[TrainingRow]]]
 Batches = Mapping[str, list[TrainBatch]]
 
 
-async def train_step(run: Run, groups: Sequence[Group], rows: Rows, batches: Batches) -> dict[str, float]:
-    """One step of every policy, at the same time, and, if there is one, of the critic: beside it where that has ranks
-    of its own.
+async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[str, float]:
+    """Finish the advantages of a step's `rows`, pack them, and train on them; the metrics of all that."""
+    algorithm, metrics = run.config.algorithm, {}
+    if algorithm.needs_whole_step:
+        with run.phase("values"):
+            metrics |= await run.watched(estimate_advantages(run, groups, rows[ACTOR]))
+    with run.phase("prepare"):
+        batches = {name: [policy.packer(part) for part in rows[name]] for name, policy in run.policies.items()}
+        for name, policy in run.policies.items():
+            metrics |= policy.named(batch_metrics(batches[name]))
+    with run.phase("train"):
+        work = train_pairs(run, groups, rows[ACTOR]) if algorithm.scores else _train(run, groups, rows, batches)
+        return metrics | await run.watched(work, training=True)
+
+
+async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
+    """One step of every policy, at the same time, and, if there is one, of the critic: together where that has ranks of
+    its own.
 
     `rows` and `batches` are the same updates of `groups`, by policy. While the critic warms up the policy is only
     measured."""
-    if run.critic is None:
+    critic = run.critic
+    if critic is None:
         step, version = run.step, run.version
         metrics = await run.lasting(lambda: _updates(run, groups, rows, batches))
         if run.recovery is not None:
             run.recovery.trained(step, version, batches[ACTOR], metrics)
         return metrics
-    critic, own = run.critic, rows[ACTOR]
-    if critic.own is not None:
-        parts = await all_or_none([_policy_step(run, groups, rows, batches), critic.train_step(own, step=run.step)])
-    else:
-        parts = [await _policy_step(run, groups, rows, batches), await critic.train_step(own, step=run.step)]
+    works = [_policy_step(run, groups, rows, batches), critic.train_step(rows[ACTOR], step=run.step)]
+    parts = await all_or_none(works) if critic.own is not None else [await work for work in works]
     return parts[0] | parts[1]
 
 
-async def _policy_step(run: Run, groups: Sequence[Group], rows: Rows, batches: Batches) -> dict[str, float]:
+async def _policy_step(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
     if run.step < run.config.critic.warmup_steps:
-        return await run.trainers.measure_gap(batches[ACTOR][0], version=run.version, mismatch=True)
+        trainers = run.policies[ACTOR].trainers
+        return await trainers.measure_gap(batches[ACTOR][0], version=run.version, mismatch=True)
     return await _updates(run, groups, rows, batches)
 
 
-async def _updates(run: Run, groups: Sequence[Group], rows: Rows, batches: Batches) -> dict[str, float]:
+async def _updates(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
     versions = run.maker.versions
-    metrics = await each(
+    metrics = await metrics_of(
         run.policies,
         lambda policy: policy.trainers.train_step(batches[policy.name], step=run.step, version=versions[policy.name]),
     )

@@ -72,7 +72,7 @@ def broke(reason: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """A trained policy beside the run's own, as rollouts reach it."""
+    """A trained policy as rollouts reach it."""
 
     client: Generator | None
     """None: nothing is sampled."""
@@ -89,23 +89,18 @@ class GroupMaker:
         self,
         config: Config,
         hooks: Hooks,
-        tokenizer: Any,
-        client: Generator | None,
+        speakers: Mapping[str, Speaker],
         engines: Mapping[str, FrozenEngine] | None = None,
         proxy: AgentServer | None = None,
         outage: Outage | Outages | None = None,
-        further: Mapping[str, Speaker] | None = None,
-        vocabulary: int | None = None,
     ):
-        """`engines`: frozen ones, which hooks may ask, and teachers among them. `proxy`: the server through which
-        agents sample. `outage`: while it lasts, no rollout's deadline runs. `further`: policies beside the run's own,
-        `client`. `vocabulary`: token ids of the run's own model; None: unknown."""
-        self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
+        """`speakers`: every trained policy by its name, first `actor`. `engines`: frozen ones, which hooks may ask, and
+        teachers among them. `proxy`: the server through which agents sample. `outage`: while it lasts, no rollout's
+        deadline runs."""
+        self.config, self.hooks, self.speakers = config, hooks, speakers
         self.engines, self.proxy = engines or {}, proxy
         self._teachers = make_teachers(config, self.engines)
-        self.speakers = {ACTOR: Speaker(client, tokenizer, vocabulary), **(further or {})}
-        """Every trained policy by its name, first the run's own."""
-        self.versions = dict.fromkeys(self.speakers, 0)
+        self.versions = dict.fromkeys(speakers, 0)
         """Newest published weight version of each policy; the loop keeps it."""
         self.begun: dict[str, int] = {}
         """Version of each policy whose publication has begun: the first engines may have it already."""
@@ -322,7 +317,7 @@ class GroupMaker:
             index,
             vocabularies={name: speaker.vocabulary for name, speaker in self.speakers.items()},
             versions={name: max(version, self.begun.get(name, 0)) for name, version in self.versions.items()},
-            sampled=self.client is not None,
+            sampled=self.speakers[ACTOR].client is not None,
         )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
@@ -331,7 +326,9 @@ class GroupMaker:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
         responses = [read_response(each, self.speakers[each.policy].tokenizer) for each in trajectories]
-        ctx = RewardContext(prompt, self.tokenizer, responses[0].text, evaluation, self.engines, responses)
+        ctx = RewardContext(
+            prompt, self.speakers[ACTOR].tokenizer, responses[0].text, evaluation, self.engines, responses
+        )
         with _marking(trajectories[0], "reward"):
             said = await self._rewards.judge(ctx, judged)
             for trajectory, verdict in zip(trajectories, said if isinstance(said, list) else [said], strict=True):

@@ -22,7 +22,7 @@ from slimx.errors import Preempted, SlimxError
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import early
 from slimx.orchestration.early import without_trainers
-from slimx.orchestration.prepare import Sources
+from slimx.orchestration.prepare import ServedPolicy, Sources
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.session import run_training
 from slimx.orchestration.state.saves import Saves, read_state
@@ -60,17 +60,17 @@ class Service(EngineService):
     """Started engines without servers: a client that answers by itself."""
 
     def __init__(self, config: Config, sources: Sources, delay: float = 0.0):
-        self.config, self.sources, self.proxy, self.further = config, sources, None, {}
+        self.config, self.sources, self.proxy = config, sources, None
         self.clients = {"actor": FakeEngine(delay)}
         self.groups = {"actor": SimpleNamespace(members=Members(), interrupt=interrupt)}
         self.frozen = SimpleNamespace(clients={})
 
 
 def sources_of(keep: Any = None) -> Sources:
+    actor = ServedPolicy(config=config_of(), spec=SimpleNamespace(vocab_size=None), tokenizer=the_tokenizer())
     return Sources(
-        spec=SimpleNamespace(vocab_size=None),
+        policies={"actor": actor},
         hooks=Hooks(single_turn.generate, one, keep),
-        tokenizer=the_tokenizer(),
         by_source={"": prompts()},
         eval_prompts={"few": prompts()[:3]},
     )
@@ -141,7 +141,7 @@ def test_the_last_engines_failure_ends_the_wait(model, tmp_path):
 
     async def work() -> None:
         service = Service(config, sources_of())
-        service.engines.members.broken.set()
+        service.groups["actor"].members.broken.set()
         await service.watched(asyncio.sleep(60))
 
     with refused("engines.none", about="policy"):

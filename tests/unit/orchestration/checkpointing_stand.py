@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from slimx.config.schema import Config
@@ -32,19 +33,36 @@ def config(tmp_path: Path, **options: Any) -> Config:
 
 
 def state(step: int, **fields: Any) -> RunState:
-    known = {"version": step, "layout": layout_of(LAYOUT), "distributed_optimizer": True}
-    return RunState(step=step, rollouts={"source": {}, "next": 0, "tickets": []}, **(known | fields))
+    """`fields`: of the state, or of the actor's trainers."""
+    actor = {
+        "layout": layout_of(LAYOUT),
+        "distributed_optimizer": True,
+        "freeze": [],
+        "optimizer": "adam",
+        "lora": None,
+    }
+    actor |= {name: fields.pop(name) for name in [*fields] if name in actor}
+    known = {"version": step, "policies": {"actor": actor}} | fields
+    return RunState(step=step, rollouts={"source": {}, "next": 0, "tickets": []}, **known)
+
+
+def trained(config: Config, sizes: Sizes = LAYOUT) -> dict[str, SimpleNamespace]:
+    """The only policy of a run, for `check_resume`."""
+    return {"actor": SimpleNamespace(config=config, sizes=sizes)}
 
 
 class Trainers:
     """Two ranks that write when they are told to."""
 
-    def __init__(self) -> None:
+    name, sizes = "trainer", LAYOUT
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
         self.saves: list[Path] = []
         self.restored: list[tuple[Path, bool, bool]] = []
         self.checked: list[list[dict[str, FileRecord]]] = []
 
-    async def save(self, path: Path, *, step: int) -> None:
+    async def save(self, path: Path, *, step: int, role: str = "model") -> None:
         self.saves.append(path)
 
     def write(self, rank: int, path: Path | None = None) -> None:
@@ -53,7 +71,7 @@ class Trainers:
         record = files.write(path / name, b"shards of %d" % rank)
         files.write_report(path, rank, Report({name: record}, []))
 
-    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool, role: str = "model") -> None:
         self.restored.append((path, same_layout, load_optimizer))
 
     async def check_files(self, path: Path, shares: list[bytes]) -> None:
@@ -65,16 +83,14 @@ class Trainers:
 
 class Bench:
     def __init__(self, tmp_path: Path, **options: Any):
-        self.trainers, self.notes = Trainers(), []
-        self.config = config(tmp_path, **options)
+        self.config, self.notes = config(tmp_path, **options), []
+        self.trainers = Trainers(self.config)
         self.saves = Saves(
             tmp_path / "checkpoints",
             keep=self.config.checkpoint.keep,
             keep_every=self.config.checkpoint.keep_every,
         )
-        self.checkpoints = Checkpointer(
-            self.config, LAYOUT, self.trainers, self.saves, Timeline(tmp_path), self.notes.append
-        )
+        self.checkpoints = Checkpointer({"actor": self.trainers}, self.saves, Timeline(tmp_path), self.notes.append)
 
     async def save(self, step: int) -> None:
         """A whole save."""

@@ -57,6 +57,7 @@ class Group:
     def __init__(self, world: World):
         self.world, self.config, self.sizes = world, world.config, LAYOUT
         self.step, self.calling, self.dead = 0, None, False
+        self.name = "trainer"
         self.start_deadline_s = world.config.cluster.start_deadline or 300.0
         self.logs = [Path("0.log"), Path("1.log")]
         self.actors: list[Any] = [SimpleNamespace(ping=SimpleNamespace(remote=self._ping)) for _ in range(2)]
@@ -150,9 +151,7 @@ class Stand:
         records = SimpleNamespace(table=table, trainers_replaced=self.told.append, trainers_shrunk=self.shrunk.append)
         self.recovery = TrainerRecovery(self.group, records, tmp_path, lambda sizes: {})
         self.saves = Saves(tmp_path / "checkpoints", keep=2)
-        self.checkpoints = Checkpointer(
-            world.config, LAYOUT, self.group, self.saves, Timeline(tmp_path), lambda text: None
-        )
+        self.checkpoints = Checkpointer({"actor": self.group}, self.saves, Timeline(tmp_path), lambda text: None)
 
     async def open(self) -> Stand:
         await self.recovery.open(self.checkpoints, Base())

@@ -20,7 +20,7 @@ from slimx.engines.outage import Outage
 from slimx.layout.ranks import Sizes
 from slimx.observability.alerts.alerts import Alerts
 from slimx.observability.live.table import LiveTable
-from slimx.orchestration.prepare import Sources
+from slimx.orchestration.prepare import ServedPolicy, Sources
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.recording import Records
@@ -51,6 +51,8 @@ class Parts:
     done: list[str] = field(default_factory=list)
     client: FakeEngine = field(default_factory=FakeEngine)
     actors: tuple[None, ...] = (None,)
+    config: Config | None = None
+    sizes: Sizes = SIZES
     name: str = "trainer-judge"
     marks: list[str] = field(default_factory=list)
     """Marks of the logs."""
@@ -154,16 +156,13 @@ class Service(EngineService):
     """Started engines without servers: clients that answer by themselves, of every policy."""
 
     def __init__(self, config: Config, parts: dict[str, Parts], generate: Generate):
-        self.sources = Sources(
-            spec=SimpleNamespace(vocab_size=None),
-            hooks=Hooks(generate, one, None),
-            tokenizer=the_tokenizer(),
-            by_source={"": prompts()},
-            eval_prompts={},
-        )
+        policies = {
+            name: ServedPolicy(config=own, spec=SimpleNamespace(vocab_size=None), tokenizer=the_tokenizer())
+            for name, own in config.by_policy.items()
+        }
+        hooks = Hooks(generate, one, None)
+        self.sources = Sources(policies=policies, hooks=hooks, by_source={"": prompts()}, eval_prompts={})
         self.config, self.proxy, self.logs = config, None, Path(config.run.dir)
-        facts = SimpleNamespace(tokenizer=the_tokenizer(), spec=SimpleNamespace(vocab_size=None))
-        self.further = {name: facts for name in parts if name != "actor"}
         self.clients = {name: each.client for name, each in parts.items()}
         for client in self.clients.values():
             client.retried = 0
@@ -201,10 +200,10 @@ def run_of(
     config = config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
     each = {"actor": parts, **(further or {})}
     service = Service(config, each, generate)
-    policies = {
-        name: SimpleNamespace(config=own, spec=None, sizes=SIZES, encoding="hf")
-        for name, own in config.by_policy.items()
-    }
+    policies = {}
+    for name, own in config.by_policy.items():
+        policies[name] = SimpleNamespace(config=own, spec=None, sizes=SIZES, encoding="hf")
+        each[name].config = own
     prepared = SimpleNamespace(by_source=service.sources.by_source, eval_prompts={}, critic=None, policies=policies)
     records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), silent(config))
     saves = Saves(directory / "checkpoints", keep=2)

@@ -17,7 +17,7 @@ from slimx.orchestration.state.saves import RunState, read_state
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import read_manifest
 from tests.refusals import invalid, refused
-from tests.unit.orchestration.checkpointing_stand import LAYOUT, Bench, config, state
+from tests.unit.orchestration.checkpointing_stand import Bench, config, state, trained
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ async def test_a_checkpoint_gets_its_name_when_the_last_rank_has_written(tmp_pat
 
 async def test_the_run_state_is_that_of_the_copy_not_of_the_commit(tmp_path):
     bench, rollouts = Bench(tmp_path), {"source": {"cursor": 5}, "next": 9, "tickets": []}
-    await bench.checkpoints.save(RunState(step=2, version=2, layout={}, distributed_optimizer=True, rollouts=rollouts))
+    await bench.checkpoints.save(RunState(step=2, version=2, policies={}, rollouts=rollouts))
     rollouts["source"]["cursor"] = 6
     for rank in range(2):
         bench.trainers.write(rank)
@@ -158,7 +158,7 @@ async def test_edited_bytes_are_named_by_the_rank_that_reads_them(tmp_path, veri
     await bench.save(4)
     path = bench.saves.newest()
     (path / "__1_0.distcp").write_bytes(b"sharks of 1")
-    check_resume(bench.config, LAYOUT, path, read_state(path))
+    check_resume(path, read_state(path), trained(bench.config))
     if told is None:
         await bench.checkpoints.restore(path, read_state(path))
         assert bench.trainers.restored == [(path, True, True)]
@@ -182,7 +182,7 @@ async def test_a_file_of_another_size_is_named_before_anything_starts(tmp_path, 
     path, kept = bench.saves.newest(), read_state(bench.saves.newest())
     damage(path)
     with refused("checkpoint.damaged", about=str(path / told)) as error:
-        check_resume(bench.config, LAYOUT, path, kept)
+        check_resume(path, kept, trained(bench.config))
     assert error.value.checkpoint == path
     copy = pickle.loads(pickle.dumps(error.value))  # as it comes from a rank
     assert (copy.code, copy.about, copy.checkpoint, str(copy)) == (
@@ -218,20 +218,20 @@ async def test_an_optimizer_that_cannot_move_is_refused_with_both_layouts_and_th
     await bench.save(4)
     path, here = bench.saves.newest(), Sizes(data=2, expert=trainer.get("expert", 1))
     with refused("resume.layout", about=about) as error:
-        check_resume(config(tmp_path, trainer=trainer), here, path, state(4, **there))
+        check_resume(path, state(4, **there), trained(config(tmp_path, trainer=trainer), here))
     layouts = re.findall(r"TP1 PP1 VPP1 CP1 DP2 EP(\d) ETP1", str(error.value))
     assert layouts == ["1", str(here.expert)], "the checkpoint's and this run's"
     assert "checkpoint.load_optimizer=false" in str(error.value)
     allowed = config(tmp_path, trainer=trainer, load_optimizer=False)
-    check_resume(allowed, here, path, state(4, **there))
+    check_resume(path, state(4, **there), trained(allowed, here))
 
 
 async def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path):
     bench = Bench(tmp_path)
     await bench.save(4)
     with refused("resume.optimizer", about="trainer.optimizer.kind"):
-        check_resume(config(tmp_path), LAYOUT, bench.saves.newest(), state(4, optimizer="muon"))
-    check_resume(config(tmp_path, load_optimizer=False), LAYOUT, bench.saves.newest(), state(4, optimizer="muon"))
+        check_resume(bench.saves.newest(), state(4, optimizer="muon"), trained(config(tmp_path)))
+    check_resume(bench.saves.newest(), state(4, optimizer="muon"), trained(config(tmp_path, load_optimizer=False)))
 
 
 async def test_weights_alone_are_loaded_with_a_warning(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,7 @@ from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.trainer.checkpoint.files import read_manifest
 from tests.refusals import refused
-from tests.unit.orchestration.checkpointing_stand import LAYOUT, Trainers, config, state
+from tests.unit.orchestration.checkpointing_stand import Trainers, config, state, trained
 
 CRITIC = Sizes(pipeline=2)
 
@@ -25,15 +24,19 @@ CRITIC = Sizes(pipeline=2)
 class Critics(Trainers):
     """Two ranks of a critic's own that write when they are told to."""
 
-    ranks, sizes = SimpleNamespace(name="critic"), CRITIC
+    name, sizes = "critic", CRITIC
+
+    @property
+    def ranks(self) -> Critics:
+        return self
 
 
 class Bench:
     def __init__(self, tmp_path: Path, **options: object):
-        self.trainers, self.critic = Trainers(), Critics()
         self.config, self.saves = config(tmp_path, **options), Saves(tmp_path / "checkpoints", keep=2)
+        self.trainers, self.critic = Trainers(self.config), Critics(self.config)
         self.checkpoints = Checkpointer(
-            self.config, LAYOUT, self.trainers, self.saves, Timeline(tmp_path), lambda text: None, critic=self.critic
+            {"actor": self.trainers}, self.saves, Timeline(tmp_path), lambda text: None, critic=self.critic
         )
 
     async def save(self) -> Path:
@@ -69,7 +72,7 @@ async def test_it_is_complete_when_the_critics_ranks_have_written_too(tmp_path):
     assert not list(path.rglob("reports"))
     (path / "critic" / "__1_0.distcp").unlink()
     with refused("checkpoint.damaged", about=str(path / "critic" / "__1_0.distcp")):
-        check_resume(bench.config, LAYOUT, path, read_state(path), CRITIC)
+        check_resume(path, read_state(path), trained(bench.config), CRITIC)
 
 
 async def test_a_critics_rank_that_never_writes_is_named_as_one(tmp_path):
@@ -105,5 +108,5 @@ async def test_a_run_that_the_checkpoint_does_not_fit_is_refused_before_anything
     path = await bench.save()
     about = "critic.layout.expert" if code == "resume.layout" else str(path)
     with refused(code, about=about):
-        check_resume(bench.config, LAYOUT, path, state(3, critic=there), here)
-    check_resume(bench.config, LAYOUT, path, read_state(path), CRITIC)
+        check_resume(path, state(3, critic=there), trained(bench.config), here)
+    check_resume(path, read_state(path), trained(bench.config), CRITIC)

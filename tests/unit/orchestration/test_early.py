@@ -124,8 +124,8 @@ def contents(directory: Path) -> dict[str, tuple[bytes, int]]:
 
 def saved(config: Config, directory: Path) -> Path:
     prompts = source_prompts(config.rollout)
-    trained = trainer_state(config, sizes_of(config.trainer))
-    state = RunState(1, 1, rollouts={"source": make_source(config, prompts).state(), "tickets": []}, **trained)
+    policies = {"actor": trainer_state(config, sizes_of(config.trainer))}
+    state = RunState(1, 1, policies, rollouts={"source": make_source(config, prompts).state(), "tickets": []})
     saves = Saves(directory, keep=1)
     return saves.commit(saves.begin(1), state.files(), {})
 

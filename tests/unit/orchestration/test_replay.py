@@ -11,12 +11,14 @@ from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.codec import encode_groups
 from slimx.data.saved.step_files import Origin, StepFiles
+from slimx.layout.ranks import Sizes
 from slimx.orchestration.state.directory import resume_point
-from slimx.orchestration.state.resume import check_resume
+from slimx.orchestration.state.resume import check_resume, trainer_state
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.rollout.flow.replay import Replay, check_replay
 from tests.extras.rewards.reward_stand import trajectory
 from tests.refusals import invalid, refused
+from tests.unit.orchestration.checkpointing_stand import trained
 from tests.unit.rollout.rollout_stand import config_of
 
 ORIGIN = Origin(
@@ -86,7 +88,7 @@ def test_what_a_replay_excludes_is_refused():
 def test_a_fork_begins_at_another_runs_checkpoint_until_the_run_has_its_own(tmp_path):
     def checkpoint(directory: Path, step: int) -> Path:
         saves = Saves(directory, keep=9)
-        return saves.commit(saves.begin(step), RunState(step, step, {}, False, rollouts={}).files(), {})
+        return saves.commit(saves.begin(step), RunState(step, step, policies={}, rollouts={}).files(), {})
 
     there, own = checkpoint(tmp_path / "there", 4), Saves(tmp_path / "own", keep=9)
 
@@ -104,12 +106,12 @@ def test_a_fork_begins_at_another_runs_checkpoint_until_the_run_has_its_own(tmp_
 
 def test_a_replays_checkpoint_is_continued_by_a_replay_alone(tmp_path):
     saves = Saves(tmp_path, keep=1)
-    layout = {"expert": 1}
-    state = RunState(1, 1, layout, False, rollouts=Replay(Path("there")).state())
+    config, sizes = config_of(checkpoint__load_optimizer=False), Sizes()
+    policies = {"actor": trainer_state(config, sizes)}
+    state = RunState(1, 1, policies, rollouts=Replay(Path("there")).state())
     path = saves.commit(saves.begin(1), state.files(), {})
-    config = config_of(checkpoint__load_optimizer=False)
     with refused("resume.replay"):
-        check_resume(config, None, path, state)
+        check_resume(path, state, trained(config, sizes))
     replaying = config.model_copy(update={"rollout": config.rollout.model_copy(update={"replay": "there"})})
     assert isinstance(replaying, Config)
-    check_resume(replaying, None, path, state)
+    check_resume(path, state, trained(replaying, sizes))

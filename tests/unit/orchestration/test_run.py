@@ -93,7 +93,8 @@ async def test_a_checkpoint_reaches_colocated_trainers_while_engines_sleep(tmp_p
 
 async def test_a_publication_without_an_engine_waits_for_one_on_devices_that_trainers_have_left(tmp_path, parts):
     run = run_of(tmp_path, parts, schedule__colocate=True)
-    members, wake = run.engines.members, run.engines.wake
+    engines = run.policies["actor"].engines
+    members, wake = engines.members, engines.wake
     members.run = False
 
     async def available() -> None:
@@ -106,7 +107,7 @@ async def test_a_publication_without_an_engine_waits_for_one_on_devices_that_tra
         await members.turn.end()
         await wake()
 
-    run.engines.wake, members.available = woken, available
+    engines.wake, members.available = woken, available
     await asyncio.wait_for(run.publish(), LIMIT_S)
     await stopped(run)
     assert parts.done == [WAKE, "offload trainers", "engines start", WAKE, "publish 0", "offload trainers"]

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.loop import train
-from slimx.orchestration.policies import each
+from slimx.orchestration.policies import metrics_of
 from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout.hooks import RolloutContext
 from tests.refusals import refused
-from tests.unit.orchestration.run_stand import LIMIT_S, SIZES, Parts, Silent, lines, run_of, stopped
+from tests.unit.orchestration.run_stand import LIMIT_S, Parts, Silent, lines, run_of, stopped
 
 
 async def spoken_to_both(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
@@ -41,15 +41,15 @@ async def test_two_policies_train_publish_and_save_in_the_same_steps_and_go_on_t
     assert "policy/judge/dropped/total" not in metrics and metrics["dropped/total"] == 0
     newest = Saves(tmp_path / "checkpoints", keep=2).newest()
     state = read_state(newest)
-    assert [*state.policies] == ["judge"] and (newest / "policies" / "judge").is_dir()
+    assert [*state.policies] == ["actor", "judge"] and (newest / "policies" / "judge").is_dir()
     assert not list(newest.rglob("reports"))
 
     parts.done.clear()
     judge.done.clear()
     again = run_of(tmp_path, parts, schedule__steps=3, **both)
-    check_resume(again.config, SIZES, newest, state, further={"judge": again.policies["judge"]})
+    check_resume(newest, state, again.policies)
     with refused("resume.policies", about="policies"):
-        check_resume(again.config, SIZES, newest, state)
+        check_resume(newest, state, {"actor": again.policies["actor"]})
     await again.restore(newest, state)
     assert again.maker.versions == {"actor": 2, "judge": 2}
     await asyncio.wait_for(train(again), LIMIT_S)
@@ -85,7 +85,7 @@ async def test_what_fails_for_one_policy_ends_the_wait_for_the_others():
             left.append(policy.name)
 
     with refused("policies.measure"):
-        await each({name: SimpleNamespace(name=name) for name in ("actor", "judge")}, measure)
+        await metrics_of({name: SimpleNamespace(name=name) for name in ("actor", "judge")}, measure)
     await asyncio.sleep(0)
     assert left == ["judge"]
 

@@ -16,7 +16,7 @@ from slimx.engines.outage import Outage
 from slimx.engines.server.keys import Keys
 from slimx.errors import SlimxError
 from slimx.orchestration import service as module
-from slimx.orchestration.prepare import Sources
+from slimx.orchestration.prepare import ServedPolicy, Sources
 from slimx.orchestration.service import EngineService
 from slimx.rollout import single_turn
 from slimx.rollout.hook_loading import Hooks
@@ -60,14 +60,11 @@ class Parts:
 
 
 def service_in(directory: Path, notes: list[str], config: Config | None = None) -> EngineService:
-    sources = Sources(
-        spec=SimpleNamespace(experts=0, vocab_size=10),
-        hooks=Hooks(single_turn.generate, one, None),
-        tokenizer=the_tokenizer(),
-        by_source={},
-        eval_prompts={},
-    )
-    return EngineService(config or config_of(), sources, directory, note=notes.append)
+    config, spec = config or config_of(), SimpleNamespace(experts=0, vocab_size=10)
+    actor = ServedPolicy(config=config, spec=spec, tokenizer=the_tokenizer())
+    hooks = Hooks(single_turn.generate, one, None)
+    sources = Sources(policies={"actor": actor}, hooks=hooks, by_source={}, eval_prompts={})
+    return EngineService(config, sources, directory, note=notes.append)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +79,7 @@ async def test_parts_are_ended_in_the_reverse_order_and_the_engines_take_the_giv
         await service.open(context=100)
         assert json.loads((tmp_path / "engines.json").read_text())["routers"][0]["name"] == "router"
         maker = service.make_maker()
-        assert maker.client is service.client is service.clients["actor"]
+        assert maker.speakers["actor"].client is service.clients["actor"]
         engines.members.outage.begin()
         stood = maker.outage.time()
         await asyncio.sleep(0.05)
@@ -114,5 +111,5 @@ async def test_without_engines_of_the_policy_there_is_a_maker_without_a_client(t
         assert service.place() == {}
         await service.open(context=100)
         maker = service.make_maker()
-        assert maker.client is None and maker.proxy is service.proxy
+        assert maker.speakers["actor"].client is None and maker.proxy is service.proxy
         maker.close()

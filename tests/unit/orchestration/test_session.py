@@ -17,11 +17,12 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.live.run_lock import is_held
 from slimx.orchestration import session
-from slimx.orchestration.state.resume import layout_of
+from slimx.orchestration.state.resume import trainer_state
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.trainer.checkpoint.files import Damaged
 from tests.full_disk import fill, small_disk
 from tests.refusals import numbers, refused
+from tests.unit.orchestration.checkpointing_stand import trained
 
 LAYOUT = Sizes()
 PROMPTS = [Prompt(id="p", messages=[{"role": "user", "content": "1"}])]
@@ -45,8 +46,7 @@ def saved(directory: Path, *steps: int) -> list[Path]:
         state = RunState(
             step=step,
             version=step,
-            layout=layout_of(LAYOUT),
-            distributed_optimizer=True,
+            policies={"actor": trainer_state(config_of(directory), LAYOUT)},
             rollouts={"source": PromptSource(PROMPTS, 1).state(), "next": 0, "tickets": []},
         )
         out.append(saves.commit(saves.begin(step), state.files(), {}))
@@ -59,7 +59,7 @@ class Started:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path):
         self.directory, self.at, self.damaged = directory, [], []
         self.resume_point = session.resume_point
-        prepared = SimpleNamespace(sizes=LAYOUT, critic=None, further={}, by_source={"": PROMPTS})
+        prepared = SimpleNamespace(policies=trained(config_of(directory), LAYOUT), critic=None, by_source={"": PROMPTS})
         monkeypatch.setattr(session, "check_run", lambda config: prepared)
         monkeypatch.setattr(session, "resume_point", self._resume_point)
         monkeypatch.setattr(session, "_session", self._session)

@@ -12,7 +12,8 @@ import pytest
 from slimx.config.sections.publish import Publish
 from slimx.engines.fleet.handle import Standing
 from slimx.errors import SlimxError
-from slimx.orchestration.shared_engines import SharedEngines, SharedPublications
+from slimx.orchestration.publications import Publications
+from slimx.orchestration.shared_engines import SharedEngines
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import refused
@@ -65,7 +66,7 @@ class Trainers(FakeTrainers):
             await work()
 
 
-class Policy(SharedPublications):
+class Policy(Publications):
     """Publications of a policy whose trainers are not real."""
 
     def __init__(self, policy: str, stand: Stand, shared: SharedEngines, trainers: Trainers):

@@ -17,7 +17,7 @@ from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.recovery.ledger import check_close
 from slimx.preflight.checks.reach import can_shrink
 from tests.refusals import refused
-from tests.unit.orchestration.checkpointing_stand import LAYOUT, state
+from tests.unit.orchestration.checkpointing_stand import LAYOUT
 from tests.unit.orchestration.recovery_stand import Stand, World
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -86,7 +86,7 @@ async def test_where_a_place_is_lacking_fewer_ranks_go_on_from_the_checkpoint_an
     world.places, world.shift, world.dies["train 2"] = 1, 1e-4, 1
     await stand.train(2)
     assert world.done == ["train 2", "start", "restore iter_0000001 into another layout", "train 1", "train 2"]
-    assert stand.group.sizes.world == stand.checkpoints.sizes.world == 1
+    assert stand.group.sizes.world == stand.checkpoints.sizes["actor"].world == 1
     assert stand.recovery.ledger.steps[1].metrics["loss"] == 1 + 1e-4
     # To the last bit from now on, and still from a checkpoint of other sizes.
     world.done.clear()
@@ -110,7 +110,7 @@ async def test_a_save_that_was_interrupted_is_written_by_fewer_ranks_under_their
     newest = stand.saves.newest()
     assert newest is not None and newest.name == "iter_0000001"
     found = json.loads((newest / "slimx" / "run.json").read_text())
-    assert found["layout"]["data"] == 1 < LAYOUT.data == state(1).layout["data"]
+    assert found["policies"]["actor"]["layout"]["data"] == 1 < LAYOUT.data
     assert stand.recovery.ledger.base.same_layout is not None
 
 

@@ -21,7 +21,7 @@ class Watched(Publications):
 
     def __init__(self, stand: Stand, keeps: bool = False, stored: bool = True):
         self.stand, self.engines, self.stored = stand, SimpleNamespace(members=stand.members), stored
-        self.delivery = SimpleNamespace(keeps=keeps)
+        self.delivery, self._shared = SimpleNamespace(keeps=keeps), None
         self.published: list[str] = []
 
     async def publish(self, step: int) -> None:

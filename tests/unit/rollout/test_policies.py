@@ -23,9 +23,7 @@ def maker_of(generate: Generate) -> tuple[GroupMaker, FakeEngine, FakeEngine]:
     maker = GroupMaker(
         config_of(policies__judge={}, policies__solver={"shares": "actor"}),
         Hooks(generate, one, None),
-        the_tokenizer(),
-        actor,
-        further={"judge": Speaker(judge, the_tokenizer())},
+        {"actor": Speaker(actor, the_tokenizer()), "judge": Speaker(judge, the_tokenizer())},
     )
     return maker, actor, judge
 
@@ -150,7 +148,7 @@ async def test_a_role_that_shares_weights_gives_the_groups_of_one_policy_to_the_
     made = []
     for config, hook in ((config_of(policies__solver={"shares": "actor"}), by_roles), (config_of(), alone)):
         assert config.trained == ["actor"]
-        maker = GroupMaker(config, Hooks(hook, one, None), the_tokenizer(), FakeEngine())
+        maker = GroupMaker(config, Hooks(hook, one, None), {"actor": Speaker(FakeEngine(), the_tokenizer())})
         made.append(encode((await maker.make(PROMPT, group_id="g0", number=0)).group))
         maker.close()
     assert made[0] == made[1]

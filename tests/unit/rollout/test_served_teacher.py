@@ -34,7 +34,7 @@ from slimx.rollout import single_turn
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import input_top_logprobs
 from slimx.rollout.client.teacher import Teacher, check_taught, check_vocabulary, make_teachers
-from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
 from tests.refusals import invalid, numbers, refused
@@ -67,7 +67,9 @@ class FakeTeacher:
 
 def maker(teacher: FakeTeacher, generate: Generate = single_turn.generate, **changes: Any) -> GroupMaker:
     config = config_of(**{**SERVED, "reward__function": None, **changes})
-    return GroupMaker(config, Hooks(generate, one, None), the_tokenizer(), FakeEngine(), {"wise": teacher})
+    return GroupMaker(
+        config, Hooks(generate, one, None), {"actor": Speaker(FakeEngine(), the_tokenizer())}, {"wise": teacher}
+    )
 
 
 def trajectory(mask: Sequence[int], **changes: Any) -> Trajectory:
@@ -246,7 +248,9 @@ async def test_a_prompts_metadata_says_which_teacher_scores_its_rollouts_and_oth
     engines = [ACTOR, *(TEACHER | {"name": name} for name in teachers)]
     changes = {**SERVED, **TWO, "algorithm__teacher_field": field, "algorithm__teacher_engine": "common"}
     config = config_of(**{**changes, "engines": engines, "reward__function": None})
-    make = GroupMaker(config, Hooks(single_turn.generate, one, None), the_tokenizer(), FakeEngine(), teachers).make
+    make = GroupMaker(
+        config, Hooks(single_turn.generate, one, None), {"actor": Speaker(FakeEngine(), the_tokenizer())}, teachers
+    ).make
     for number, (name, teacher) in enumerate({"sums": "wise", "primes": "other", "knots": "common"}.items()):
         outcome = await make(prompt_of(name, field), group_id=f"g{number}", number=number)
         assert outcome.reason is None

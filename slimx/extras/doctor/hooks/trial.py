@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.config.schema import Config
-from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.rollout import Proxy
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
@@ -108,22 +107,10 @@ class HookTrial:
         proxy = make_agent_server(Proxy(), self.spec.gpt["max_sequence_length"])
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
-            # Whatever policy is asked, the stand-in says the same, in the words of the run's own tokenizer.
-            further = {
-                name: Speaker(client, self.tokenizer, self.spec.vocab_size)
-                for name in self.config.trained
-                if name != ACTOR
-            }
-            maker = GroupMaker(
-                self.config,
-                hooks,
-                self.tokenizer,
-                client if sampled else None,
-                frozen,
-                proxy,
-                further=further,
-                vocabulary=self.spec.vocab_size,
-            )
+            # Every policy is the stand-in, in the words of the actor's tokenizer.
+            speaker = Speaker(client if sampled else None, self.tokenizer, self.spec.vocab_size)
+            speakers = dict.fromkeys(self.config.trained, speaker)
+            maker = GroupMaker(self.config, hooks, speakers, frozen, proxy)
             maker.version = VERSION
             try:
                 tried: list[Tried] = []
