@@ -54,6 +54,7 @@ from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.prepare import check_run
+from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.state.saves import Saves
 
@@ -83,9 +84,9 @@ class MeasuredRun(Run):
             yield
         self._spent[name] += time.perf_counter() - began
 
-    def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
+    async def record(self, metrics: dict[str, float], groups: list[Group], *step: Any) -> None:
         began = time.perf_counter()
-        super().record(metrics, groups, seconds)
+        await super().record(metrics, groups, *step)
         self._spent["record"] += time.perf_counter() - began
         self.metrics, self.groups = metrics, groups
 
@@ -223,7 +224,9 @@ async def measure(config: Config) -> Figures:
         )
         await stack.enter_async_context(session)
         saves = Saves(directory / "checkpoints", keep=1)
-        run = MeasuredRun(service, prepared, {ACTOR: trainers}, records, saves, bare=BareParts(session))
+        run = MeasuredRun(
+            service, prepared, {ACTOR: trainers}, records, saves, Recovery(trainers), bare=BareParts(session)
+        )
         stack.push_async_callback(run.rollouts.stop)
         stack.enter_context(settled_heap())  # as the session does
         began = cpu_seconds(), time.perf_counter()

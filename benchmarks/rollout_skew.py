@@ -27,7 +27,8 @@ from slimx.orchestration import loop
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.prepare import Prepared, check_run
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.run import Run
+from slimx.orchestration.recovery import Recovery
+from slimx.orchestration.run import Run, StepRows
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.saves import Saves
 
@@ -62,9 +63,9 @@ class TimedRun(Run):
         if name == "generate":
             self._generated += time.perf_counter() - began
 
-    def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
-        super().record(metrics, groups, seconds)
-        self.seconds.append(seconds)
+    async def record(self, metrics: dict[str, float], groups: list[Group], rows: StepRows, began: float) -> None:
+        self.seconds.append(time.perf_counter() - began)
+        await super().record(metrics, groups, rows, began)
         self.waited.append(self._generated)
         self._generated = 0.0
 
@@ -94,7 +95,8 @@ class Turns:
             stack.callback(records.close)
             service = copy(self.service)  # its engines, under the configuration of this turn
             service.config = config
-            run = TimedRun(service, prepared, {ACTOR: self.trainers}, records, Saves(directory / "checkpoints", keep=1))
+            saves = Saves(directory / "checkpoints", keep=1)
+            run = TimedRun(service, prepared, {ACTOR: self.trainers}, records, saves, Recovery(self.trainers))
             stack.push_async_callback(run.rollouts.stop)
             run.step = self.done
             stack.enter_context(settled_heap())  # as the session does

@@ -10,9 +10,12 @@
     slimx.generate          generate hooks: `rollout.generate`
     slimx.hook_forms        hooks that were written for another program
     slimx.maps              mapping hooks: `rollout.map`
+    slimx.recoveries        answers to the loss of trainers: `Recovery`, or None
     slimx.reports           reports of finished runs
     slimx.rewards           reward hooks: `reward.function`
+    slimx.roles             roles of a trainer rank
     slimx.rules             modules with rules that a run is checked by before it starts
+    slimx.sections          sections of the configuration
     slimx.sinks             destinations of a step's metrics
     slimx.toolboxes         toolboxes: `rollout.options.toolbox`
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr, ValidationError, create_model, model_validator
 
+from slimx import entry_points
 from slimx.config import wording
-from slimx.config.rule import Refusal, broken, refuse
+from slimx.config.rule import Refusal, broken, refuse, rules_in
 from slimx.config.rules import RULES
 from slimx.config.rules.exact import tree_leaves
 from slimx.config.rules.policies import fits_engines, proven_for
@@ -26,7 +27,6 @@ from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import ACTOR, Policy, check_apart, check_names, derived
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import ROUTED_PER_STEP, Eval, Rollout
 from slimx.config.sections.run import Cluster, Model, Numerics, RunSection, Track
@@ -35,8 +35,8 @@ from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 
 
-class Config(Section):
-    """One run."""
+class CoreConfig(Section):
+    """One run, without the sections of extras."""
 
     run: RunSection
     model: Model
@@ -54,7 +54,6 @@ class Config(Section):
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
-    recovery: Recovery = Recovery()
     eval: Eval = Eval()
     track: Track = Track()
 
@@ -74,7 +73,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across(self) -> Config:
-        refuse(broken(RULES, self.sections))
+        of_extras = rules_in(*entry_points.load_all("slimx.rules").values())
+        refuse(broken((*RULES, *of_extras), self.sections))
         check_names(self.policies)
         configs = self.by_policy
         for name, config in configs.items():
@@ -172,6 +172,18 @@ class Config(Section):
     def initial_weights(self) -> str:
         """Directory of the weights the run starts from, Hugging Face's or Megatron-LM's."""
         return self.trainer.load or self.model.path
+
+
+if TYPE_CHECKING:
+    Config = CoreConfig
+else:
+    Config = create_model(
+        "Config",
+        __base__=CoreConfig,
+        __doc__="One run.",
+        __module__=__name__,
+        **{name: (section, section()) for name, section in entry_points.load_all("slimx.sections").items()},
+    )
 
 
 def _borrowing(config: Config) -> Config:

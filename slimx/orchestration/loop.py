@@ -64,7 +64,7 @@ async def train(run: Run) -> None:
             metrics |= await evaluate(run)
         await run.record(metrics, batch.groups, rows, began)
         await refresh_reference(run)
-        await run.mirror()
+        await run.recovery.after_step(run.step, run.phase)
         if run.checkpoints.due(run.step):
             await run.save()
         if run.due(config.checkpoint.export_every):

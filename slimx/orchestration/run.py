@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from slimx.orchestration.publications import Publications, publication_metrics
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.recovery.trainers import TrainerRecovery
+from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.shared_engines import SharedEngines
 from slimx.orchestration.state.checkpoints import Checkpointer
@@ -51,13 +51,13 @@ class Run:
         trainers: Mapping[str, TrainerGroup],
         records: Records,
         saves: Saves,
+        recovery: Recovery,
         *,
         critic: CriticGroup | None = None,
-        recovery: TrainerRecovery | None = None,
         leaving: asyncio.Event | None = None,
     ):
-        """`service`, `trainers` (by policy) and `critic` have started. `recovery`: replaces lost trainers; None: their
-        loss ends the run. `leaving` is set when the run shall save and end, whatever step it is at."""
+        """`service`, `trainers` (by policy) and `critic` have started. `recovery`: of the actor's
+        trainers. `leaving` is set when the run shall save and end, whatever step it is at."""
         config = self.config = service.config
         self.directory = Path(config.run.dir)
         self.frozen, self.critic, self.records = service.frozen, critic, records
@@ -77,9 +77,8 @@ class Run:
         self.recovery = recovery
         records.entered = self._mark
         actor = self.policies[ACTOR]
-        if recovery is not None:
-            actor.publications.lasting = recovery.lasting
-            recovery.on_replaced = actor.publications.delivery.renew
+        actor.publications.lasting = recovery.lasting
+        recovery.on_replaced = actor.publications.delivery.renew
         self.sampled = actor.engines is not None
         """True if engines generate; else rollouts are replayed, or nothing is sampled."""
         if actor.engines is not None:
@@ -133,10 +132,6 @@ class Run:
         for policy in self.policies.values():
             work = policy.publications.watched(work, self.step, training=training)
         return await work
-
-    async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, which calls trainers; done again from its beginning if they are lost and replaced."""
-        return await (work() if self.recovery is None else self.recovery.lasting(work))
 
     async def unless_leaving[T](self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if the run is to end first: `work` is cancelled then."""
@@ -274,13 +269,7 @@ class Run:
         with self.phase("save"):
             state = self.checkpoints.state(self.step, self.version, self.rollouts.state())
             async with self.trainers_turn():
-                await self.lasting(lambda: self.checkpoints.save(state))
-
-    async def mirror(self) -> None:
-        """Have all ranks' states kept elsewhere in memory, if that is due."""
-        if self.recovery is not None and self.due(self.config.recovery.mirror_every):
-            with self.phase("mirror"):
-                await self.recovery.mirror(self.step)
+                await self.recovery.lasting(lambda: self.checkpoints.save(state))
 
     async def finish_save(self) -> None:
         """Wait until the last checkpoint is on disk."""
@@ -303,12 +292,12 @@ class Run:
         """Write the present weights as the Hugging Face directory `name` in the run's own."""
         with self.phase("export"):
             async with self.trainers_turn():
-                await self.lasting(lambda: self.checkpoints.export(self.directory / name))
+                await self.recovery.lasting(lambda: self.checkpoints.export(self.directory / name))
 
     async def trainer_metrics(self) -> dict[str, float]:
         """The trainers' peak memory, and what was done to replace lost ones."""
-        memory = await metrics_of(self.policies, lambda policy: self.lasting(policy.trainers.memory))
-        return memory if self.recovery is None else memory | self.recovery.metrics()
+        memory = await metrics_of(self.policies, lambda policy: self.recovery.lasting(policy.trainers.memory))
+        return memory | self.recovery.metrics()
 
     # Records ----------------------------------------------------------------------------------------------------------
 

@@ -38,11 +38,11 @@ from slimx.orchestration.loop import train
 from slimx.orchestration.prepare import Prepared, PreparedPolicy, check_run, make_plans
 from slimx.orchestration.prompts import check_order
 from slimx.orchestration.ranks.critic import CriticGroup
+from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import watch_ranks
 from slimx.orchestration.reach import check_reach
-from slimx.orchestration.recovery.ledger import Base
-from slimx.orchestration.recovery.trainers import TrainerRecovery
+from slimx.orchestration.recovery import make_recovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.starting import Starting
@@ -185,12 +185,10 @@ async def _session(
         )
         await stack.enter_async_context(service)
         await start_parts(config, trainers, critic, service, records.starting)
-        recovery = None
-        if config.recovery.trainers:
-            recovery = TrainerRecovery(trainers[ACTOR], records, logs, partial(_replanned, actor, device))
-            stack.push_async_callback(recovery.stop)
-            alarm.ring_after(recovery.watch())
-        watched = [group for name, group in trainers.items() if recovery is None or name != ACTOR]
+        recovery = make_recovery(trainers[ACTOR], records, logs, partial(_replanned, actor, device))
+        stack.push_async_callback(recovery.stop)
+        alarm.ring_after(recovery.watch())
+        watched: list[RankGroup] = [group for name, group in trainers.items() if name != ACTOR]
         watched += [critic.own] if critic is not None and critic.own is not None else []
         for group in watched:
             alarm.ring_after(watch_ranks(group, group.config.trainer.watch_deadline))
@@ -206,7 +204,7 @@ async def _session(
             table.note(
                 f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)
             )
-        run = Run(service, prepared, trainers, records, saves, critic=critic, recovery=recovery, leaving=alarm.leaving)
+        run = Run(service, prepared, trainers, records, saves, recovery, critic=critic, leaving=alarm.leaving)
         run.checkpoints.on_failure = alarm.ring
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
@@ -219,9 +217,8 @@ async def _session(
                 await restore_reference(run, resume_from)
         if (line := resume_line(resume_from, done, records.tracker.removed)) is not None:
             table.note(line)
-        if recovery is not None:
-            same = state is None or state.policies[ACTOR]["layout"] == layout_of(actor.sizes)
-            await recovery.open(run.checkpoints, Base(done, resume_from, same_layout=same))
+        same = state is None or state.policies[ACTOR]["layout"] == layout_of(actor.sizes)
+        await recovery.open(run.checkpoints, done, resume_from, same_layout=same)
         stack.enter_context(settled_heap())
         table.note(starting.ready)
         await work(run)

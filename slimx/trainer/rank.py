@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
@@ -44,10 +45,10 @@ class Role(Protocol):
 class TrainerRank:
     """Roles of one rank. Every operation is called on all ranks together."""
 
-    def __init__(self, config: Config, rank: int, device: str):
+    def __init__(self, config: Config, number: int, device: str):
         """On CUDA: refuse a broken GPU, run on the CPUs near it, and guard its memory."""
         torch.set_num_threads(config.trainer.threads)
-        self.config, self.rank, self.device = config, rank, torch.device(device)
+        self.config, self.number, self.device = config, number, torch.device(device)
         self.roles: dict[str, Role] = {}
         self.parallel: ParallelState | None = None
         self.guard: MemoryGuard | None = None
@@ -61,7 +62,7 @@ class TrainerRank:
         gpu = gpu_of(self.device)
         warnings = check_health(gpu)
         cpus = set_affinity(gpu) if self.config.cluster.cpu_affinity == "auto" else os.sched_getaffinity(0)
-        for line in (*warnings, f"rank {self.rank}: {gpu.uuid}, on {len(cpus)} CPUs"):
+        for line in (*warnings, f"rank {self.number}: {gpu.uuid}, on {len(cpus)} CPUs"):
             print(f"slimx: {line}", flush=True)
         margin = self.config.trainer.memory_margin_mib * 2**20
         self.guard = MemoryGuard(gpu, margin, free_caches=torch.cuda.empty_cache)
@@ -71,7 +72,7 @@ class TrainerRank:
         """Join the other ranks."""
         self.parallel = ParallelState(
             sizes_of(self.config.trainer),
-            rank=self.rank,
+            rank=self.number,
             init_method=init_method,
             device=self.device,
             deadline_s=self.config.trainer.deadline,
@@ -92,7 +93,7 @@ class TrainerRank:
     def perform(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """Do the operation `name`, "role.method", under its conditions."""
         role, _, method = name.partition(".")
-        target = self if role == "rank" else self.roles[role]
+        target = self if role == "rank" else self._role(role)
         function = getattr(target, method)
         conditions: Operation = function.operation
         with nullcontext() if conditions.phase is None else self._memory.phase(conditions.phase):
@@ -101,6 +102,12 @@ class TrainerRank:
             if self.guard is not None and conditions.phase == "train":
                 self.guard.check(target.holds())
             return function(*arguments, **named)
+
+    def _role(self, name: str) -> Role:
+        """The role `name`; one that this rank was not built with is an entry point of `slimx.roles`."""
+        if name not in self.roles:
+            self.roles[name] = entry_points.load("slimx.roles", name)(self)
+        return self.roles[name]
 
     def check_saves(self) -> None:
         """Raise the error of a save in the background that could not be reported in the checkpoint's directory."""

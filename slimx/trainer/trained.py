@@ -10,10 +10,9 @@ from slimx.adapters.megatron.param_gather import gather
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.trainer.checkpoint.files import check_digests, decode_records
-from slimx.trainer.checkpoint.load import restore, restore_mirrored
-from slimx.trainer.checkpoint.mirror import Mirror
+from slimx.trainer.checkpoint.load import restore
 from slimx.trainer.checkpoint.save import Saver
-from slimx.trainer.checkpoint.state import full_state, own_state
+from slimx.trainer.checkpoint.state import full_state
 from slimx.trainer.context import ContextShard
 from slimx.trainer.device.gpu import largest
 from slimx.trainer.device.offload import Offload
@@ -43,7 +42,6 @@ class TrainedModel:
         )
         self.on_moved: Callable[[], None] = lambda: None
         """Called when parameters have other addresses."""
-        self.mirrored = Mirror(parallel.rank, config.trainer.deadline, holder)
         settings = chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = optimizer.scale_loss
@@ -76,24 +74,6 @@ class TrainedModel:
     def check_files(self, records: bytes, *, path: str) -> None:
         """Compare files of the checkpoint `path` with their records, name by name. Raises SlimxError naming one."""
         check_digests(Path(path), decode_records(records))
-
-    @operation("mirror", needs="training")
-    def mirror(self, store: Any, *, step: int) -> None:
-        """Copy this rank's state after step `step` and start sending it to `store`, which keeps it for a successor."""
-        frozen = bool(self.config.trainer.frozen)
-        self.mirrored.send(store, step, own_state(self.chunks, self.optimizer, loading=False, frozen=frozen))
-
-    @operation("restore")
-    def fetch_mirror(self, store: Any, *, step: int) -> None:
-        """Bring here what this rank's predecessor sent to `store` after `step` steps."""
-        self.mirrored.fetch(store, step)
-
-    @operation("restore", needs="training")
-    def restore_mirror(self, *, step: int) -> None:
-        """Continue from the state after step `step`, which `fetch_mirror` has brought."""
-        frozen = bool(self.config.trainer.frozen)
-        restore_mirrored(self.mirrored.fetched(step), self.chunks, self.optimizer, frozen=frozen)
-        self.weights.changed()
 
     def offload(self, *, weights: bool = True) -> None:
         """Give the device's memory back while engines generate: gradients and optimizer state, and the weights unless

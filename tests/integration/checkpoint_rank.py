@@ -127,12 +127,15 @@ class Rank:
 
     def mirror(self, trainer: Any) -> dict[str, Any]:
         """Two steps of `trainer`, and of a new one that began from its bytes."""
-        from slimx.trainer.checkpoint.load import restore_mirrored
+        from slimx.extras.recovery.mirror import Mirror, read_back
+        from slimx.trainer.checkpoint.load import take_state
         from slimx.trainer.checkpoint.state import own_state
 
-        data = trainer.mirrored.copied(own_state(trainer.chunks, trainer.optimizer, loading=False, frozen=False))
+        state = own_state(trainer.chunks, trainer.optimizer, loading=False, frozen=False)
+        data = Mirror(self.rank, 60).copied(state)
         expected, new = self.steps(trainer, 6, 2), self.trainer()
-        restore_mirrored(data, new.chunks, new.optimizer, frozen=False)
+        empty = own_state(new.chunks, new.optimizer, loading=True, frozen=False)
+        take_state(read_back(data, empty), new.chunks, new.optimizer)
         new.weights.changed()
         return {"expected": expected, "restored": self.steps(new, 6, 2)}
 

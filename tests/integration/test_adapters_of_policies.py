@@ -230,7 +230,7 @@ def test_engines_generate_for_two_policies_each_with_its_own_adapters(
         one, other = torch.equal(actor[name], weight), torch.equal(judge[name], weight)
         assert torch.equal(actor[name], judge[name]) == one == other == (name not in adapted), name
     state = read_state(directory / "checkpoints" / "iter_0000004")
-    assert state.lora["alpha"] == 8 and state.policies["judge"]["lora"]["alpha"] == 16
+    assert [state.policies[name]["lora"]["alpha"] for name in ("actor", "judge")] == [8, 16]
 
 
 def standings(directory: Path) -> list[str]:

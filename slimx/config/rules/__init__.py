@@ -12,7 +12,6 @@ from slimx.config.rules import (
     optimizer,
     policies,
     qat,
-    recovery,
     reward_model,
     serving,
     updates,
@@ -30,7 +29,6 @@ RULES = rules_in(
     qat,
     fp8,
     activations,
-    recovery,
     reward_model,
     policies,
 )

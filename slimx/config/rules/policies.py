@@ -10,7 +10,6 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.policies import ACTOR, Policy
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Numerics, RunSection
 from slimx.config.sections.schedule import Schedule
@@ -29,7 +28,6 @@ def proven(
     critic: Critic | None,
     schedule: Schedule,
     publish: Publish,
-    recovery: Recovery,
 ) -> Iterator[Told]:
     if all(policy.shares is not None for policy in policies.values()):
         return
@@ -50,7 +48,6 @@ def proven(
         ("schedule.colocate", schedule.colocate),
         ("publish.transport", publish.transport not in ("auto", "memory")),
         ("publish.quantise", publish.quantise is not None),
-        ("recovery.trainers", recovery.trainers > 0),
     ):
         if given:
             yield (

@@ -182,22 +182,21 @@ def adapters_to_peft(
     debug: Debug = False,
 ) -> None:
     """Low-rank adapters of SOURCE to OUT, a directory that the package peft loads beside the base."""
+    from slimx.config.sections.policies import ACTOR
     from slimx.extras.convert.formats.peft import export_adapters
     from slimx.models.files.megatron_directory import find_checkpoint
     from slimx.orchestration.state.saves import read_state
 
-    state = read_state(find_checkpoint(source))
-    if state.lora is None:
+    lora = read_state(find_checkpoint(source)).policies[ACTOR]["lora"]
+    if lora is None:
         raise SlimxError(
             f"{source} is of a run without trainer.lora and holds no adapters; take its weights by `slimx convert "
             "megatron-to-hf`",
             code="convert.no_adapters",
             about=str(source),
         )
-    count = export_adapters(source, out, original, state.lora["alpha"])
-    Console(soft_wrap=True).print(
-        f"{out}: {count:,} parameters of adapters, rank {state.lora['rank']}", highlight=False
-    )
+    count = export_adapters(source, out, original, lora["alpha"])
+    Console(soft_wrap=True).print(f"{out}: {count:,} parameters of adapters, rank {lora['rank']}", highlight=False)
 
 
 def _bytes(gigabytes: float) -> int:

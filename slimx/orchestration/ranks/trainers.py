@@ -164,18 +164,6 @@ class TrainerGroup(RankGroup):
             found = points | found
         return found
 
-    async def mirror(self, stores: Sequence[Any], *, step: int) -> None:
-        """Have all ranks copy their state and start sending it, each to its own of `stores`, which tell the rest."""
-        each = [(store,) for store in stores]
-        await self.call("model.mirror", f"the copy of the state of step {step}", each=each, step=step)
-
-    async def restore_mirror(self, stores: Sequence[Any], *, step: int) -> None:
-        """Bring all ranks to the state that was mirrored after `step` steps. Raises MirrorLost, with no rank changed,
-        if one of them cannot have it."""
-        each = [(store,) for store in stores]
-        await self.call("model.fetch_mirror", f"the mirrors of step {step}", each=each, step=step)
-        await self.call("model.restore_mirror", f"loading the mirrors of step {step}", step=step)
-
     async def check_files(self, path: Path, shares: list[bytes]) -> None:
         """Have every rank compare its share of the files in `path` with their records."""
         each = [(share,) for share in shares]

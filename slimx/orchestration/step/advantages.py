@@ -40,4 +40,4 @@ async def estimate_advantages(
 async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:
     actor = run.policies[ACTOR]
     batch = actor.packer(rows)
-    return batch.unpack(await run.lasting(lambda: actor.trainers.logprobs(batch, under=under)), rows)
+    return batch.unpack(await run.recovery.lasting(lambda: actor.trainers.logprobs(batch, under=under)), rows)

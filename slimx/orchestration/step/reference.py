@@ -26,15 +26,13 @@ async def refresh_reference(run: Run) -> None:
     if not run.due(run.config.algorithm.reference_refresh):
         return
     async with run.trainers_turn():
-        await run.lasting(run.policies[ACTOR].trainers.refresh_reference)
+        await run.recovery.lasting(run.policies[ACTOR].trainers.refresh_reference)
     await run.export(reference_path(run.directory, run.step).name)
     every, written = run.config.algorithm.reference_refresh, {run.step}
     for found in map(_CHECKPOINT.fullmatch, _names(run.directory / "checkpoints")):
         if found:
             written.add(int(found[1]))
-    if run.recovery is not None:
-        written |= run.recovery.bases()
-    needed = {reference_step(step, every) for step in written}
+    needed = {reference_step(step, every) for step in written | run.recovery.bases()}
     for found in map(_REFERENCE.fullmatch, _names(run.directory)):
         if found and int(found[1]) not in needed:
             shutil.rmtree(run.directory / found[0])

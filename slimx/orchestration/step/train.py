@@ -41,9 +41,8 @@ async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Bat
     critic = run.critic
     if critic is None:
         step, version = run.step, run.version
-        metrics = await run.lasting(lambda: _updates(run, groups, rows, batches))
-        if run.recovery is not None:
-            run.recovery.trained(step, version, batches[ACTOR], metrics)
+        metrics = await run.recovery.lasting(lambda: _updates(run, groups, rows, batches))
+        run.recovery.trained(step, version, batches[ACTOR], metrics)
         return metrics
     works = [_policy_step(run, groups, rows, batches), critic.train_step(rows[ACTOR], step=run.step)]
     parts = await all_or_none(works) if critic.own is not None else [await work for work in works]

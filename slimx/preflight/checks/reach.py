@@ -7,12 +7,10 @@ from collections.abc import Iterator
 
 from slimx.config.rule import rule
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
-from slimx.layout.ranks import Sizes, fewer
 from slimx.preflight.hardware import machine_of, nodes_known
 
 
@@ -46,32 +44,6 @@ def leaves_no_node_idle(
             f"{trainer.world_size}, {per_node} a node) would idle while engines generate; set it to auto, nixl or "
             "disk, with servers on every node"
         )
-
-
-@rule("recovery.transport", about="publish.transport")
-def recovers_beside(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Iterator[str]:
-    """Asked of the transport that is chosen, where the configuration leaves it open."""
-    if recovery.trainers and publish.on_gpus(device, colocate=schedule.colocate):
-        yield (
-            f"publish.transport {publish.transport} with buckets in the memory of GPUs was never proven with "
-            "recovery.trainers, which replaces the ranks that pack them; set publish.staging=model and "
-            "publish.transport=auto, or recovery.trainers=0"
-        )
-
-
-@rule("recovery.shrink_reach", about="recovery.shrink_after")
-def can_shrink(recovery: Recovery, publish: Publish, sizes: Sizes, device: str) -> Iterator[str]:
-    """Asked of the transport that is chosen, where the configuration leaves it open."""
-    if recovery.shrink_after is None:
-        return
-    if next(fewer(sizes), None) is None:
-        yield (
-            f"recovery.shrink_after is set, but DP{sizes.data} cannot become smaller (TP{sizes.tensor} "
-            f"CP{sizes.context} EP{sizes.expert} ETP{sizes.expert_tensor}): there is one, or the experts' ranks need "
-            "all of them; leave it out, or choose a layout with more data-parallel ranks"
-        )
-    if device == "cuda":
-        yield "recovery.shrink_after was never proven on GPUs; leave it out, or run on the CPU"
 
 
 @rule("publish.nixl_package", about="publish.transport")

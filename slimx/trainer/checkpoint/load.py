@@ -46,7 +46,6 @@ from slimx.models.files.megatron_common import read_common
 from slimx.models.files.megatron_directory import Fit, factor_key
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
 from slimx.trainer.checkpoint import state as states
-from slimx.trainer.checkpoint.mirror import read_back
 from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
@@ -101,9 +100,8 @@ def _find_factors(models: Sequence[dict[str, Any]], path: Path) -> None:
                 model[name] = replace(tensor, key=key)
 
 
-def restore_mirrored(data: torch.Tensor, chunks: Sequence[Any], optimizer: Any, *, frozen: bool) -> None:
-    """Take the state that this rank's predecessor sent as the bytes `data` (`slimx.trainer.checkpoint.mirror`)."""
-    loaded = read_back(data, states.own_state(chunks, optimizer, loading=True, frozen=frozen))
+def take_state(loaded: dict[str, Any], chunks: Sequence[Any], optimizer: Any) -> None:
+    """Take the state of a rank of the same layout, structured as `own_state`, whose tensors were read into place."""
     _fill(chunks, loaded)
     _fill_optimizer(optimizer, loaded["optimizer"])
     states.set_random_state(loaded[states.RANDOM])

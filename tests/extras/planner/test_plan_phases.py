@@ -22,9 +22,9 @@ from slimx.extras.planner.memory.phases import PHASES, phase_memory
 from slimx.extras.planner.memory_record import EngineMemory, Held, Phase, PhaseMemory, TrainerMemory
 from slimx.extras.planner.rules import memory
 from slimx.extras.planner.rules.memory import margin_warnings
+from slimx.extras.recovery.ledger import TrainedStep
 from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.models.families import read_model
-from slimx.orchestration.recovery.ledger import TrainedStep
 from slimx.preflight.hardware import GIB, OVERHEAD, Machine, machine_of
 from tests.refusals import numbers
 from tests.unit.preflight.published_models import QWEN3_30B

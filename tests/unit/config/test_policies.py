@@ -96,7 +96,6 @@ UNPROVEN: dict[str, dict[str, dict[str, Any]]] = {
     "schedule.colocate": {"schedule": {"colocate": True}},
     "publish.transport": {"publish": {"transport": "disk"}},
     "publish.quantise": {"publish": {"quantise": "ieee"}},
-    "recovery.trainers": {"recovery": {"trainers": 1}, "checkpoint": {"every": 1}},
 }
 
 

@@ -21,6 +21,7 @@ from slimx.layout.ranks import Sizes
 from slimx.observability.alerts.alerts import Alerts
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.prepare import ServedPolicy, Sources
+from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.recording import Records
@@ -207,7 +208,7 @@ def run_of(
     prepared = SimpleNamespace(by_source=service.sources.by_source, eval_prompts={}, critic=None, policies=policies)
     records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), silent(config))
     saves = Saves(directory / "checkpoints", keep=2)
-    return Run(service, prepared, each, records, saves, leaving=leaving)
+    return Run(service, prepared, each, records, saves, Recovery(parts), leaving=leaving)
 
 
 async def stopped(run: Run) -> None:

@@ -183,14 +183,9 @@ async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(a
     async def lasting(work):
         return await work()
 
-    run = SimpleNamespace(
-        config=config,
-        step=3,
-        critic=None,
-        trainers=trainers,
-        packer=lambda r: pack(r, data_size=2, max_tokens=4),
-        lasting=lasting,
-    )
+    actor = SimpleNamespace(trainers=trainers, packer=lambda r: pack(r, data_size=2, max_tokens=4))
+    recovery = SimpleNamespace(lasting=lasting)
+    run = SimpleNamespace(config=config, step=3, critic=None, policies={"actor": actor}, recovery=recovery)
     assert config.algorithm.needs_whole_step
     metrics = await estimate_advantages(run, groups, [rows])
     assert trainers.asked == asked
@@ -208,10 +203,13 @@ class FakeRun:
     """Counts steps, and writes an empty directory for an export."""
 
     def __init__(self, directory: Path, refresh: int) -> None:
-        self.recovery: SimpleNamespace | None = None
+        self.recovery = SimpleNamespace(bases=set, lasting=self.lasting)
         self.directory, self.step, self.loaded = directory, 0, []
         self.config = config_of(algorithm__reference=True, algorithm__reference_refresh=refresh)
-        self.trainers = self
+        self.policies = {"actor": SimpleNamespace(trainers=self)}
+
+    def due(self, every: int) -> bool:
+        return self.step % every == 0
 
     @asynccontextmanager
     async def trainers_turn(self) -> AsyncIterator[None]:
@@ -230,8 +228,7 @@ class FakeRun:
 async def test_a_resumed_run_finds_the_reference_of_its_step_and_the_others_go(tmp_path: Path):
     run = FakeRun(tmp_path, refresh=3)
     for run.step in range(1, 11):
-        if run.step % 3 == 0:
-            await refresh_reference(run)
+        await refresh_reference(run)
         if run.step in (1, 5, 8):  # a run that is told to leave saves at any step
             (tmp_path / "checkpoints" / f"iter_{run.step:07d}").mkdir(parents=True)
     assert sorted(path.name for path in tmp_path.glob("reference-*")) == [f"reference-{n:06d}" for n in (3, 6, 9)]
@@ -253,7 +250,7 @@ async def test_a_resumed_run_finds_the_reference_of_its_step_and_the_others_go(t
 
 async def test_the_reference_of_a_state_that_new_trainers_may_begin_from_stays(tmp_path: Path):
     run = FakeRun(tmp_path, refresh=3)
-    run.recovery = SimpleNamespace(bases=lambda: {5})
+    run.recovery.bases = lambda: {5}
     for run.step in (3, 6, 9):
         await refresh_reference(run)
     assert sorted(path.name for path in tmp_path.glob("reference-*")) == ["reference-000003", "reference-000009"]

@@ -15,6 +15,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import xxhash
 from megatron.core.dist_checkpointing.mapping import (
@@ -24,8 +25,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 
+from slimx.extras.recovery.mirror_store import CHUNK, MirrorLost
 from slimx.models.files.safe_pickle import safe_classes
-from slimx.trainer.checkpoint.mirror_store import CHUNK, MirrorLost
 
 _ALIGNED = 64
 _MARK = "slimx tensor "
@@ -109,8 +110,6 @@ class Mirror:
 
     def _ask(self, reference: Any) -> Any:
         """The store's answer. Raises MirrorLost if there is none in time, or none any more."""
-        import ray  # a trainer that keeps no mirrors runs without it
-
         try:
             return ray.get(reference, timeout=self.deadline_s)
         except (ray.exceptions.RayError, TimeoutError) as error:

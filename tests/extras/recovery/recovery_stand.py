@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,15 @@ import xxhash
 from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import ActorDied
 from slimx.errors import DeadlineError
+from slimx.extras.recovery.mirror_store import MirrorLost
+from slimx.extras.recovery.trainers import TrainerRecovery
 from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.timeline import Timeline
-from slimx.orchestration.recovery.ledger import Base
-from slimx.orchestration.recovery.trainers import TrainerRecovery
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.saves import Saves
 from slimx.runtime.machine import machine
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import Report
-from slimx.trainer.checkpoint.mirror_store import MirrorLost
 from tests.unit.orchestration.checkpointing_stand import LAYOUT, config, state
 
 DIED = ActorDied("trainer rank 0 died", code="actor.died", about="trainer rank 0")
@@ -112,7 +112,19 @@ class Group:
             if self.world.writes:
                 files.write_report(path, rank, Report({}, []))
 
-    async def mirror(self, stores: Any, *, step: int) -> None:
+    async def call(self, method: str, what: str, *, step: int, each: Any = ()) -> None:
+        """Operations of the role that mirrors."""
+        stores = [store for (store,) in each]
+        match method:
+            case "mirror.send":
+                await self._send(stores, step)
+            case "mirror.fetch":
+                await self._fetch(stores, step)
+            case "mirror.restore":
+                self._does(f"mirror {step}")
+                self.step = step
+
+    async def _send(self, stores: Any, step: int) -> None:
         assert step == self.step
         for rank, fake in enumerate(stores[: self.world.sends]):
             if fake.lost:
@@ -122,13 +134,11 @@ class Group:
             fake.store.write(step, rank, data)
             fake.store.finish(step, rank, xxhash.xxh3_128_hexdigest(data))
 
-    async def restore_mirror(self, stores: Any, *, step: int) -> None:
+    async def _fetch(self, stores: Any, step: int) -> None:
         for rank, fake in enumerate(stores):
             if fake.lost:
                 raise MirrorLost("gone", code="mirror.lost", about=f"trainer rank {rank}")
             fake.store.describe(step, rank)
-        self._does(f"mirror {step}")
-        self.step = step
 
     def _does(self, what: str) -> None:
         if self.dead:
@@ -154,12 +164,15 @@ class Stand:
         self.checkpoints = Checkpointer({"actor": self.group}, self.saves, Timeline(tmp_path), lambda text: None)
 
     async def open(self) -> Stand:
-        await self.recovery.open(self.checkpoints, Base())
+        await self.recovery.open(self.checkpoints, 0, None, same_layout=True)
         return self
 
     async def train(self, step: int) -> None:
         metrics = await self.lasting(lambda: self.group.train_step([], step=step, version=step))
         self.recovery.trained(step, step, [], metrics)
+
+    async def mirror(self, step: int) -> None:
+        await self.recovery.after_step(step, nullcontext)
 
     async def save(self, step: int) -> None:
         await self.lasting(lambda: self.checkpoints.save(state(step)))

@@ -13,14 +13,14 @@ import pytest
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.schedule import Schedule
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_same
-from slimx.preflight.checks.reach import recovers_beside
+from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_same
+from slimx.extras.recovery.rules import recovers_beside
+from slimx.extras.recovery.section import Recovery
+from tests.extras.recovery.recovery_stand import Stand, World
 from tests.refusals import invalid, refused
-from tests.unit.orchestration.recovery_stand import Stand, World
 
 pytestmark = pytest.mark.usefixtures("quick")
 SFT = {"name": "sft"}
@@ -179,6 +179,7 @@ def test_a_metric_that_is_missing_or_differs_in_its_last_bit_is_named() -> None:
         ({"checkpoint": {"every": 2, "load_optimizer": False}}, "recovery.proven", "checkpoint.load_optimizer"),
         ({"schedule": {"colocate": True}}, "recovery.proven", "schedule.colocate"),
         ({"critic": {}}, "recovery.proven", "critic"),
+        ({"policies": {"judge": {}}}, "recovery.proven", "policies"),
     ],
 )
 def test_what_recovery_was_never_proven_with_is_refused(changed: dict[str, Any], code: str, about: str) -> None:

@@ -12,12 +12,12 @@ import pytest
 import ray
 import xxhash
 
-from slimx.orchestration.recovery import mirrors as mirroring
-from slimx.orchestration.recovery.mirrors import Mirrors
-from slimx.trainer.checkpoint.mirror_store import MirrorLost, MirrorStore
+from slimx.extras.recovery import mirrors as mirroring
+from slimx.extras.recovery.mirror_store import MirrorLost, MirrorStore
+from slimx.extras.recovery.mirrors import Mirrors
+from tests.extras.recovery.recovery_stand import Stand, World
 from tests.refusals import refused
 from tests.unit.orchestration.checkpointing_stand import state
-from tests.unit.orchestration.recovery_stand import Stand, World
 
 
 def sent(store: MirrorStore, step: int, rank: int, data: bytes, *, spoilt: bool = False) -> None:
@@ -86,7 +86,7 @@ class Mirrored:
         return self.stores[-1]
 
     async def take(self, step: int) -> None:
-        await self.stand.recovery.mirror(step)
+        await self.stand.mirror(step)
         await self.mirrors._coming
 
 
@@ -140,7 +140,7 @@ async def test_a_set_that_does_not_become_whole_does_not_count(mirrored: Mirrore
     await mirrored.take(1)
     await stand.train(1)
     stand.world.sends = 1
-    await stand.recovery.mirror(2)
+    await stand.mirror(2)
     stand.world.dies["train 2"], stand.world.sends = 1, 2
     stand.world.done.clear()
     await stand.train(2)

@@ -10,15 +10,15 @@ import pytest
 
 from slimx.config.rule import broken
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.recovery import Recovery
 from slimx.errors import DeadlineError
+from slimx.extras.recovery.ledger import check_close
+from slimx.extras.recovery.rules import can_shrink
+from slimx.extras.recovery.section import Recovery
 from slimx.layout.ranks import Sizes, fewer
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.recovery.ledger import check_close
-from slimx.preflight.checks.reach import can_shrink
+from tests.extras.recovery.recovery_stand import Stand, World
 from tests.refusals import refused
 from tests.unit.orchestration.checkpointing_stand import LAYOUT
-from tests.unit.orchestration.recovery_stand import Stand, World
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -20,10 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slimx.cluster.calls import kill
 from slimx.cluster.waiting import first_line, gather
 from slimx.errors import DeadlineError, SlimxError
+from slimx.extras.recovery.mirror_store import MirrorLost, MirrorStore
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.runtime.logs import begin_log
 from slimx.runtime.tasks import cancelled
-from slimx.trainer.checkpoint.mirror_store import MirrorLost, MirrorStore
 
 _POLL_S = 0.1
 
@@ -61,7 +61,8 @@ class Mirrors:
             await asyncio.wait([self._coming])
         try:
             await self._open()
-            await self.trainers.mirror([self._stores[node] for node in self._of_rank], step=step)
+            what = f"the copy of the state of step {step}"
+            await self.trainers.call("mirror.send", what, each=self._stores_of_ranks(), step=step)
         except MirrorLost as error:
             await self._lose(error)
             return
@@ -77,10 +78,15 @@ class Mirrors:
         """Bring new ranks to the set that counts. Raises MirrorLost, with no rank changed, if it is not whole any more;
         it counts no longer then."""
         try:
-            await new.restore_mirror([self._stores[node] for node in self._of_rank], step=self.step)
+            each, what = self._stores_of_ranks(), f"mirrors of step {self.step}"
+            await new.call("mirror.fetch", f"the {what}", each=each, step=self.step)
+            await new.call("mirror.restore", f"loading the {what}", step=self.step)
         except MirrorLost as error:
             await self._lose(error)
             raise
+
+    def _stores_of_ranks(self) -> list[tuple[Any]]:
+        return [(self._stores[node],) for node in self._of_rank]
 
     async def stop(self) -> None:
         """End all stores; does not raise."""

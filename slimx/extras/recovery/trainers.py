@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,37 +30,33 @@ from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import first_line, has_died
 from slimx.data.batch import TrainBatch
 from slimx.errors import DeadlineError, PartLost, SlimxError
-from slimx.layout.ranks import Sizes, fewer
+from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_close, check_same
+from slimx.extras.recovery.mirror_store import MirrorLost
+from slimx.extras.recovery.mirrors import Mirrors
+from slimx.layout.ranks import fewer
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import local_pids, watch_ranks
-from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_close, check_same
-from slimx.orchestration.recovery.mirrors import Mirrors
+from slimx.orchestration.recovery import Recovery, Replan
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.references import reference_path, reference_step
-from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.tasks import race
 from slimx.runtime.threads import in_thread
-from slimx.trainer.checkpoint.mirror_store import MirrorLost
-
-Replan = Callable[[Sizes], Mapping[str, Plan]]
 
 
-class TrainerRecovery:
+class TrainerRecovery(Recovery):
     """Replaces the ranks of `trainers`, up to `recovery.trainers` times."""
 
     def __init__(self, trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan | None = None):
-        """`replan`: gives the plans by which weights leave ranks of other sizes; None: there will be none."""
-        self.trainers, self.records = trainers, records
-        self.config, self._replan = trainers.config, replan
+        """`replan`: None where there will be no ranks of other sizes."""
+        super().__init__(trainers)
+        self.records, self.config, self._replan = records, trainers.config, replan
         self.limit = self.config.recovery.trainers
         self.ledger = Ledger()
         self.mirrors = Mirrors(trainers, log_dir, records.table.note)
         self.trained_again = self.from_mirrors = 0
         """Steps that new ranks trained again, and times that they took their state from mirrors."""
-        self.on_replaced: Callable[[], None] = lambda: None
-        """Called when other ranks have taken the place of lost ones, before anybody makes a call to them."""
         self.replaced = 0
         """Times that all ranks were started again, those counted that failed."""
         self._seconds = 0.0
@@ -72,9 +68,8 @@ class TrainerRecovery:
         self._final: SlimxError | None = None
         """Reason for which no rank is replaced any more."""
 
-    async def open(self, checkpoints: Checkpointer, base: Base) -> None:
-        """Replace lost ranks from now on; they are in the state `base`, and `checkpoints` writes the next ones."""
-        self.ledger.rebase(base)
+    async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
+        self.ledger.rebase(Base(step, checkpoint, same_layout=same_layout))
         checkpoints.on_saved = self._saved
         await self.trainers.identify()
         self._checkpoints = checkpoints
@@ -83,15 +78,17 @@ class TrainerRecovery:
         self.ledger.rebase(Base(step, path))
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Keep a step that was trained, until a checkpoint holds it."""
+        """Keep the step until a checkpoint holds it."""
         self.ledger.trained(TrainedStep(step, version, updates, dict(metrics)))
 
-    async def mirror(self, step: int) -> None:
-        """Have the state of all ranks after `step` steps kept in memory elsewhere. That it cannot be ends nothing."""
-        await self.lasting(lambda: self.mirrors.take(step))
+    async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Have the state of all ranks kept in memory elsewhere, if that is due. That it cannot be ends nothing."""
+        every = self.config.recovery.mirror_every
+        if every and step % every == 0:
+            with phase("mirror"):
+                await self.lasting(lambda: self.mirrors.take(step))
 
     def bases(self) -> set[int]:
-        """Steps whose states new ranks may begin from."""
         return {self.ledger.base.step} | ({self.mirrors.step} if self.mirrors.step is not None else set())
 
     async def stop(self) -> None:
@@ -288,6 +285,11 @@ class TrainerRecovery:
         group.started = []  # their numbers may be others' next time
         await fence(pids, "the lost trainers")
         await kill(group.actors)
+
+
+def make(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> TrainerRecovery | None:
+    """The configured recovery; None where lost trainers are not replaced (an entry point of `slimx.recoveries`)."""
+    return TrainerRecovery(trainers, records, log_dir, replan) if trainers.config.recovery.trainers else None
 
 
 async def watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:

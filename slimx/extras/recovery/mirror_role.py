@@ -1,0 +1,46 @@
+"""Operations of a rank that copy its state to a store and take it back (role "mirror")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.extras.recovery.mirror import Mirror, read_back
+from slimx.trainer.checkpoint.load import take_state
+from slimx.trainer.checkpoint.state import own_state
+from slimx.trainer.operation import operation
+from slimx.trainer.rank import TrainerRank
+
+
+class MirrorRole:
+    """The mirrors of one rank's model; see `slimx.trainer.rank.Role`."""
+
+    def __init__(self, rank: TrainerRank):
+        self.model = rank.roles["model"]
+        self.mirror = Mirror(rank.number, rank.config.trainer.deadline)
+
+    def reload(self, *, training: bool = True) -> None:
+        self.model.reload(training=training)
+
+    def offload(self, *, weights: bool = True) -> None:
+        """Nothing of a mirror is on the device."""
+
+    @operation("mirror", needs="training")
+    def send(self, store: Any, *, step: int) -> None:
+        """Copy the state after `step` steps and begin to send it to `store`, a `MirrorStore`."""
+        self.mirror.send(store, step, self._state(loading=False))
+
+    @operation("restore")
+    def fetch(self, store: Any, *, step: int) -> None:
+        """Bring here what this rank's predecessor sent to `store` after `step` steps."""
+        self.mirror.fetch(store, step)
+
+    @operation("restore", needs="training")
+    def restore(self, *, step: int) -> None:
+        """Continue from the state after `step` steps, which `fetch` has brought."""
+        loaded = read_back(self.mirror.fetched(step), self._state(loading=True))
+        take_state(loaded, self.model.chunks, self.model.optimizer)
+        self.model.weights.changed()
+
+    def _state(self, *, loading: bool) -> dict[str, Any]:
+        frozen = bool(self.model.config.trainer.frozen)
+        return own_state(self.model.chunks, self.model.optimizer, loading=loading, frozen=frozen)
