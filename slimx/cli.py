@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -100,71 +99,6 @@ def evaluate(
     from slimx.commands.evaluate import table
 
     for line in [json.dumps(found, indent=1)] if as_json else table(found):
-        print(visible(line))
-
-
-@app.command()
-def status(
-    run: Annotated[Path, typer.Argument(help="Run directory, or the YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, with a YAML file.")] = None,
-    as_json: AsJson = False,
-    saved: Annotated[
-        bool, typer.Option("--saved", help="Print the step of the newest checkpoint alone; 0: there is none.")
-    ] = False,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Exit with 0: running, 3: finished, 4: stalled, 5: dead, 2: there is no run."),
-    ] = False,
-    debug: Debug = False,
-) -> None:
-    """Say how far a run is, whether it still runs, and what its engines do; from its directory alone."""
-    import json
-
-    directory = Path(load_config(run, overrides or []).run.dir) if run.is_file() else run
-    if saved:
-        from slimx.orchestration.state.saves import saved_step
-
-        print(saved_step(directory))
-        return
-    from slimx.commands.status import describe_status, run_status
-
-    found = run_status(directory)
-    print(json.dumps(found, indent=1) if as_json else visible("\n".join(describe_status(found))))
-    if check:
-        raise typer.Exit(found["state"].exit_status)
-
-
-@app.command()
-def stacks(
-    run: Annotated[Path, typer.Argument(help="Run directory; on each machine its own processes are shown.")],
-    debug: Debug = False,
-) -> None:
-    """Print the Python stacks of a run's processes on this machine: driver, ranks, engines, workers."""
-    from slimx.commands.stacks import run_stacks
-
-    print(visible(run_stacks(run)))
-
-
-@app.command()
-def rollouts(
-    directory: Annotated[Path, typer.Argument(help="Run directory.")],
-    step: Annotated[
-        int | None, typer.Option(help="The step whose groups are shown; else a line for each step.")
-    ] = None,
-    group: Annotated[str | None, typer.Option(help="Only the group with this id.")] = None,
-    reward_below: Annotated[float | None, typer.Option(help="Only trajectories with less reward.")] = None,
-    limit: Annotated[int, typer.Option(help="Groups shown, at most; 0: all.")] = 8,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Every token with log-prob, mask and version.")] = False,
-    buffer: Annotated[bool, typer.Option("--buffer", help="What waits in the newest checkpoint.")] = False,
-    dropped: Annotated[bool, typer.Option("--dropped", help="What was not trained, and why.")] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Show what a run was trained on, group by group: prompts, texts, rewards, weight versions."""
-    from slimx.commands.rollouts import Choice, show_rollouts
-
-    choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)
-    for line in show_rollouts(directory, step, choice, buffer=buffer, dropped=dropped, as_json=as_json):
         print(visible(line))
 
 

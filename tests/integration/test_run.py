@@ -15,11 +15,11 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from slimx.commands.status import run_status
 from slimx.data.saved.codec import save_groups
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from slimx.engines.server.engine import Engine
 from slimx.errors import LOST
+from slimx.extras.watch.status import run_status
 from slimx.observability.live.stacks import Stack, stacks
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed, publish

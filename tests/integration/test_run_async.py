@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slimx.commands.status import run_status
 from slimx.data.records import Trajectory
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
+from slimx.extras.watch.status import run_status
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
 
 pytestmark = pytest.mark.integration

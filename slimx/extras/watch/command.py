@@ -1,4 +1,4 @@
-"""`slimx watch` and `slimx report` on the command line."""
+"""Commands that look at a run: status, stacks, rollouts, watch and report."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slimx.commands.options import Debug
-from slimx.observability.live.safe_text import plain
+from slimx.commands.options import AsJson, Debug
+from slimx.config import load_config
+from slimx.observability.live.safe_text import plain, visible
 
 app = typer.Typer(add_completion=False)
 report_app = typer.Typer(add_completion=False)
+rollouts_app = typer.Typer(add_completion=False)
+stacks_app = typer.Typer(add_completion=False)
+status_app = typer.Typer(add_completion=False)
 
 
 @app.command()
@@ -40,3 +44,68 @@ def report(
 
     write_report(runs, out, title)
     Console(soft_wrap=True).print(plain(f"report {out}"))
+
+
+@status_app.command()
+def status(
+    run: Annotated[Path, typer.Argument(help="Run directory, or the YAML file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, with a YAML file.")] = None,
+    as_json: AsJson = False,
+    saved: Annotated[
+        bool, typer.Option("--saved", help="Print the step of the newest checkpoint alone; 0: there is none.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Exit with 0: running, 3: finished, 4: stalled, 5: dead, 2: there is no run."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Say how far a run is, whether it still runs, and what its engines do; from its directory alone."""
+    import json
+
+    directory = Path(load_config(run, overrides or []).run.dir) if run.is_file() else run
+    if saved:
+        from slimx.orchestration.state.saves import saved_step
+
+        print(saved_step(directory))
+        return
+    from slimx.extras.watch.status import describe_status, run_status
+
+    found = run_status(directory)
+    print(json.dumps(found, indent=1) if as_json else visible("\n".join(describe_status(found))))
+    if check:
+        raise typer.Exit(found["state"].exit_status)
+
+
+@stacks_app.command()
+def stacks(
+    run: Annotated[Path, typer.Argument(help="Run directory; on each machine its own processes are shown.")],
+    debug: Debug = False,
+) -> None:
+    """Print the Python stacks of a run's processes on this machine: driver, ranks, engines, workers."""
+    from slimx.extras.watch.stacks import run_stacks
+
+    print(visible(run_stacks(run)))
+
+
+@rollouts_app.command()
+def rollouts(
+    directory: Annotated[Path, typer.Argument(help="Run directory.")],
+    step: Annotated[
+        int | None, typer.Option(help="The step whose groups are shown; else a line for each step.")
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Only the group with this id.")] = None,
+    reward_below: Annotated[float | None, typer.Option(help="Only trajectories with less reward.")] = None,
+    limit: Annotated[int, typer.Option(help="Groups shown, at most; 0: all.")] = 8,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Every token with log-prob, mask and version.")] = False,
+    buffer: Annotated[bool, typer.Option("--buffer", help="What waits in the newest checkpoint.")] = False,
+    dropped: Annotated[bool, typer.Option("--dropped", help="What was not trained, and why.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run was trained on, group by group: prompts, texts, rewards, weight versions."""
+    from slimx.extras.watch.rollouts import Choice, show_rollouts
+
+    choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)
+    for line in show_rollouts(directory, step, choice, buffer=buffer, dropped=dropped, as_json=as_json):
+        print(visible(line))

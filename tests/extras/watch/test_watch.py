@@ -20,7 +20,6 @@ import pytest
 import requests
 import uvicorn
 
-from slimx.commands.rollouts import Choice, show_rollouts
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
@@ -28,6 +27,7 @@ from slimx.data.saved.trained_tokens import SUFFIX, TrainedTokens
 from slimx.extras.watch.page.connections import BoundedConnection
 from slimx.extras.watch.page.content import CHARACTERS, Content, Growing, cut
 from slimx.extras.watch.page.server import application, configured, serve
+from slimx.extras.watch.rollouts import Choice, show_rollouts
 from slimx.observability.live.run_lock import held
 from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.directory import write_config

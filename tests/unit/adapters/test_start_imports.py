@@ -94,7 +94,8 @@ print(torch.equal(loaded(tokens).logits, saved(tokens).logits))
 def test_commands_that_plan_or_only_look_at_a_run_import_nothing_heavy():
     script = """
 import sys
-import slimx.extras.planner.plan.report, slimx.commands.rollouts, slimx.commands.status, slimx.extras.watch.page.server
+import slimx.extras.planner.plan.report
+import slimx.extras.watch.rollouts, slimx.extras.watch.status, slimx.extras.watch.page.server
 print(*(name for name in ("torch", "ray", "sglang", "megatron", "transformers") if name in sys.modules))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from slimx.commands.rollouts import Choice, step_of
-from slimx.commands.status import describe_status, run_status
 from slimx.data.saved.step_files import DIRECTORY, step_files
 from slimx.data.saved.trained_tokens import SUFFIX
 from slimx.errors import SlimxError
 from slimx.extras.watch.report.charts import Chart, PhaseColours
 from slimx.extras.watch.report.curves import curves
 from slimx.extras.watch.report.phase_charts import phase_charts
+from slimx.extras.watch.rollouts import Choice, step_of
+from slimx.extras.watch.status import describe_status, run_status
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.run_files import check_run

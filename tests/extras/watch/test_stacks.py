@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimx.commands.stacks import run_stacks
 from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.extras.watch.stacks import run_stacks
 from slimx.observability.live import stacks as module
 from slimx.observability.live.stacks import members, stacks
 from slimx.orchestration.lifetime.hangs import keep_stacks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slimx.commands.show import group_lines, group_values
 from slimx.data.records import Group, Prompt
+from slimx.extras.watch.show import group_lines, group_values
 from tests.unit.data.trajectory_stand import trajectory
 
 

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from slimx import cli
-from slimx.commands.status import run_status
 from slimx.config import load_config
 from slimx.data.records import Prompt, Trajectory
+from slimx.extras.watch.status import run_status
 from slimx.observability.live import activity
 from slimx.observability.live.run_lock import held
 from slimx.orchestration.session import finish
