@@ -1,1 +1,6 @@
-"""Advantages, losses and KL estimators: pure functions of tensors."""
+"""Advantages and losses: pure functions of arrays and tensors, without processes and without a model.
+
+In: groups of trajectories with rewards, and per-token log-probs of a micro-batch.
+Out: advantages by token, and the loss of a micro-batch with its metrics.
+Read first: `losses/surrogates.py` for objectives, `advantages/estimate.py` for estimators.
+"""

@@ -1,2 +1,6 @@
-"""Models: `families`, one file each, from the Hugging Face config to Megatron's with the weight table; the parts that
-they share, here; and the files of checkpoints."""
+"""Models: a family's config.json and checkpoint, as megatron-core and SGLang have them.
+
+In: a Hugging Face or Megatron-LM directory.
+Out: the transformer configuration, and a table that relates every tensor of trainer and engine to the checkpoint's.
+Read first: `families/qwen3_moe.py`, then `rows.py`.
+"""

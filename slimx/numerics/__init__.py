@@ -1,1 +1,6 @@
-"""Plain functions of tensors that define the model's arithmetic; no Megatron, no SGLang, any device."""
+"""The arithmetic of layers as plain functions of tensors: no megatron-core, no SGLang, any device.
+
+In: activations and weights.
+Out: results in the order of additions that the file defines, forward and backward.
+Read first: `attention.py`.
+"""

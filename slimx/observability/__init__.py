@@ -1,4 +1,6 @@
-"""The record of a run: metrics, trackers, the timeline of phases, the live table, the report.
+"""The record of a run: metrics, trackers, the timeline of phases, the live table, alerts.
 
-Nothing is re-exported here, so that a process that only logs numbers does not load plotly or torch.
+In: the metrics of a step, its groups, phases and events.
+Out: files of the run directory, lines on the terminal, calls of sinks and receivers.
+Read first: `tracking/tracker.py`. Nothing is re-exported: a process that only logs numbers loads no torch.
 """

@@ -1,1 +1,6 @@
-"""A run: its assembly, the training loop, checkpoints, beginning and end."""
+"""A run: its assembly, the training loop, checkpoints, beginning and end.
+
+In: a configuration.
+Out: a run directory with metrics, checkpoints and exports; an exit status when a part is lost.
+Read first: `loop.py`, then `run.py` and `session.py`.
+"""
