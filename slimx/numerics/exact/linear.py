@@ -7,8 +7,8 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.numerics.exact.forward import forward_on
-from slimx.numerics.exact.forward.elementary import tree
 from slimx.numerics.exact.sizes import check_leaves
+from slimx.numerics.ordered.reference import tree
 
 
 def linear(

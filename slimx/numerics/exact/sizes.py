@@ -5,8 +5,6 @@ from slimx.errors import SlimxError
 CONTRACT_VERSION = 3
 """Changes with any order of operations, rounding point or constant below: the two sides must have the same."""
 
-K_BLOCK = 32
-"""Elements of a block of a linear's dot product: its even and its odd elements are two chains."""
 LANES = 16
 """Partial sums of a reduction over a row, and of the dot product of a query with a key."""
 SUM_BLOCK = 1024

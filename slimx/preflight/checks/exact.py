@@ -45,7 +45,7 @@ def has_kernels(numerics: Numerics, local_device: str) -> Iterator[str]:
     if numerics.exact and local_device == "cuda":
         from slimx.numerics.exact.forward import kernel_cuda  # imports torch, which a plan does without
 
-        kernel_cuda.load(kernel_cuda.LIBRARY)  # torch's own operations would take minutes for a token
+        kernel_cuda.load(kernel_cuda.ordered.LIBRARY)  # torch's own operations would take minutes for a token
     yield from ()
 
 

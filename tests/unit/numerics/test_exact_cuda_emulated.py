@@ -35,7 +35,7 @@ def emulator_library() -> Path:
 @pytest.fixture(autouse=True)
 def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any tensor of the CPU lies on the emulated device."""
-    monkeypatch.setattr(kernel_cuda, "LIBRARY", emulator_library)
+    monkeypatch.setattr(kernel_cuda.ordered, "LIBRARY", emulator_library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
 
@@ -105,7 +105,7 @@ def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatc
     """As engine and trainer call them: what tests/gpu/test_numerics.py asks of a GPU, and the attested digest."""
     attested = fingerprint(dtype)
     monkeypatch.setattr("slimx.numerics.exact.forward.kernel", kernel_cuda)
-    monkeypatch.setattr("slimx.numerics.exact.forward._has_kernels", lambda: True)
+    monkeypatch.setattr("slimx.numerics.ordered._has_kernels", lambda: True)
     check_rows(dtype, "cpu", 23)
     check_attention(dtype, "cpu")
     assert fingerprint.__wrapped__(dtype) == attested
@@ -117,6 +117,6 @@ def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path, monkeypatch: pyte
         kernel_cuda.rms_norm(torch.ones(1, 11), torch.ones(11), 1e-6)
     with refused("exact.dtype", about="torch.float16"):
         kernel_cuda.silu_and_mul(torch.ones(1, 8, dtype=torch.float16))
-    monkeypatch.setattr(kernel_cuda, "LIBRARY", tmp_path / "libslimx_exact_cuda.so")
+    monkeypatch.setattr(kernel_cuda.ordered, "LIBRARY", tmp_path / "libslimx_exact_cuda.so")
     with refused("library.missing", about=str(tmp_path / "libslimx_exact_cuda.so")):
         kernel_cuda.silu_and_mul(torch.ones(1, 8))

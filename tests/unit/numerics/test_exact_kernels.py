@@ -13,10 +13,11 @@ import torch
 
 from slimx.numerics.exact.forward import kernel, reference
 from slimx.numerics.exact.forward.reference import Gathered
+from slimx.numerics.ordered.kernel import isas, load
 from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, bits, values
 
-ISAS = kernel.isas()
+ISAS = isas()
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -160,4 +161,4 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path) -> None:
     with refused("exact.weights"):
         kernel.linear(x, [x, x[:1]], [1, 1], 1, torch.float32)
     with refused("library.missing", about=str(tmp_path / "libslimx_exact.so")):
-        kernel.load(tmp_path / "libslimx_exact.so")
+        load(tmp_path / "libslimx_exact.so")

@@ -170,7 +170,7 @@ def test_a_family_that_was_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch
     fields = {"num_attention_heads": 4, "kv_channels": 32, "ffn_hidden_size": 192, "moe_ffn_hidden_size": None}
     spec = SimpleNamespace(path="/m", family=SimpleNamespace(ARCHITECTURE="Qwen3ForCausalLM"), transformer=fields)
     assert asked(config(), spec, "cpu") == []
-    monkeypatch.setattr(kernel_cuda, "LIBRARY", tmp_path / "absent.so")
+    monkeypatch.setattr(kernel_cuda.ordered, "LIBRARY", tmp_path / "absent.so")
     assert asked(config(), spec, "cuda") == ["library.missing"]
     monkeypatch.setattr(kernel_cuda, "load", lambda path: None)
     assert asked(config(), spec, "cuda") == []

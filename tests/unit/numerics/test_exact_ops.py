@@ -16,6 +16,7 @@ from slimx.numerics import exact
 from slimx.numerics.attention import packed_attention
 from slimx.numerics.exact.contract import fingerprint
 from slimx.numerics.exact.forward import elementary, reference
+from slimx.numerics.ordered.reference import fma
 from tests.exact_batches import check_attention, check_rows
 from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
@@ -45,7 +46,7 @@ def test_multiply_add_rounds_once() -> None:
     expected = torch.tensor(
         [library.fmaf(*numbers) for numbers in zip(*map(torch.Tensor.tolist, (a, b, c)), strict=True)]
     )
-    assert_same_bits(elementary.fma(a.double(), b.double(), c), expected)
+    assert_same_bits(fma(a.double(), b.double(), c), expected)
     twice = (a.double() * b.double() + c.double()).float()
     assert twice[-1] != expected[-1]
 
@@ -290,7 +291,7 @@ def test_the_contract_tells_dtypes_and_leaves_apart_and_holds_the_bits(monkeypat
     assert own["bits"] != exact.contract(leaves=4, dtype="float32")["bits"]
     fingerprint.cache_clear()
     monkeypatch.setattr("slimx.numerics.exact.forward.kernel", reference)
-    monkeypatch.setattr("slimx.numerics.exact.forward._has_kernels", lambda: True)
+    monkeypatch.setattr("slimx.numerics.ordered._has_kernels", lambda: True)
     assert exact.contract(leaves=4, dtype="bfloat16") == own  # torch has the kernels' bits
     fingerprint.cache_clear()
     monkeypatch.setattr(reference, "rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps + 0.001))

@@ -11,37 +11,6 @@ import torch
 
 from slimx.numerics.exact.sizes import LANES, SUM_BLOCK
 
-LEAST_NORMAL = 2.0**-126
-
-# Multiply-add ---------------------------------------------------------------------------------------------------------
-
-
-def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, flush: bool = False) -> torch.Tensor:
-    """Multiply-add a * b + c in fp32, rounded once; a, b fp64 tensors that hold fp32 values, c fp32.
-
-    fp64 holds the product exactly but not always the sum, and rounding that twice is not rounding it once. So the sum
-    is rounded to odd, which a second rounding to fewer than 52 bits cannot tell from the exact one (Boldo and
-    Melquiond, IEEE TC 57(4), 2008). `flush`: what is below the least normal number after rounding becomes a zero of its
-    sign.
-    """
-    product, c = a * b, c.double()
-    total = product + c
-    second = total - product
-    error = (product - (total - second)) + (c - second)  # TwoSum: total + error is exact
-    bits = total.view(torch.int64)
-    even = (error != 0) & (bits & 1 == 0) & total.isfinite()
-    outwards = torch.where((error > 0) == (total > 0), 1, -1)
-    total = torch.where(even, bits + outwards, bits).view(torch.float64)
-    if flush:
-        total = torch.where(total.abs() < LEAST_NORMAL - 2.0**-151, total * 0.0, total)
-    return total.float()
-
-
-def flushed(x: torch.Tensor) -> torch.Tensor:
-    """Replace denormals of fp32 `x` by zeros of their sign."""
-    return torch.where(x.abs() < LEAST_NORMAL, x * 0.0, x)
-
-
 # Square root -------------------------------------------------------------------------------------------------------
 
 
@@ -56,13 +25,6 @@ def sqrt(x: torch.Tensor) -> torch.Tensor:
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
-
-
-def tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of 2^n tensors of one shape, neighbours first: ((p0 + p1) + (p2 + p3)) + ..."""
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
 
 
 def sum_lanes(lanes: torch.Tensor) -> torch.Tensor:

@@ -7,52 +7,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch  # before the library is loaded, as in kernel.py
+import torch
 
 from slimx.errors import SlimxError
-from slimx.library import load_library
-from slimx.numerics.exact.forward.elementary import tree
-from slimx.numerics.exact.forward.kernel import AttentionCall, check_dtype, check_weights
+from slimx.numerics.exact.forward.kernel import AttentionCall, check_dtype
 
 # Elementwise operations: torch rounds as the contract does.
 from slimx.numerics.exact.forward.reference import Gathered
 from slimx.numerics.exact.forward.reference import combine as combine
 from slimx.numerics.exact.forward.reference import rotate as rotate
+from slimx.numerics.ordered import kernel_cuda as ordered
+from slimx.numerics.ordered.kernel_cuda import call, is_wide
+from slimx.numerics.ordered.kernel_cuda import linear as linear
 
-LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact_cuda.so"
-ABI = 102
-"""SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
 MOST_WIDTH = 524288
-"""SLIMX_EXACT_MOST_WIDTH there."""
+"""SLIMX_EXACT_MOST_WIDTH in csrc/exact_interface.cuh."""
 _MOST_SCORES = 2**26
 """Scores of an attention that are held at once: 256 MiB; rows are taken in parts that stay below it."""
-_WIDE = {torch.float32: 1, torch.bfloat16: 0}
-
-
-def linear(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    counts: Sequence[int],
-    leaves: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Compute `reference.linear`. Leaves are launches of their own, and meet in torch."""
-    x, held = x.contiguous(), [weight.contiguous() for weight in weights]
-    columns, width = check_weights(x, held), x.shape[1]
-    addresses = torch.tensor([weight.data_ptr() for weight in held], device=x.device)
-    starts = torch.tensor([0, *counts], device=x.device).cumsum(0)
-    sizes, leaf = (len(held), max(counts), columns, width), width // leaves
-    parts = []
-    for first in range(0, width, leaf):
-        out = x.new_empty(len(x), columns, dtype=dtype if leaves == 1 else torch.float32)
-        if out.numel():
-            given = x.data_ptr(), addresses.data_ptr(), starts.data_ptr(), *sizes, first, leaf, _wide(x)
-            _call("linear", x, *given, out.data_ptr(), _wide(out))
-        parts.append(out)
-    return tree(parts).to(dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,7 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
     if len(x):
-        given = x.data_ptr(), weight.data_ptr(), *_summed(x), ctypes.c_float(eps), _wide(x)
+        given = x.data_ptr(), weight.data_ptr(), *_summed(x), ctypes.c_float(eps), is_wide(x)
         _call("rms_norm", x, *given, out.data_ptr())
     return out
 
@@ -72,7 +45,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     if len(x):
-        _call("silu_and_mul", x, x.data_ptr(), *out.shape, _wide(x), out.data_ptr())
+        _call("silu_and_mul", x, x.data_ptr(), *out.shape, is_wide(x), out.data_ptr())
     return out
 
 
@@ -82,7 +55,7 @@ def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
     logits, temperature = logits.contiguous(), temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits), device=logits.device).unbind()
     if len(logits):
-        given = logits.data_ptr(), temperature.data_ptr(), *_summed(logits), _wide(logits)
+        given = logits.data_ptr(), temperature.data_ptr(), *_summed(logits), is_wide(logits)
         _call("log_normaliser", logits, *given, most.data_ptr(), log_sum.data_ptr())
     return most, log_sum
 
@@ -101,15 +74,15 @@ def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tenso
     for first in range(0, len(query), rows):
         own = slice(first, first + rows)
         part = read._replace(begin=read.begin[own], length=read.length[own])
-        call = AttentionCall.of(query[own], part, scale, sinks, out[own], _wide(query))
-        _call("attend", query, ctypes.byref(call), scores.data_ptr(), longest, together)
+        record = AttentionCall.of(query[own], part, scale, sinks, out[own], is_wide(query))
+        _call("attend", query, ctypes.byref(record), scores.data_ptr(), longest, together)
     return out
 
 
 def missing() -> str | None:
     """The reason why this process cannot compute on a GPU, in one sentence; None if it can."""
     try:
-        load(LIBRARY)
+        load(ordered.LIBRARY)
     except SlimxError as error:
         return str(error)
     return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device here"
@@ -117,18 +90,9 @@ def missing() -> str | None:
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or stale."""
-    library = load_library(
-        path,
-        what="the CUDA library of exact mode",
-        version="slimx_exact_cuda_abi",
-        abi=ABI,
-        remedy="run `make build` where nvcc is (CUDA 12.8 or later)",
-    )
+    """The library at `path` with the signatures of the kernels here. Raises SlimxError as `ordered.load` does."""
+    library = ordered.load(path)
     address, count, code, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    library.slimx_exact_cuda_error_string.argtypes = [code]
-    library.slimx_exact_cuda_error_string.restype = ctypes.c_char_p
-    library.slimx_exact_cuda_linear.argtypes = [*[address] * 3, *[count] * 6, code, address, code, address]
     library.slimx_exact_cuda_rms_norm.argtypes = [address, address, count, count, real, code, address, address]
     library.slimx_exact_cuda_silu_and_mul.argtypes = [address, count, count, code, address, address]
     library.slimx_exact_cuda_log_normaliser.argtypes = [address, address, count, count, code, address, address, address]
@@ -147,25 +111,6 @@ def _summed(x: torch.Tensor) -> tuple[int, int]:
     return x.shape[0], x.shape[1]
 
 
-def _wide(t: torch.Tensor) -> int:
-    if t.dtype not in _WIDE:
-        raise SlimxError(
-            f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
-            code="exact.dtype",
-            about=str(t.dtype),
-        )
-    return _WIDE[t.dtype]
-
-
 def _call(name: str, on: torch.Tensor, *arguments: object) -> None:
-    library = load(LIBRARY)
-    with torch.cuda.device(on.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        status = getattr(library, f"slimx_exact_cuda_{name}")(*arguments, stream)
-    if status:
-        reason = library.slimx_exact_cuda_error_string(status).decode()
-        raise SlimxError(
-            f"exact mode's {name} cannot be launched on {on.device}: {reason} (CUDA error {status})",
-            code="exact.launch",
-            about=name,
-        )
+    load(ordered.LIBRARY)
+    call(name, on, *arguments)

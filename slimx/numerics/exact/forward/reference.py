@@ -4,59 +4,18 @@
 Every row of a result is computed from its own row of the input, in an order that depends on the widths alone.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from slimx.numerics.exact.forward.elementary import exp, flushed, fma, log, row_sum, sqrt, sum_lanes, tree
-from slimx.numerics.exact.sizes import K_BLOCK, KEY_BLOCK, LANES
+from slimx.numerics.exact.forward.elementary import exp, log, row_sum, sqrt, sum_lanes
+from slimx.numerics.exact.sizes import KEY_BLOCK, LANES
+from slimx.numerics.ordered.reference import fma
+from slimx.numerics.ordered.reference import linear as linear
 
 _MOST = 2**20
 """Elements of a temporary: rows are taken in parts that stay below it."""
-
-
-def linear(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    counts: Sequence[int],
-    leaves: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Linear layers by expert: x [T, K], the first counts[0] rows times weights[0] [N, K] transposed, ... -> [T, N].
-
-    Each of `leaves` equal parts of K is summed in blocks of K_BLOCK, filled up by zeros: a block's even and odd
-    elements are two chains of multiply-adds from zero; their sum joins the leaf's. Leaves meet in a binary tree, and
-    the sum is rounded to `dtype` once. Up to the tree denormals count as zeros.
-    """
-    parts = []
-    for leaf in range(leaves):
-        own = slice(leaf * (x.shape[1] // leaves), (leaf + 1) * (x.shape[1] // leaves))
-        rows = x[:, own].split(list(counts))
-        parts.append(torch.cat([_chains(part, weight[:, own]) for part, weight in zip(rows, weights, strict=True)]))
-    return tree(parts).to(dtype)
-
-
-def _chains(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One leaf: x [M, K], weight [N, K] -> [M, N] fp32."""
-    if not len(x):
-        return x.new_zeros(0, len(weight), dtype=torch.float32)
-    x, weight = (
-        F.pad(flushed(t.float()), (0, -t.shape[1] % K_BLOCK)).double().view(len(t), -1, K_BLOCK // 2, 2)
-        for t in (x, weight)
-    )
-    out = x.new_zeros(len(x), len(weight), dtype=torch.float32)
-    for own in torch.arange(len(x)).split(max(1, _MOST // max(weight[:, :, 0].numel(), 1))):
-        rows, chain = x[own][:, None], torch.zeros(len(own), *weight[:, :, 0].shape, device=x.device)
-        for step in range(K_BLOCK // 2):
-            chain = fma(rows[:, :, :, step], weight[None, :, :, step], chain, flush=True)
-        blocks = flushed(chain[..., 0] + chain[..., 1])
-        total = torch.zeros_like(blocks[..., 0])
-        for block in range(blocks.shape[2]):
-            total = flushed(total + blocks[..., block])
-        out[own] = total
-    return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
