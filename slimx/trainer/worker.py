@@ -62,10 +62,11 @@ class TrainerWorker:
 
     def start(self, init_method: str) -> dict[str, Any]:
         """Join the other ranks, build the model, load the weights; returns this rank's pid, its machine, adapters in
-        force, contract of exact mode (None in fast mode), seconds of imports, meeting and model; on CUDA the UUID of
-        its GPU and the number of its CPUs."""
+        force, `NumericsMode.contract`, seconds of imports, meeting and model; on CUDA the UUID of its GPU and the
+        number of its CPUs."""
         clock = [time.perf_counter()]
         from slimx.config.schema import Config
+        from slimx.numerics.mode import mode_of
 
         config = self._config = Config.model_validate(self._values)
         local = is_loopback(urlsplit(init_method).hostname or "")
@@ -79,12 +80,12 @@ class TrainerWorker:
             deep_ep=deep_ep,
             waiting=bool(config.trainer.offload_activations),
         )
-        adapters = install_adapters(exact=config.exact, deep_ep=deep_ep)
+        mode = mode_of(config)
+        adapters = install_adapters(plain=mode.replaces_layers, deep_ep=deep_ep)
         import torch
 
         import slimx.trainer.trainer  # noqa: F401 - what `_build` needs counts among the imports, not as the model
         from slimx.layout.ranks import sizes_of
-        from slimx.trainer.contract import contract_of
         from slimx.trainer.device.memory import PhaseMemory, meter_of
         from slimx.trainer.parallel import ParallelState
 
@@ -110,7 +111,7 @@ class TrainerWorker:
             "seconds": dict(zip(("imports", "meeting", "model"), took, strict=True)),
             "machine": machine(),
             "adapters": adapters,
-            "numerics": contract_of(config, self.device),
+            "numerics": mode.contract(config.numerics.dtype, self.device),
             **place,
         }
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.numerics.exact.contract import fingerprint
-from slimx.numerics.exact.forward import kernel_cuda, reference
-from slimx.numerics.exact.forward.reference import Gathered
-from tests.exact_batches import check_attention, check_rows
-from tests.exact_decoder import Decoder, packed, sequences
-from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
+from slimx.extras.exact.operations.contract import fingerprint
+from slimx.extras.exact.operations.forward import kernel_cuda, reference
+from slimx.extras.exact.operations.forward.reference import Gathered
+from tests.extras.exact.batches import check_attention, check_rows
+from tests.extras.exact.decoder import Decoder, packed, sequences
+from tests.extras.exact.stand import DTYPES, assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(kernel_cuda.missing() is not None, reason=str(kernel_cuda.missing()))
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

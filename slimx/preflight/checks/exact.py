@@ -40,15 +40,6 @@ def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Iter
         )
 
 
-@rule("exact.kernels", about="numerics.mode")
-def has_kernels(numerics: Numerics, local_device: str) -> Iterator[str]:
-    if numerics.exact and local_device == "cuda":
-        from slimx.numerics.exact.forward import kernel_cuda  # imports torch, which a plan does without
-
-        kernel_cuda.load(kernel_cuda.ordered.LIBRARY)  # torch's own operations would take minutes for a token
-    yield from ()
-
-
 @rule("exact.architecture", about="model.path")
 def covers_model(numerics: Numerics, spec: ModelSpec) -> Iterator[str]:
     if numerics.exact and spec.family.ARCHITECTURE not in FAMILIES:
