@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from slimx import entry_points
-from slimx.config.schema import Config
 
 if TYPE_CHECKING:
     import torch
+
+    from slimx.config.schema import Config
 
 GROUP = "slimx.numerics"
 

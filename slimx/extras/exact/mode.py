@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from slimx.config.rules.exact import tree_leaves
-from slimx.config.schema import Config
 from slimx.extras.exact.adapters.sglang import ATTENTION
 from slimx.numerics.mode import Head, NumericsMode
-from slimx.reshard.plan.precision import Quantisation
 
 if TYPE_CHECKING:
     import torch
+
+    from slimx.config.schema import Config
+    from slimx.config.sections.rollout import Rollout
+    from slimx.config.sections.run import Numerics
+    from slimx.config.sections.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Exact(NumericsMode):
         if config.publish.quantise is not None:
             from slimx.extras.exact.adapters.megatron.layers import compute_with
             from slimx.extras.exact.served_weights import ServedWeights
+            from slimx.reshard.plan.precision import Quantisation
 
             rule = Quantisation(config.publish.quantise)
             served = ServedWeights(weights.held, weights.parameters, rule, config.numerics.dtype)
@@ -93,3 +96,15 @@ class Exact(NumericsMode):
 
         server = numerics.installed(registry)
         return {ATTENTION: False} if server is None else server.in_force(registry, model)
+
+
+def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
+    """Leaves of the binary tree of row-parallel sums: as given, or the largest tensor parallel size that takes part."""
+    return numerics.leaves or max(tensor_sizes(trainer, rollout).values())
+
+
+def tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
+    sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
+    # Of a replay too, which starts no engines: its sums are those of the run that sampled.
+    engines = (group for group in rollout.engines if not group.frozen)
+    return sizes | {f"tensor of {group.where}": group.tensor for group in engines}
