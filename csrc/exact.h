@@ -1,7 +1,8 @@
 // exact.h: the interface of the kernels of exact mode: forward operations whose results have one order of operations.
 //
-// docs/numerics.md has the contract, slimx/extras/exact/operations/forward/reference.py says it in torch. Each row of a result
-// is made from its own row of the input: bits are the same for every batch, number of threads and instruction set.
+// docs/numerics.md has the contract, slimx/extras/exact/operations/forward/reference.py says it in torch. Each row of a
+// result is made from its own row of the input: bits are the same for every batch, number of threads and instruction
+// set.
 #pragma once
 
 #include <stdint.h>

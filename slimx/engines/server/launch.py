@@ -89,7 +89,7 @@ if __name__ == "__main__":
     parser.add_argument("--parent", type=int, help="end when this process, the direct parent, ends")
     for mode in entry_points.load_all(GROUP).values():
         if mode.OPTION is not None:
-            parser.add_argument(mode.OPTION, type=mode.parse, metavar="N", help=f"{mode.__doc__}; read by the plugin")
+            parser.add_argument(mode.OPTION, type=mode.parse, metavar="N", help=mode.__doc__)
     parser.add_argument(
         "--publish-draft",
         action="store_true",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exact(NumericsMode):
-    """compute by the contract of numerics.mode=exact, with sums of N leaves"""
+    """Computes by the contract of numerics.mode exact, row-parallel sums as trees of N leaves."""
 
     OPTION: ClassVar[str | None] = "--exact-leaves"
     replaces_layers: ClassVar[bool] = True

@@ -16,11 +16,11 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return chosen(x.device, kernel, kernel_cuda, reference).linear(x, [weight], [len(x)], 1, torch.float32)
 
 
-def chosen(device: torch.device, cpu: ModuleType, cuda: ModuleType, torchs: ModuleType) -> ModuleType:
-    """The module for tensors on `device`: kernels where there are any, else `torchs`."""
+def chosen(device: torch.device, cpu: ModuleType, cuda: ModuleType, plain: ModuleType) -> ModuleType:
+    """The module for tensors on `device`: kernels where there are any, else `plain`."""
     if device.type == "cuda":
-        return cuda if _has_cuda_kernels() else torchs
-    return cpu if device.type == "cpu" and _has_kernels() else torchs
+        return cuda if _has_cuda_kernels() else plain
+    return cpu if device.type == "cpu" and _has_kernels() else plain
 
 
 @functools.cache
