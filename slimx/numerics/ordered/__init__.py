@@ -1,4 +1,4 @@
-"""Linear layers whose sums have one order: a row's result depends on that row alone, whatever the batch, the number of
+"""Products whose sums have one order: a row's result depends on that row alone, whatever the batch, the number of
 threads or the device. Three times with the same bits: in torch (`reference`), by CPU kernels (`kernel`) and by CUDA
 kernels (`kernel_cuda`).
 """
@@ -13,7 +13,7 @@ from slimx.numerics.ordered import kernel, kernel_cuda, reference
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute x [M, K] times weight [N, K] transposed, both fp32 -> [M, N] fp32. No gradient."""
-    return chosen(x.device, kernel, kernel_cuda, reference).linear(x, [weight], [len(x)], 1, torch.float32)
+    return chosen(x.device, kernel, kernel_cuda, reference).product(x, weight)
 
 
 def chosen(device: torch.device, cpu: ModuleType, cuda: ModuleType, plain: ModuleType) -> ModuleType:

@@ -1,42 +1,23 @@
-"""Linear layers with one order of sums in torch, on any device: slow and obvious. This is the specification: the
-kernels of `csrc/exact.h` have the same bits, and their Python sides (`kernel.py`, `kernel_cuda.py`) the same function.
+"""Products with one order of sums in torch, on any device: slow and obvious. This is the specification: the kernels of
+`csrc/exact.h` have the same bits, and their Python sides (`kernel.py`, `kernel_cuda.py`) the same function.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 K_BLOCK = 32
-"""Elements of a block of a linear's dot product: its even and its odd elements are two chains."""
+"""Elements of a block of a dot product: its even and its odd elements are two chains."""
 LEAST_NORMAL = 2.0**-126
 _MOST = 2**20
 """Elements of a temporary: rows are taken in parts that stay below it."""
 
 
-def linear(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    counts: Sequence[int],
-    leaves: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Linear layers by expert: x [T, K], the first counts[0] rows times weights[0] [N, K] transposed, ... -> [T, N].
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute x [M, K] times weight [N, K] transposed -> [M, N] fp32; bf16 is widened.
 
-    Each of `leaves` equal parts of K is summed in blocks of K_BLOCK, filled up by zeros: a block's even and odd
-    elements are two chains of multiply-adds from zero; their sum joins the leaf's. Leaves meet in a binary tree, and
-    the sum is rounded to `dtype` once. Up to the tree denormals count as zeros.
+    K is summed in blocks of K_BLOCK, filled up by zeros: a block's even and odd elements are two chains of
+    multiply-adds from zero; their sum joins the total. Denormals count as zeros.
     """
-    parts = []
-    for leaf in range(leaves):
-        own = slice(leaf * (x.shape[1] // leaves), (leaf + 1) * (x.shape[1] // leaves))
-        rows = x[:, own].split(list(counts))
-        parts.append(torch.cat([_chains(part, weight[:, own]) for part, weight in zip(rows, weights, strict=True)]))
-    return tree(parts).to(dtype)
-
-
-def _chains(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One leaf: x [M, K], weight [N, K] -> [M, N] fp32."""
     if not len(x):
         return x.new_zeros(0, len(weight), dtype=torch.float32)
     x, weight = (
@@ -64,10 +45,10 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, flush: bool = Fals
     Melquiond, IEEE TC 57(4), 2008). `flush`: what is below the least normal number after rounding becomes a zero of its
     sign.
     """
-    product, c = a * b, c.double()
-    total = product + c
-    second = total - product
-    error = (product - (total - second)) + (c - second)  # TwoSum: total + error is exact
+    both, c = a * b, c.double()
+    total = both + c
+    second = total - both
+    error = (both - (total - second)) + (c - second)  # TwoSum: total + error is exact
     bits = total.view(torch.int64)
     even = (error != 0) & (bits & 1 == 0) & total.isfinite()
     outwards = torch.where((error > 0) == (total > 0), 1, -1)
@@ -80,10 +61,3 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, flush: bool = Fals
 def flushed(x: torch.Tensor) -> torch.Tensor:
     """Replace denormals of fp32 `x` by zeros of their sign."""
     return torch.where(x.abs() < LEAST_NORMAL, x * 0.0, x)
-
-
-def tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of 2^n tensors of one shape, neighbours first: ((p0 + p1) + (p2 + p3)) + ..."""
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]

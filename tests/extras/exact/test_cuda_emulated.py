@@ -17,6 +17,7 @@ import torch
 from slimx.extras.exact.operations.contract import fingerprint
 from slimx.extras.exact.operations.forward import kernel_cuda, reference
 from slimx.extras.exact.operations.forward.reference import Gathered
+from slimx.numerics.ordered.reference import product
 from tests.extras.exact.batches import check_attention, check_rows
 from tests.extras.exact.stand import DTYPES, assert_same_bits, values
 from tests.refusals import refused
@@ -38,6 +39,12 @@ def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cuda.ordered, "LIBRARY", emulator_library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+
+
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 1), (34, 33, 70), (0, 4, 8)])
+def test_the_product_of_adapters(rows: int, columns: int, width: int) -> None:
+    x, weight = (values(*shape, dtype=torch.float32, seed=9) for shape in ((rows, width), (columns, width)))
+    assert_same_bits(kernel_cuda.ordered.product(x, weight), product(x, weight))
 
 
 @both_dtypes

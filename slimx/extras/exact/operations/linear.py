@@ -7,8 +7,8 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.exact.operations.forward import forward_on
+from slimx.extras.exact.operations.forward.elementary import tree
 from slimx.extras.exact.operations.sizes import check_leaves
-from slimx.numerics.ordered.reference import tree
 
 
 def linear(

@@ -27,6 +27,13 @@ def sqrt(x: torch.Tensor) -> torch.Tensor:
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 
+def tree(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of 2^n tensors of one shape, neighbours first: ((p0 + p1) + (p2 + p3)) + ..."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 def sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
     """Sum lanes, [..., LANES] -> [...]: the upper half is added to the lower one until one is left."""
     while lanes.shape[-1] > 1:

@@ -7,25 +7,49 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from slimx.errors import SlimxError
-from slimx.extras.exact.operations.forward.kernel import AttentionCall, check_dtype
+from slimx.extras.exact.operations.forward.elementary import tree
+from slimx.extras.exact.operations.forward.kernel import AttentionCall, check_dtype, check_weights
 
 # Elementwise operations: torch rounds as the contract does.
 from slimx.extras.exact.operations.forward.reference import Gathered
 from slimx.extras.exact.operations.forward.reference import combine as combine
 from slimx.extras.exact.operations.forward.reference import rotate as rotate
 from slimx.numerics.ordered import kernel_cuda as ordered
-from slimx.numerics.ordered.kernel_cuda import call, is_wide
-from slimx.numerics.ordered.kernel_cuda import linear as linear
 
 MOST_WIDTH = 524288
 """SLIMX_EXACT_MOST_WIDTH in csrc/exact_interface.cuh."""
 _MOST_SCORES = 2**26
 """Scores of an attention that are held at once: 256 MiB; rows are taken in parts that stay below it."""
+_WIDE = {torch.float32: 1, torch.bfloat16: 0}
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    leaves: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute `reference.linear`. Leaves are launches of their own, and meet in torch."""
+    x, held = x.contiguous(), [weight.contiguous() for weight in weights]
+    columns, width = check_weights(x, held), x.shape[1]
+    addresses = torch.tensor([weight.data_ptr() for weight in held], device=x.device)
+    starts = torch.tensor([0, *counts], device=x.device).cumsum(0)
+    sizes, leaf = (len(held), max(counts), columns, width), width // leaves
+    parts = []
+    for first in range(0, width, leaf):
+        out = x.new_empty(len(x), columns, dtype=dtype if leaves == 1 else torch.float32)
+        if out.numel():
+            given = x.data_ptr(), addresses.data_ptr(), starts.data_ptr(), *sizes, first, leaf, _wide(x)
+            _call("linear", x, *given, out.data_ptr(), _wide(out))
+        parts.append(out)
+    return tree(parts).to(dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
     if len(x):
-        given = x.data_ptr(), weight.data_ptr(), *_summed(x), ctypes.c_float(eps), is_wide(x)
+        given = x.data_ptr(), weight.data_ptr(), *_summed(x), ctypes.c_float(eps), _wide(x)
         _call("rms_norm", x, *given, out.data_ptr())
     return out
 
@@ -45,7 +69,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     if len(x):
-        _call("silu_and_mul", x, x.data_ptr(), *out.shape, is_wide(x), out.data_ptr())
+        _call("silu_and_mul", x, x.data_ptr(), *out.shape, _wide(x), out.data_ptr())
     return out
 
 
@@ -55,7 +79,7 @@ def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
     logits, temperature = logits.contiguous(), temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits), device=logits.device).unbind()
     if len(logits):
-        given = logits.data_ptr(), temperature.data_ptr(), *_summed(logits), is_wide(logits)
+        given = logits.data_ptr(), temperature.data_ptr(), *_summed(logits), _wide(logits)
         _call("log_normaliser", logits, *given, most.data_ptr(), log_sum.data_ptr())
     return most, log_sum
 
@@ -74,7 +98,7 @@ def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tenso
     for first in range(0, len(query), rows):
         own = slice(first, first + rows)
         part = read._replace(begin=read.begin[own], length=read.length[own])
-        record = AttentionCall.of(query[own], part, scale, sinks, out[own], is_wide(query))
+        record = AttentionCall.of(query[own], part, scale, sinks, out[own], _wide(query))
         _call("attend", query, ctypes.byref(record), scores.data_ptr(), longest, together)
     return out
 
@@ -111,6 +135,16 @@ def _summed(x: torch.Tensor) -> tuple[int, int]:
     return x.shape[0], x.shape[1]
 
 
+def _wide(t: torch.Tensor) -> int:
+    if t.dtype not in _WIDE:
+        raise SlimxError(
+            f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
+            code="exact.dtype",
+            about=str(t.dtype),
+        )
+    return _WIDE[t.dtype]
+
+
 def _call(name: str, on: torch.Tensor, *arguments: object) -> None:
     load(ordered.LIBRARY)
-    call(name, on, *arguments)
+    ordered.call(name, on, *arguments)

@@ -4,18 +4,38 @@
 Every row of a result is computed from its own row of the input, in an order that depends on the widths alone.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from slimx.extras.exact.operations.forward.elementary import exp, log, row_sum, sqrt, sum_lanes
+from slimx.extras.exact.operations.forward.elementary import exp, log, row_sum, sqrt, sum_lanes, tree
 from slimx.extras.exact.operations.sizes import KEY_BLOCK, LANES
-from slimx.numerics.ordered.reference import fma
-from slimx.numerics.ordered.reference import linear as linear
+from slimx.numerics.ordered.reference import fma, product
 
 _MOST = 2**20
 """Elements of a temporary: rows are taken in parts that stay below it."""
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    leaves: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Linear layers by expert: x [T, K], the first counts[0] rows times weights[0] [N, K] transposed, ... -> [T, N].
+
+    Each of `leaves` equal parts of K is a product of its own (`slimx.numerics.ordered.reference.product`). Leaves meet
+    in a binary tree, and the sum is rounded to `dtype` once.
+    """
+    parts = []
+    for leaf in range(leaves):
+        own = slice(leaf * (x.shape[1] // leaves), (leaf + 1) * (x.shape[1] // leaves))
+        rows = x[:, own].split(list(counts))
+        parts.append(torch.cat([product(part, weight[:, own]) for part, weight in zip(rows, weights, strict=True)]))
+    return tree(parts).to(dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
