@@ -86,7 +86,7 @@ def label_logprobs(
     hidden [T, h] and weight [V / TP, h] in the model's dtype; `group`: the tensor-parallel ranks, which hold equal
     shares of the vocabulary in order (None: one rank). Returns two fp32 tensors [T], both differentiable with respect
     to hidden and weight and equal on all ranks. The gradient of hidden is this rank's part of a sum over the group.
-    `head`: the arithmetic of logits and log-probs (not of entropies), where torch's is not wanted.
+    `head`: the arithmetic of logits and log-probs (not of entropies); None: torch's.
     With `targets.top` two more: log-probs of these tokens [T, k], and of all others together [T], with a probability
     of `LEAST` at least.
     """
