@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 
 from quantities import positive
 
-from slimx.numerics.exact.forward import kernel_cuda as exact
-from slimx.numerics.exact.forward.reference import Gathered
+from slimx.extras.exact.operations.forward import kernel_cuda as exact
+from slimx.extras.exact.operations.forward.reference import Gathered
 
 ROWS = (1, 64, 4096)
 SIDE = 2048

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from machine import surroundings
 from quantities import positive
 
-from slimx.numerics import exact
+from slimx.extras.exact import operations as exact
 from slimx.numerics.attention import packed_attention
 
 KEYS = 256

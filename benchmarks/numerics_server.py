@@ -26,6 +26,8 @@ from slimx.engines.server.keys import bearer
 from slimx.engines.server.spec import EngineSpec
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
+from slimx.extras.exact.mode import Exact
+from slimx.numerics.mode import NumericsMode
 from slimx.runtime.ports import free_port
 
 PROMPT = 32
@@ -60,7 +62,7 @@ async def serve(
         *("measured", str(model), dtype, "cpu", free_port()),
         max_total_tokens=16384,
         routed_experts=moe,
-        exact_leaves=leaves,
+        numerics=NumericsMode() if leaves is None else Exact(leaves),
     )
     engine = Engine(spec, log)
     engine.start()

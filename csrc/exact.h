@@ -1,7 +1,8 @@
 // exact.h: the interface of the kernels of exact mode: forward operations whose results have one order of operations.
 //
-// docs/numerics.md has the contract, slimx/numerics/exact/forward/reference.py says it in torch. Each row of a result
-// is made from its own row of the input: bits are the same for every batch, number of threads and instruction set.
+// docs/numerics.md has the contract, slimx/extras/exact/operations/forward/reference.py says it in torch. Each row of a
+// result is made from its own row of the input: bits are the same for every batch, number of threads and instruction
+// set.
 #pragma once
 
 #include <stdint.h>
@@ -10,9 +11,9 @@
 extern "C" {
 #endif
 
-#define SLIMX_EXACT_ABI 1  // also in slimx/numerics/exact/forward/kernel.py
+#define SLIMX_EXACT_ABI 1  // also in slimx/numerics/ordered/kernel.py
 
-// Sizes of the contract; also in slimx/numerics/exact/contract.py.
+// Sizes of the contract; also in slimx/extras/exact/operations/sizes.py and slimx/numerics/ordered/reference.py.
 #define SLIMX_K_BLOCK 32      // elements of a block of a linear's dot product
 #define SLIMX_LANES 16        // partial sums of other reductions
 #define SLIMX_SUM_BLOCK 1024  // elements that are summed by themselves

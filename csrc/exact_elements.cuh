@@ -2,7 +2,7 @@
 // time, and the contract's exp and log.
 //
 // Which thread computes what changes no bit: sums are made by one thread from first to last, or in the contract's lanes
-// and blocks. Orders of operations are those of slimx/numerics/exact/forward/reference.py.
+// and blocks. Orders of operations are those of slimx/extras/exact/operations/forward/reference.py.
 #pragma once
 
 #include <string.h>

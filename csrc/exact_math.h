@@ -1,6 +1,6 @@
 // exact_math.h: exp and log of exact mode, for floats and vectors of them; where they come from says
-// slimx/numerics/exact/forward/elementary.py. Included where SLIMX_MATH says how functions are declared: no include
-// guard. Products and additions are rounded one by one: compile without contraction.
+// slimx/extras/exact/operations/forward/elementary.py. Included where SLIMX_MATH says how functions are declared: no
+// include guard. Products and additions are rounded one by one: compile without contraction.
 
 // e^r for |r| <= ln(2) / 2.
 template <class F>

@@ -10,6 +10,7 @@
     slimx.generate          generate hooks: `rollout.generate`
     slimx.hook_forms        hooks that were written for another program
     slimx.maps              mapping hooks: `rollout.map`
+    slimx.numerics          arithmetic of trainer and engines: `numerics.mode`
     slimx.recoveries        answers to the loss of trainers: `Recovery`, or None
     slimx.reports           reports of finished runs
     slimx.rewards           reward hooks: `reward.function`

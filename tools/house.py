@@ -36,7 +36,7 @@ GRPO = (
 FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.models.families",)
-BOUNDS = {"core tokens": 357_200, "core files": 525, "closure": 508, "edges from core to extras": 0}
+BOUNDS = {"core tokens": 336_600, "core files": 501, "closure": 484, "edges from core to extras": 0}
 LAYOUT = frozenset(
     (
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -18,7 +18,6 @@ from slimx import entry_points
 from slimx.config import wording
 from slimx.config.rule import Refusal, broken, refuse, rules_in
 from slimx.config.rules import RULES
-from slimx.config.rules.exact import tree_leaves
 from slimx.config.rules.policies import fits_engines, proven_for
 from slimx.config.section import Section
 from slimx.config.sections.algorithm import Algorithm
@@ -142,11 +141,6 @@ class CoreConfig(Section):
         """True if trainer and engines compute the same bits (`numerics.mode`)."""
         return self.numerics.exact
 
-    @property
-    def leaves(self) -> int | None:
-        """Leaves of the sums of row-parallel products in exact mode, given or derived; None in fast mode."""
-        return tree_leaves(self.numerics, self.trainer, self.rollout) if self.exact else None
-
     def publishes_draft(self, group: Engines) -> bool:
         """True if servers of `group` draft tokens by the layer of multi-token prediction that the run trains."""
         return group.drafts and not group.frozen and bool(self.trainer.megatron.get("mtp_num_layers"))
@@ -161,12 +155,6 @@ class CoreConfig(Section):
         """True if rollouts come with the trainer's own log-probs, to the last bit: without staleness this run's engines
         sampled every token with the weights that the step begins with. Those of a replay are another run's."""
         return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
-
-    @property
-    def served_rule(self) -> str | None:
-        """Rule by which the trainer rounds its weights before it computes with them, as engines hold them in exact
-        mode; None: they are the same."""
-        return self.publish.quantise if self.exact else None
 
     @property
     def initial_weights(self) -> str:

@@ -1,7 +1,7 @@
 """The weight that a low-rank adapter makes: weight + scale * B A, by one rule wherever it is computed.
 
-B A is a product in fp32 in the order of exact mode (`slimx.numerics.exact.linear`), so that an element does not depend
-on the rows and columns beside it, the number of threads or the device; times `scale`, plus the weight, each rounded to
+B A is a product in fp32 with one order of sums (`slimx.numerics.ordered`), so that an element does not depend on
+the rows and columns beside it, the number of threads or the device; times `scale`, plus the weight, each rounded to
 fp32; then rounded once to the weight's dtype.
 """
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from slimx.numerics import exact
+from slimx.numerics.ordered import product
 
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """weight [out, in], a [rank, in], b [out, rank] -> [out, in] of the weight's dtype, in memory of its own."""
-    product = exact.linear(b.float(), a.float().t().contiguous())
+    change = product(b.float(), a.float().t())
     # Two operations and not one: what fuses them rounds once on one device and twice on another.
-    return product.mul_(scale).add_(weight).to(weight.dtype)
+    return change.mul_(scale).add_(weight).to(weight.dtype)
 
 
 class Merged(torch.autograd.Function):

@@ -21,6 +21,7 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.models.flops import delta_net_layers
 from slimx.models.state_space import layers_of
+from slimx.numerics.mode import mode_of
 from slimx.orchestration.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
 from slimx.preflight.checks import RULES, model_facts, weight_facts
 from slimx.preflight.checks.layout import critic_keys
@@ -138,7 +139,7 @@ def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) ->
         config.trainer,
         device=device,
         packages=installed(),
-        exact=config.exact,
+        replaced=mode_of(config).replaces_layers,
         delta_nets=delta_net_layers(spec.transformer) > 0,
         state_spaces=bool(layers_of(spec.transformer, "M")),
         experts=spec.experts,

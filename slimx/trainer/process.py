@@ -49,10 +49,10 @@ def prepare_process(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def install_adapters(*, exact: bool = False, deep_ep: bool = False) -> list[str]:
+def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]:
     """Prepare this process for megatron.core, before anything imports it; returns the names of those in force.
 
-    `exact`: for numerics.mode exact, whose layers are plain torch's on a GPU too; `deep_ep`: for a flex dispatcher."""
+    `plain`: the layers are plain torch's on a GPU too; `deep_ep`: for a flex dispatcher."""
     from slimx.adapters.megatron import cpu as megatron_cpu
     from slimx.adapters.megatron import deep_ep as megatron_deep_ep
 
@@ -65,7 +65,7 @@ def install_adapters(*, exact: bool = False, deep_ep: bool = False) -> list[str]
         from slimx.adapters.megatron import layers as megatron_layers
 
     adapters += megatron_cpu.install_megatron()
-    return adapters + (["torch_layers"] if megatron_layers.install(always=exact) else [])
+    return adapters + (["torch_layers"] if megatron_layers.install(always=plain) else [])
 
 
 def redirect_output(path: str) -> None:

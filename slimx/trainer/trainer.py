@@ -19,10 +19,10 @@ from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
 from slimx.models.files.megatron_directory import check_fit, is_megatron
-from slimx.reshard.plan.precision import Quantisation
+from slimx.numerics.mode import mode_of
 from slimx.trainer.checkpoint.load import load_weights
 from slimx.trainer.device.backends import choose_backends, installed
-from slimx.trainer.model.build import build_model, compute_as_served, unwrap
+from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.lora import adapters_of
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.moe.routes import within_sequence
@@ -42,19 +42,19 @@ class PolicyTrainer(TrainedModel):
     """Megatron model, optimizer and pipeline of one rank."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
+        mode = mode_of(config)
         self.backends = choose_backends(
             config.trainer,
             device=parallel.device.type,
             packages=installed(),
-            exact=config.exact,
+            replaced=mode.replaces_layers,
             experts=spec.experts,
         )
         chunks = build_model(spec, config, self.backends, device=parallel.device)
         modules = [unwrap(chunk) for chunk in chunks]
         layout = MegatronLayout(spec.table, parallel.sizes)
         weights = Weights(modules, spec, layout, parallel.rank, adapters=adapters_of(modules[0]))
-        if config.served_rule is not None:
-            compute_as_served(weights, Quantisation(config.served_rule), config.numerics.dtype)
+        mode.prepare_weights(weights, config)
         _load(weights, Path(config.initial_weights), chunks)
         if config.trainer.lora is not None and config.trainer.lora.load is not None:
             weights.load_adapters(config.trainer.lora.load)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from slimx.config.schema import Config
 from slimx.config.sections.run import Cluster
+from slimx.numerics.mode import mode_of
 from slimx.runtime.logs import marked
 from slimx.runtime.machine import machine
 from slimx.runtime.ports import address, free_port, is_loopback, own_address
@@ -52,8 +53,8 @@ class TrainerWorker:
     def start(self, init_method: str) -> dict[str, Any]:
         """Join the other ranks, build the model, load the weights.
 
-        Returns this rank's pid, its machine, adapters in force, contract of exact mode (None in fast mode), seconds of
-        imports, meeting and model; on CUDA the UUID of its GPU and the number of its CPUs."""
+        Returns this rank's pid, its machine, adapters in force, `NumericsMode.contract`, seconds of imports,
+        meeting and model; on CUDA the UUID of its GPU and the number of its CPUs."""
         clock = [time.perf_counter()]
         config = Config.model_validate(self._values)
         fp8, deep_ep = config.trainer.fp8 is not None, config.trainer.moe.dispatcher == "flex"
@@ -65,8 +66,8 @@ class TrainerWorker:
             deep_ep=deep_ep,
             waiting=bool(config.trainer.offload_activations),
         )
-        adapters = install_adapters(exact=config.exact, deep_ep=deep_ep)
-        from slimx.trainer.contract import contract_of
+        mode = mode_of(config)
+        adapters = install_adapters(plain=mode.replaces_layers, deep_ep=deep_ep)
         from slimx.trainer.rank import TrainerRank
 
         self.rank = rank = TrainerRank(config, self.number, self.device)
@@ -81,7 +82,7 @@ class TrainerWorker:
             "seconds": dict(zip(("imports", "meeting", "model"), took, strict=True)),
             "machine": machine(),
             "adapters": adapters,
-            "numerics": contract_of(config, self.device),
+            "numerics": mode.contract(config.numerics.dtype, self.device),
             **rank.place,
         }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def alone(kind: str, *, threads: int, exact: bool = False) -> Iterator[ParallelState]:
     """The only rank, on a device of `kind`: "cuda" (NCCL) or "cpu" (gloo)."""
     prepare_process(kind, shares_layers=False, local=True)
-    install_adapters(exact=exact)
+    install_adapters(plain=exact)
     import torch
 
     from slimx.layout.ranks import Sizes

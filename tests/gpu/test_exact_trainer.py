@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slimx.numerics.exact.forward import kernel_cuda
+from slimx.extras.exact.operations.forward import kernel_cuda
 
 REASON = "megatron-core is not installed; `make gpu-wheels`, where there is a network, collects it for `make gpu`"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason=REASON)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.numerics.exact.contract import fingerprint
-from slimx.numerics.exact.forward import kernel_cuda, reference
-from slimx.numerics.exact.forward.reference import Gathered
-from tests.exact_batches import check_attention, check_rows
-from tests.exact_decoder import Decoder, packed, sequences
-from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
+from slimx.extras.exact.operations.contract import fingerprint
+from slimx.extras.exact.operations.forward import kernel_cuda, reference
+from slimx.extras.exact.operations.forward.reference import Gathered
+from slimx.numerics.ordered.reference import product
+from tests.extras.exact.batches import check_attention, check_rows
+from tests.extras.exact.decoder import Decoder, packed, sequences
+from tests.extras.exact.stand import DTYPES, assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(kernel_cuda.missing() is not None, reason=str(kernel_cuda.missing()))
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -27,6 +28,12 @@ def test_linear_has_the_bits_of_the_cpu(
         weights = [values(columns, width, dtype=dtype, seed=seed, size=size) for seed in (2, 3, 4)]
         found = kernel_cuda.linear(x.to(device), [w.to(device) for w in weights], counts, leaves, dtype)
         assert_same_bits(found.cpu(), reference.linear(x, weights, counts, leaves, dtype), size)
+
+
+def test_the_product_of_adapters_has_the_bits_of_the_cpu(device: torch.device) -> None:
+    x, weight = (values(*shape, dtype=torch.float32, seed=9) for shape in ((73, 40), (33, 40)))
+    found = kernel_cuda.ordered.product(x.to(device), weight.to(device))
+    assert_same_bits(found.cpu(), product(x, weight))
 
 
 @both_dtypes

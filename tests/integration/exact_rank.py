@@ -90,7 +90,7 @@ def backwards(query: Any, key: Any, value: Any, bounds: Any, scale: float, **_: 
     """Exact mode's attention of a pack, but each row reads its keys from the last to the first."""
     import torch
 
-    from slimx.numerics.exact import gathered_attention
+    from slimx.extras.exact.operations import gathered_attention
 
     last, place = len(query) - 1, torch.arange(len(query))
     first = bounds[torch.searchsorted(bounds, place, right=True) - 1]
@@ -106,18 +106,18 @@ def spoilt(what: str | None) -> Iterator[None]:
     from slimx.numerics.norm import rms_norm
 
     plain = {
-        "rms_norm": ("slimx.adapters.megatron.exact.ExactNormColumn.norm", staticmethod(rms_norm)),
+        "rms_norm": ("slimx.extras.exact.adapters.megatron.layers.ExactNormColumn.norm", staticmethod(rms_norm)),
         "linear": (
-            "slimx.adapters.megatron.exact._Column._forward_impl",
+            "slimx.extras.exact.adapters.megatron.layers._Column._forward_impl",
             lambda self, input, weight, *_, **__: F.linear(input, weight),
         ),
         "silu_and_mul": (
-            "slimx.numerics.exact.silu_and_mul",
+            "slimx.extras.exact.operations.silu_and_mul",
             lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
         ),
-        "attention order": ("slimx.numerics.exact.attention", backwards),
+        "attention order": ("slimx.extras.exact.operations.attention", backwards),
         "attention": (
-            "slimx.numerics.exact.attention",
+            "slimx.extras.exact.operations.attention",
             lambda q, k, v, bounds, scale, **_: packed_attention(q, k, v, bounds.diff().tolist(), scale),
         ),
     }
@@ -169,14 +169,15 @@ def follows(
     settings, spec = config(group, case, out), read_model(group["model"])
     trainer = PolicyTrainer(settings, spec, parallel)
     weights, said = trainer.weights, {}
+    (served,) = (refresh.__self__ for refresh in weights.derived)
 
     def fresh() -> bool:
-        now = {name: served.clone() for name, served in weights.served.values.items()}
-        weights.served.refresh()
-        return all(torch.equal(now[name], served) for name, served in weights.served.values.items())
+        now = {name: value.clone() for name, value in served.values.items()}
+        served.refresh()
+        return all(torch.equal(now[name], value) for name, value in served.values.items())
 
     first, copy = weights.snapshot(), weights.snapshot()
-    for name in weights.served.values:
+    for name in served.values:
         copy[name].mul_(1.5)
     with weights.switching() as switch:
         switch(copy)

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.spec import EngineSpec
+from slimx.extras.exact.mode import Exact
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
+from slimx.numerics.mode import NumericsMode
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port
@@ -40,7 +42,7 @@ def server(model: Path, dtype: str, leaves: int, sizes: EngineSizes, log: Path, 
         max_total_tokens=8192,
         threads=threads,
         sizes=sizes,
-        exact_leaves=leaves,
+        numerics=NumericsMode() if leaves is None else Exact(leaves),
         routed_experts=read_model(model).experts > 0,
         sglang={"chunked_prefill_size": 64},
     )

@@ -1,1 +1,1 @@
-"""Adapters for megatron-core: attention, layers without Transformer Engine, exact mode, and the CPU."""
+"""Adapters for megatron-core: attention, layers without Transformer Engine, and the CPU."""

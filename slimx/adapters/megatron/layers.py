@@ -1,5 +1,5 @@
 """Layers of Transformer Engine's shape in plain torch, for machines without Transformer Engine (CPU, or one bare GPU)
-and for exact mode, whose operations take the place of theirs.
+and for what a mode of numerics exchanges.
 
 Parameter names, shapes and checkpoint keys are those of the Transformer Engine layers that
 `get_gpt_decoder_block_spec(config, use_transformer_engine=True)` asks for, so that one model definition, one weight

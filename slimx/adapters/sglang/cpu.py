@@ -236,7 +236,7 @@ def normed_by_sums(
 
 def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     """Register the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: also those of
-    experts, which exact mode replaces altogether."""
+    experts, which are not called where numerics.mode replaces them."""
     registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
     registry.register(SYNCHRONISE, no_device_to_wait_for, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)

@@ -30,10 +30,10 @@ from slimx.adapters.sglang import meeting as sglang_meeting
 from slimx.adapters.sglang import paused as sglang_paused
 from slimx.adapters.sglang import seeds as sglang_seeds
 from slimx.adapters.sglang import trace as sglang_trace
-from slimx.adapters.sglang.exact import numerics as sglang_numerics
 from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
+from slimx.numerics.mode import server_mode
 
 PROTOCOL = 8
 """Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
@@ -61,11 +61,10 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
-    leaves, policies = sglang_numerics.asked_leaves(sys.argv), sglang_lora.asked(sys.argv)
+    numerics, policies = server_mode(sys.argv), sglang_lora.asked(sys.argv)
     if is_cpu():
         sglang_cpu.open_choices()
-    if leaves is not None:
-        sglang_numerics.open_choices()
+    numerics.open_choices()
     # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
     # runs. SGLang calls this in the server's process before it starts others, and in a spawned child after that has
     # imported its own main module. Where the server's process forks the others, these find everything in its place.
@@ -91,10 +90,9 @@ def register() -> None:
         if not is_cpu():  # which computes fp64 as fast as the estimate that saves it
             HookRegistry.register(sglang_draws.DRAW, sglang_draws.draw, HookType.REPLACE)
         else:
-            sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)
+            sglang_cpu.register_hooks(HookRegistry, HookType, experts=not numerics.replaces_layers)
             sglang_cpu.close_gaps()
-        if leaves is not None:
-            sglang_numerics.register(HookRegistry, HookType, leaves)
+        numerics.register(HookRegistry, HookType)
 
 
 def fork_from_here(result: None, arguments: Any) -> None:
@@ -286,7 +284,7 @@ def attest(runner: Any) -> dict[str, Any]:
         for target, hooks in HookRegistry._hooks.items()
         if any(source is not None and source.plugin_name == NAME for _, _, source in hooks)
     }
-    exact = sglang_numerics.installed(HookRegistry)
+    numerics, dtype = server_mode(sys.argv), str(runner.dtype).removeprefix("torch.")
     return {
         "protocol": PROTOCOL,
         "slimx": slimx.__version__,
@@ -299,13 +297,13 @@ def attest(runner: Any) -> dict[str, Any]:
         "fused_shared_experts": getattr(runner.model, "num_fused_shared_experts", 0),
         "model": type(runner.model).__name__,
         "epoch": receiver_of(runner.model).epoch,
-        "dtype": str(runner.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "device": runner.device,
-        "hooks": ours | (exact.in_force(HookRegistry, runner.model) if exact else {}),
+        "hooks": ours | numerics.in_force(HookRegistry, runner.model),
         "capability": torch.cuda.get_device_capability()[0] if runner.device == "cuda" else None,
         "backends": _backends(),
         "experts": any(name.endswith("w13_weight") for name, _ in runner.model.named_parameters()),
         "fp8": any(held.dtype == torch.float8_e4m3fn for held in runner.model.parameters()),
-        "numerics": exact.contract(runner.dtype, runner.device) if exact else None,
+        "numerics": numerics.contract(dtype, runner.device),
         "cpu": sglang_cpu.attest() if is_cpu() else None,
     }

@@ -5,7 +5,6 @@ from slimx.config.rules import (
     activations,
     algorithm,
     data_parallel,
-    exact,
     flow,
     fp8,
     lora,
@@ -20,7 +19,6 @@ from slimx.config.rules import (
 RULES = rules_in(
     algorithm,
     serving,
-    exact,
     updates,
     flow,
     lora,

@@ -65,16 +65,12 @@ def check_adapters(ranks: list[Json], spec: EngineSpec) -> None:
 
 def check_numerics(ranks: list[Json], spec: EngineSpec) -> None:
     """Refuse a server whose ranks compute by another contract than the trainer does."""
-    wanted = None
-    if spec.exact_leaves is not None:
-        from slimx.numerics.exact.contract import contract  # imports torch: 1.5 s of an actor that needs it nowhere
-
-        wanted = contract(leaves=spec.exact_leaves, dtype=spec.dtype)
+    wanted = spec.numerics.contract(spec.dtype)
     for number, rank in enumerate(ranks):
         if (told := rank["numerics"]) != wanted:
             raise SlimxError(
                 f"engine {spec.name} rank {number} computes by {_said(told)}, the trainer by {_said(wanted)}; start it "
-                "with the --exact-leaves of the run, or set numerics.mode to what it has",
+                "as the run would, or set numerics.mode to what it has",
                 code="engine.numerics",
                 about=f"{spec.name} rank {number}",
             )
@@ -83,7 +79,7 @@ def check_numerics(ranks: list[Json], spec: EngineSpec) -> None:
 def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
     """Refuse a server whose kernels, as SGLang resolved them, compute with other bytes than a publication writes."""
     for number, rank in enumerate(ranks):
-        if rank["capability"] is None or rank["capability"] < BLACKWELL or spec.exact_leaves is not None:
+        if rank["capability"] is None or rank["capability"] < BLACKWELL or spec.numerics.replaces_layers:
             continue
         for field, plain in unpublishable(rank["backends"], experts=rank["experts"], fp8=rank["fp8"]):
             raise SlimxError(
@@ -112,5 +108,5 @@ def _check_own(ranks: list[Json], spec: EngineSpec, process: ServerProcess) -> N
 
 
 def _said(numerics: Json | None) -> str:
-    """A contract of exact mode, or its absence, in words."""
-    return "no contract (numerics.mode fast)" if numerics is None else f"the exact contract {numerics}"
+    """A contract of numerics, or its absence, in words."""
+    return "no contract (numerics.mode fast)" if numerics is None else f"the contract {numerics}"

@@ -10,6 +10,7 @@ from slimx.config.sections.policies import ACTOR
 from slimx.engines.server.spec import ServedLora
 from slimx.layout.adapters import served_modules
 from slimx.layout.ranks import engine_sizes
+from slimx.numerics.mode import NumericsMode, mode_of
 
 
 def spec_values(config: Config, group: Engines, name: str, *, device: str, moe: bool) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def spec_values(config: Config, group: Engines, name: str, *, device: str, moe: 
         "sglang": group.sglang if config.track.prometheus.port is None else {"enable_metrics": True, **group.sglang},
         "role": group.role,
         "frozen": group.frozen,
-        "exact_leaves": None if group.frozen else config.leaves,
+        "numerics": NumericsMode() if group.frozen else mode_of(config),
         "draft": config.publishes_draft(group),
         "adapters": None if group.frozen else served_lora(config),
         "precompile": group.precompile,

@@ -1,5 +1,6 @@
 """Process entry of an engine, a stock SGLang server: `python -m slimx.engines.server.launch [--parent PID]
-[--exact-leaves N] [--publish-draft] [--publish-adapters POLICY=ALPHA,...] [--spawn] [--keys FILE] -- ARGUMENTS`.
+[--publish-draft] [--publish-adapters POLICY=ALPHA,...] [--spawn] [--keys FILE] -- ARGUMENTS`; modes of numerics have
+options, too (`NumericsMode.OPTION`).
 
 On a GPU SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as
 `__mp_main__`: what must stand before `import sglang` stands at the top level here, and stays cheap. On the CPU they are
@@ -14,8 +15,10 @@ import shlex
 import signal
 import sys
 
+from slimx import entry_points
 from slimx.adapters.transformers import import_transformers
 from slimx.engines.server.keys import Keys
+from slimx.numerics.mode import GROUP
 from slimx.runtime.allocator import drop_expandable_segments
 from slimx.runtime.children import search_working_directory
 from slimx.runtime.process import end_with_parent
@@ -84,12 +87,9 @@ if __name__ == "__mp_main__":
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m slimx.engines.server.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--parent", type=int, help="end when this process, the direct parent, ends")
-    parser.add_argument(
-        "--exact-leaves",
-        type=int,
-        metavar="N",
-        help="compute by the contract of numerics.mode=exact, with sums of N leaves; read by the plugin",
-    )
+    for mode in entry_points.load_all(GROUP).values():
+        if mode.OPTION is not None:
+            parser.add_argument(mode.OPTION, type=mode.parse, metavar="N", help=mode.__doc__)
     parser.add_argument(
         "--publish-draft",
         action="store_true",

@@ -11,14 +11,11 @@ from slimx.engines.server.control import RECEIVER
 from slimx.engines.server.keys import STDIN, Keys
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
+from slimx.numerics.mode import NumericsMode
 from slimx.runtime.children import python_argv
 from slimx.runtime.nvshmem import NVSHMEM
 from slimx.runtime.ports import address, is_loopback
 from slimx.runtime.private import private_directory
-
-EXACT_ATTENTION = "slimx_exact"
-"""Attention backend of exact mode, registered by the plugin: the name of slimx.adapters.sglang.exact.attention, which
-needs torch, and who starts servers does not (tests/unit/numerics/test_exact_mode.py has them equal)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +63,8 @@ class EngineSpec:
     """CPU threads of the server (CPU only)."""
     max_total_tokens: int | None = None
     """KV-cache room in tokens; None: SGLang decides."""
-    exact_leaves: int | None = None
-    """Leaves of row-parallel sums where it computes the trainer's bits (numerics.mode exact); None: fast mode."""
+    numerics: NumericsMode = NumericsMode()
+    """The mode of the policy's engines."""
     sizes: EngineSizes = EngineSizes()
     """The split of the model over the server's ranks."""
     seed: int = 1
@@ -156,22 +153,11 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         defaults["sleep_on_idle"] = True
     if spec.device == "cpu":
         ours |= {"disable_cuda_graph": True}
-        if spec.exact_leaves is None:
-            # Without the radix cache, as in SGLang's own deterministic mode with this attention.
-            ours |= {"attention_backend": "torch_native", "disable_radix_cache": True}
         # Nothing is compiled or captured here; whether it generates is asked before it gets its first weights.
         defaults["skip_server_warmup"] = True
         # Requests whose recurrent states (delta nets) fit: else they get nearly half of the machine's memory.
         defaults["max_mamba_cache_size"] = 256
-    if spec.exact_leaves is not None:
-        ours |= {"attention_backend": EXACT_ATTENTION}
-        if spec.device == "cuda":
-            # Sizes are read back from the GPU; experts stay as they are loaded; no norm inside of an all-reduce.
-            ours |= {
-                "disable_cuda_graph": True,
-                "moe_runner_backend": "triton",
-                "enforce_disable_flashinfer_allreduce_fusion": True,
-            }
+    ours |= spec.numerics.server_arguments(spec.device)
     check_server_args(spec.sglang)
     check_keyless(spec.sglang)
     if taken := sorted(ours.keys() & spec.sglang.keys()):
@@ -206,12 +192,12 @@ def check_keyless(args: dict[str, Any]) -> None:
 def policy_args(spec: EngineSpec) -> dict[str, Any]:
     """Arguments without which the policy could not be published to a server, nor its rollouts be trained on.
 
-    In deterministic inference SGLang samples by the request's seed, and computes each token alike in any batch. That is
-    what exact mode promises, and the only form in which SGLang's CPU path takes seeds. In fast mode on a GPU it would
-    cost tuned kernels and the custom all-reduce: there the plugin carries the seeds (slimx.adapters.sglang.seeds), to
-    the one sampler that takes them.
+    In deterministic inference SGLang samples by the request's seed, and computes each token alike in any batch: the
+    only form in which SGLang's CPU path takes seeds. With SGLang's kernels on a GPU it would cost the tuned ones and
+    the custom all-reduce: there the plugin carries the seeds (slimx.adapters.sglang.seeds), to the one sampler that
+    takes them.
     """
-    deterministic = spec.exact_leaves is not None or spec.device == "cpu"
+    deterministic = spec.numerics.replaces_layers or spec.device == "cpu"
     return {
         "custom_weight_loader": [RECEIVER],
         "enable_return_routed_experts": spec.routed_experts,
@@ -221,8 +207,7 @@ def policy_args(spec: EngineSpec) -> dict[str, Any]:
 
 def server_argv(spec: EngineSpec) -> list[str]:
     """The command that runs the server in this environment's Python."""
-    own = [] if spec.exact_leaves is None else ["--exact-leaves", str(spec.exact_leaves)]
-    own += ["--publish-draft"] if spec.draft else []
+    own = [*spec.numerics.command_line(), *(["--publish-draft"] if spec.draft else [])]
     if spec.adapters is not None:
         own += ["--publish-adapters", ",".join(f"{name}={alpha}" for name, alpha in spec.adapters.alphas.items())]
     own += ["--keys", STDIN]

@@ -23,6 +23,7 @@ from slimx.extras.planner.rules.machine import unused_warnings
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
 from slimx.models.state_space import layers_of
+from slimx.numerics.mode import mode_of
 from slimx.orchestration.prompts import first_prompt, run_tokenizer
 from slimx.preflight.hardware import machine_of
 from slimx.trainer.device.backends import choose_backends, installed
@@ -113,7 +114,7 @@ def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:
             config.trainer,
             device=device,
             packages=installed(),
-            exact=config.exact,
+            replaced=mode_of(config).replaces_layers,
             delta_nets=delta_net_layers(spec.transformer) > 0,
             state_spaces=bool(layers_of(spec.transformer, "M")),
             experts=spec.experts,

@@ -21,6 +21,7 @@ from slimx.layout.table import Table
 from slimx.models.files.megatron_directory import is_megatron
 from slimx.models.files.score_head import declare_score, write_score
 from slimx.models.files.writer import finish_directory, shard_name
+from slimx.numerics.mode import mode_of
 from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.reshard.direct.copies import SentBucket
@@ -32,7 +33,6 @@ from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.threads import in_thread
-from slimx.trainer.contract import contract_of
 from slimx.trainer.worker import TrainerWorker
 
 
@@ -93,7 +93,7 @@ class TrainerGroup(RankGroup):
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks up, with the plans by which weights leave; their pids and adapters, by rank."""
         started = await super().start()
-        wanted = contract_of(self.config, "cpu")
+        wanted = mode_of(self.config).contract(self.config.numerics.dtype)
         for rank, one in enumerate(started):
             if one["numerics"] != wanted:  # another release of slimx on its machine
                 raise SlimxError(

@@ -17,7 +17,6 @@ from slimx.models.trunk import read_trunk
 from slimx.preflight.checks import (
     activations,
     batch,
-    exact,
     fp8,
     layout,
     lora,
@@ -36,7 +35,6 @@ RULES = rules_in(
     layout,
     routing,
     sparse,
-    exact,
     lora,
     qat,
     fp8,

@@ -118,11 +118,11 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
             about="publish.encoding",
         )
     _check_drafts(config, spec, encoding, note)
-    if encoding == "hf" and (config.served_rule or quantise == "int4"):
+    if encoding == "hf" and quantise and (config.exact or quantise == "int4"):
         raise SlimxError(
-            f"publish.quantise={quantise}{' in exact mode' if config.served_rule else ''} needs the engines' own "
+            f"publish.quantise={quantise}{' in exact mode' if config.exact else ''} needs the engines' own "
             f"layout, and weights would travel under {note}; remove what rules it out",
-            code="publish.exact_encoding" if config.served_rule else "publish.int4_encoding",
+            code="publish.exact_encoding" if config.exact else "publish.int4_encoding",
             about="publish.quantise",
         )
     if encoding == "local":

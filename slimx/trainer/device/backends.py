@@ -66,24 +66,23 @@ def choose_backends(
     *,
     device: str,
     packages: Collection[str],
-    exact: bool = False,
+    replaced: bool = False,
     delta_nets: bool = False,
     state_spaces: bool = False,
     experts: int = 0,
 ) -> Backends:
-    """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines. `exact`: for
-    numerics.mode exact, whose layers take the place of plain torch's. `delta_nets`, `state_spaces`: the model has
-    some (the latter: Mamba-2 layers).
-    `experts`: routed ones of a layer.
+    """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines. `replaced`:
+    numerics.mode brings layers in the place of plain torch's. `delta_nets`, `state_spaces`: the model has some (the
+    latter: Mamba-2 layers). `experts`: routed ones of a layer.
 
     Raises SlimxError naming the key and what is missing."""
-    if exact:
+    if replaced:
         packages = set(packages) - {"transformer_engine"}
     _check_offload(trainer, device, packages)
     _check_moments(trainer, device, packages)
     attention, why_attention = _attention(trainer.attention, device, packages)
-    if exact:
-        why_attention = "attention and layers: those of numerics.mode exact"
+    if replaced:
+        why_attention = "attention and layers: those of numerics.mode"
     fusion, why_fusion = _fusion(device, packages)
     dispatcher = trainer.moe.dispatcher
     if dispatcher == "flex":
@@ -178,7 +177,7 @@ def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
         return False, f"{name} unfused: there is no CUDA"
     if has_engine(device, packages):
         return True, f"{name} fused: Transformer Engine's kernels"
-    return False, f"{name} unfused: Transformer Engine is not installed, or numerics.mode is exact"
+    return False, f"{name} unfused: Transformer Engine does not compute the layers"
 
 
 def _fp8(trainer: Trainer, device: str, packages: Collection[str]) -> tuple[str, ...]:

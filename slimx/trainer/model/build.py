@@ -19,7 +19,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.adapters.megatron import attention as megatron_attention
 from slimx.adapters.megatron import delta_net as megatron_delta_net
-from slimx.adapters.megatron import exact as megatron_exact
 from slimx.adapters.megatron import fp8 as megatron_fp8
 from slimx.adapters.megatron import latent as megatron_latent
 from slimx.adapters.megatron import mamba as megatron_mamba
@@ -30,17 +29,16 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.state_space import PATTERN
-from slimx.reshard.pack.served import ServedWeights
-from slimx.reshard.plan.precision import RECIPES, ModelDtype, Quantisation, Recipe
+from slimx.numerics.mode import NumericsMode, mode_of
+from slimx.reshard.plan.precision import RECIPES, Recipe
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
 from slimx.trainer.model.hybrid_model import HybridPolicyModel, segments
 from slimx.trainer.model.lora import attach
 from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
-from slimx.trainer.model.transformer import rotary_of, transformer_config
+from slimx.trainer.model.transformer import transformer_config
 from slimx.trainer.model.value_model import ValueHead, ValueModel
-from slimx.trainer.model.weights import Weights
 from slimx.trainer.moe import router
 
 
@@ -55,8 +53,9 @@ def build_model(
     """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded; more than one
     with virtual pipeline stages only. What is frozen (`ModelSpec.frozen`) has no gradient."""
     transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
+    mode = mode_of(config)
     options = (
-        {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens, "exact": config.exact}
+        {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens, "head": mode.head()}
         if kind is PolicyModel
         else {}
     )
@@ -65,13 +64,14 @@ def build_model(
     # Transformer Engine's layers compute in fp8 themselves, see `transformer_config`.
     emulated = None if backends.transformer_engine else RECIPES.get(config.trainer.fp8)
     chunks = [
-        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, config.leaves, emulated)
+        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, mode, emulated)
         for chunk in range(virtual)
     ]
     _freeze(chunks, spec, config)
     if config.trainer.lora is not None:  # one chunk: interleaved stages are refused
         held = MegatronLayout(spec.table, sizes_of(config.trainer)).held(dist.get_rank())
-        attach(unwrap(chunks[0]), held, spec.table, config.trainer.lora, seed=config.run.seed, exact=config.exact)
+        lora, seed = config.trainer.lora, config.run.seed
+        attach(unwrap(chunks[0]), held, spec.table, lora, seed=seed, merging=mode.replaces_layers)
     # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
     # round the fp32 value head of a bf16 critic and mix up its elements.
     wrapped = [
@@ -121,31 +121,25 @@ def build_chunk(
     transformer: TransformerConfig,
     chunk: int | None,
     device: torch.device,
-    leaves: int | None,
+    mode: NumericsMode,
     recipe: Recipe | None,
 ) -> torch.nn.Module:
     """One module of this rank, not yet wrapped for data parallelism. `make`: as `model_kind` says. `chunk`: its number,
-    None without virtual pipeline stages. `leaves`: of exact mode; None in fast mode. `recipe`: of plain torch's layers
-    that compute in fp8."""
-    kind = router.PolicyRouter if leaves is None else router.ExactRouter
+    None without virtual pipeline stages. `recipe`: of plain torch's layers that compute in fp8."""
     if transformer.is_hybrid_model:
         layers = megatron_mamba.stack_spec(transformer)
-        router.install_in(layers.submodules.moe_layer, kind)
+        router.install_in(layers.submodules.moe_layer)
     else:
         layers = _gpt_layers(transformer, chunk)
         megatron_latent.install(layers)
-        router.install(layers, kind)
+        router.install(layers)
     if spec.normalises_projections:
         projection_norm.install(layers, transformer)
     if transformer.softmax_type == "learnable":
         megatron_attention.install_for_sinks(layers)
-    gpt = spec.gpt
     if recipe is not None:
         megatron_fp8.install(layers, recipe)
-    if leaves is not None:
-        turns = rotary_of(transformer, gpt)
-        megatron_exact.install(layers, leaves=leaves, rotary=turns, known=(router.ExactRouter,))
-        gpt = gpt | {"position_embedding_type": "none"}
+    gpt = mode.exchange_layers(layers, transformer, spec.gpt)
     if transformer.mtp_num_layers:
         block = get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
         gpt = gpt | {"mtp_block_spec": with_prediction_layers(block)}
@@ -180,13 +174,6 @@ def _gpt_layers(transformer: TransformerConfig, chunk: int | None) -> Any:
     if transformer.experimental_attention_variant == "dsa":
         return megatron_sparse.block_spec(transformer, vp_stage=chunk)
     return get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
-
-
-def compute_as_served(weights: Weights, quantisation: Quantisation, dtype: ModelDtype) -> None:
-    """Have the layers of exact mode compute with `weights` as engines hold them after a publication in fp8."""
-    weights.served = ServedWeights(weights.held, weights.parameters, quantisation, dtype)
-    for name, served in weights.served.values.items():
-        megatron_exact.compute_with(weights.parameters[name], served)
 
 
 def unwrap(model: torch.nn.Module) -> PolicyModel | ValueModel:

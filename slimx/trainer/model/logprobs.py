@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slimx.data.support import Support
-from slimx.numerics import exact as exact_ops
+from slimx.numerics.mode import Head
 from slimx.trainer.device.transfer import to_device
 
 CHUNK_BYTES = 256 * 2**20
@@ -78,7 +78,7 @@ def label_logprobs(
     *,
     group: dist.ProcessGroup | None,
     chunk: int,
-    exact: bool = False,
+    head: Head | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-prob of every label and entropy of its distribution: softmax(hidden @ weight^T / temperature) over the
     support.
@@ -86,27 +86,27 @@ def label_logprobs(
     hidden [T, h] and weight [V / TP, h] in the model's dtype; `group`: the tensor-parallel ranks, which hold equal
     shares of the vocabulary in order (None: one rank). Returns two fp32 tensors [T], both differentiable with respect
     to hidden and weight and equal on all ranks. The gradient of hidden is this rank's part of a sum over the group.
-    `exact`: log-probs (not entropies) by the contract of exact mode, for which every rank gathers whole rows of logits.
+    `head`: the arithmetic of logits and log-probs (not of entropies); None: torch's.
     With `targets.top` two more: log-probs of these tokens [T, k], and of all others together [T], with a probability
     of `LEAST` at least.
     """
     if targets.top is None:
-        return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, exact)[:2]
-    return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, exact)
+        return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, head)[:2]
+    return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, head)
 
 
 class _LabelLogprobs(torch.autograd.Function):
     """Forward: statistics of each chunk on each rank, then two collectives for all chunks together."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, group, chunk, exact):
-        head = _Head(weight, targets, group, chunk, exact)
+    def forward(ctx, hidden, weight, targets, group, chunk, arithmetic):
+        head = _Head(weight, targets, group, chunk, arithmetic)
         count = len(hidden)
         top, total, weighted, label, whole, rest = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(6))
         wanted = hidden.new_zeros((count, 0 if targets.top is None else targets.top.shape[1]), dtype=torch.float32)
         for part, logits in head.chunks(hidden):
-            if exact:
-                whole[part] = head.whole_logprobs(logits, part)
+            if arithmetic is not None:
+                whole[part] = arithmetic.logprobs(logits, targets.labels[part], group)
             top[part] = logits.amax(1)
             label[part] = head.at_labels(logits, part)
             logits -= top[part, None]
@@ -133,11 +133,11 @@ class _LabelLogprobs(torch.autograd.Function):
             (total, weighted, label, rest), wanted = sums[:, :4].unbind(1), sums[:, 4:]
         else:
             label = label - top
-        logprobs = whole if exact else label - total.log()
+        logprobs = label - total.log() if arithmetic is None else whole
         entropy = total.log() - weighted / total
         tail = (rest / total).clamp_min(LEAST)
         ctx.save_for_backward(hidden, weight, top, total, entropy, tail)
-        ctx.targets, ctx.group, ctx.chunk, ctx.exact = targets, group, chunk, exact
+        ctx.targets, ctx.group, ctx.chunk, ctx.arithmetic = targets, group, chunk, arithmetic
         ctx.set_materialize_grads(False)
         return logprobs, entropy, wanted - total.log()[:, None], tail.log()
 
@@ -148,7 +148,7 @@ class _LabelLogprobs(torch.autograd.Function):
         with_top = top_grad is not None or tail_grad is not None
         if logprob_grad is None and entropy_grad is None and not with_top:
             return None, None, None, None, None, None
-        head = _Head(weight, ctx.targets, ctx.group, ctx.chunk, ctx.exact)
+        head = _Head(weight, ctx.targets, ctx.group, ctx.chunk, ctx.arithmetic)
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         # fp32: a sum over chunks in bf16 would lose what a single product keeps.
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
@@ -198,10 +198,15 @@ class _Head:
     """One rank's share of the output layer, over one pack of tokens."""
 
     def __init__(
-        self, weight: torch.Tensor, targets: Targets, group: dist.ProcessGroup | None, chunk: int, exact: bool
+        self,
+        weight: torch.Tensor,
+        targets: Targets,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        arithmetic: Head | None,
     ):
-        self.weight, self.targets, self.chunk, self._group = weight, targets, chunk, group
-        self._product = exact_ops.linear if exact else torch.nn.functional.linear
+        self.weight, self.targets, self.chunk = weight, targets, chunk
+        self._product = torch.nn.functional.linear if arithmetic is None else arithmetic.product
         self.size = group.size() if group is not None else 1
         first = len(weight) * (group.rank() if group is not None else 0)
         self.vocabulary = range(first, first + len(weight))
@@ -219,14 +224,6 @@ class _Head:
             if self.targets.support is not None:
                 self.targets.support.mask_(logits, first, self.vocabulary)
             yield part, logits
-
-    def whole_logprobs(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
-        """[C]: log-probs of the labels, from the whole rows of the scaled logits [C, V / TP]."""
-        if self.size > 1:
-            shares = [torch.empty_like(logits) for _ in range(self.size)]
-            dist.all_gather(shares, logits, group=self._group)
-            logits = torch.cat(shares, dim=1)
-        return exact_ops.token_logprobs(logits, self.targets.labels[part])
 
     def at_labels(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """[C]: each label's logit; where another rank holds it, something that is not used."""

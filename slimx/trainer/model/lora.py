@@ -10,8 +10,8 @@ token in between are what crosses ranks. Gradients of the parts that every rank 
 megatron-core adds up (`sequence_parallel`). The ranks that share an expert see the same tokens, and its dispatcher adds
 their outputs, so nothing crosses there but these gradients.
 
-A router, and every layer of exact mode, multiplies by the merged weight instead, rounded as engines get it: both sides
-then choose the same experts, and compute the same.
+A router multiplies by the merged weight instead, rounded as engines get it: both sides then choose the same experts.
+The layers of some modes of numerics do so, too.
 """
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ class Adapter:
 
 
 def attach(
-    module: torch.nn.Module, held: Iterable[Part], table: Table, lora: Lora, *, seed: int, exact: bool = False
+    module: torch.nn.Module, held: Iterable[Part], table: Table, lora: Lora, *, seed: int, merging: bool = False
 ) -> None:
     """Put adapters beside the weights of `held` in `module`, a rank's only chunk, that `lora` targets; before it is
-    wrapped for data parallelism. `exact`: its layers are those of exact mode."""
+    wrapped for data parallelism. `merging`: all of its layers multiply by merged weights."""
     shapes = table.checkpoint_shapes()
     adapters: dict[str, Adapter] = {}
     owners: dict[str, list[Adapter]] = {}
@@ -171,7 +171,7 @@ def attach(
         owners.setdefault(path, []).append(adapter)
     for path, beside in owners.items():
         gated = path.endswith("linear_fc1") and module.config.gated_linear_unit
-        _join(module.get_submodule(path), beside, gated=gated, exact=exact)
+        _join(module.get_submodule(path), beside, gated=gated, merging=merging)
     module.__dict__["adapters"] = adapters
 
 
@@ -188,11 +188,11 @@ def _axis(part: Part, sources: list[tuple[int, ...]]) -> int | None:
     return 1 if columns < sources[0][1] else None
 
 
-def _join(owner: torch.nn.Module, beside: list[Adapter], *, gated: bool, exact: bool) -> None:
+def _join(owner: torch.nn.Module, beside: list[Adapter], *, gated: bool, merging: bool) -> None:
     """Have the layer `owner`, slimx's or Transformer Engine's, compute and save with the adapters of its
     weights, several if it is one of experts."""
     experts = beside[0].expert
-    if exact or isinstance(owner, TopKRouter):
+    if merging or isinstance(owner, TopKRouter):
         for adapter in beside:
             serve(adapter.weight, adapter.served)
     elif experts:

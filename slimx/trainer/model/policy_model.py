@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 
 from slimx.adapters.megatron.sparse import without_choice
+from slimx.numerics.mode import Head
 from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
 
@@ -34,11 +35,11 @@ class PolicyOutput:
     Without targets it returns all logits [1, T, V / TP], as upstream's do without labels.
     """
 
-    def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, exact: bool = False, **kwargs: Any):
-        """`logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`. `exact`: by the contract
-        of exact mode."""
+    def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, head: Head | None = None, **kwargs: Any):
+        """`logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`. `head`: the arithmetic
+        of the output layer; None: torch's."""
         super().__init__(*args, **kwargs)
-        self._chunk, self._exact = logprob_chunk_tokens, exact
+        self._chunk, self._head = logprob_chunk_tokens, head
 
     def _postprocess(
         self,
@@ -94,7 +95,7 @@ class PolicyOutput:
         else:
             whole = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         chunk = chunk_tokens(self._chunk, len(head))
-        return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk, exact=self._exact)
+        return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk, head=self._head)
 
 
 class PolicyModel(PolicyOutput, GPTModel):

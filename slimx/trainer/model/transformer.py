@@ -1,4 +1,4 @@
-"""Megatron's configuration of a model under a parallel layout, and its rotary embedding as exact mode describes it."""
+"""Megatron's configuration of a model under a parallel layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.models.state_space import PATTERN
-from slimx.numerics.exact import Llama3, Rotary, Yarn, yarn_lengthening
+from slimx.numerics.mode import mode_of
 from slimx.trainer.device.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -87,8 +87,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         "use_cpu_initialization": cpu,
         **_fusion_fields(spec, backends),
         **fp8_fields(trainer, backends),
-        # The slot of a layer's spec into which exact mode puts its own activation.
-        "use_te_activation_func": config.exact,
+        # The slot of a layer's spec into which a mode puts an activation.
+        "use_te_activation_func": mode_of(config).replaces_layers,
     }
     check_megatron_fields(trainer.megatron, kind)
     if fields.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):
@@ -195,32 +195,3 @@ def check_megatron_fields(given: dict[str, Any], kind: type[TransformerConfig]) 
                 code="trainer.megatron_field",
                 about=f"trainer.megatron.{key}",
             )
-
-
-def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
-    """Rotary embedding of a model with arguments `gpt` of GPTModel. Raises SlimxError for other position embeddings."""
-    if isinstance(transformer, MLATransformerConfig):
-        scaling = _yarn(transformer) if transformer.rope_type == "yarn" else None
-        return Rotary(transformer.qk_pos_emb_head_dim, float(transformer.rotary_base), scaling)
-    if gpt["position_embedding_type"] != "rope":
-        raise SlimxError(
-            f"numerics.mode exact does not know position_embedding_type {gpt['position_embedding_type']} of this model "
-            "in megatron-core; set numerics.mode=fast",
-            code="exact.rotary",
-            about=gpt["position_embedding_type"],
-        )
-    # The constants are megatron-core's own (RotaryEmbedding._apply_scaling).
-    scaling = Llama3(float(gpt["rope_scaling_factor"]), 1.0, 4.0, 8192) if gpt.get("rope_scaling") else None
-    dimensions = int(transformer.kv_channels * gpt.get("rotary_percent", 1.0))
-    return Rotary(dimensions, float(gpt["rotary_base"]), scaling)
-
-
-def _yarn(transformer: MLATransformerConfig) -> Yarn:
-    factor = transformer.rotary_scaling_factor
-    return Yarn(
-        float(factor),
-        int(transformer.original_max_position_embeddings),
-        float(transformer.beta_fast),
-        float(transformer.beta_slow),
-        yarn_lengthening(factor, transformer.mscale) / yarn_lengthening(factor, transformer.mscale_all_dim),
-    )

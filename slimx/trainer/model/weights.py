@@ -19,7 +19,6 @@ from slimx.models.files.finite import check_finite
 from slimx.models.files.peft import PeftAdapters
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.kernels import int4
-from slimx.reshard.pack.served import ServedWeights
 from slimx.trainer.model.freeze import names_of
 from slimx.trainer.model.lora import Adapter
 
@@ -43,8 +42,8 @@ class Weights:
         """`chunks`: this rank's modules, one unless pipeline stages are interleaved. `beside`: names of parameters that
         no checkpoint has (a value head); they are left alone. `adapters`: see `attach`."""
         self.spec = spec
-        self.served: ServedWeights | None = None
-        """Values that engines compute with, where these are not the parameters themselves."""
+        self.derived: list[Callable[[], None]] = []
+        """Functions that refresh what is made of the parameters."""
         self._in_int4: list[str] = []
         self._present: HostCopy | None = None
         self.held: list[Part] = layout.held(rank)
@@ -157,8 +156,8 @@ class Weights:
         """Refresh what is derived from the parameters. Call after writing parameters in place."""
         for name in self._in_int4:
             int4.round_(self.parameters[name])
-        if self.served is not None:
-            self.served.refresh()
+        for refresh in self.derived:
+            refresh()
 
     @torch.no_grad()
     def copy_of(self, path: str, into: HostCopy | None = None) -> HostCopy:

@@ -17,7 +17,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from slimx.adapters.megatron.served import served
 from slimx.algorithms.router_terms import LayerTally
 from slimx.errors import SlimxError
-from slimx.numerics import exact
 
 
 @dataclass(slots=True)
@@ -158,49 +157,13 @@ class PolicyRouter(TopKRouter):
         """Do nothing: the tally counts."""
 
 
-class _ExactRouting(TopKRouter):
-    """The arithmetic of exact mode: fp32 logits, the lower id where two experts are equal."""
-
-    def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits, fp32 [t, 1, experts], of input [t, 1, hidden]."""
-        return exact.linear(input.float(), served(self.weight).float())
-
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and map, both [t, experts], by the rounding rules of exact mode."""
-        config, flat = self.config, logits.view(-1, self.config.num_moe_experts)
-        weights, experts = exact.route(
-            flat,
-            self.topk,
-            score=self.score_function,
-            bias=self.expert_bias,
-            groups=config.moe_router_num_groups or 1,
-            top_groups=config.moe_router_group_topk or 1,
-            renormalise=self.topk > 1 if self.score_function == "sigmoid" else not config.moe_router_pre_softmax,
-            factor=config.moe_router_topk_scaling_factor or 1.0,
-        )
-        if self.router_replay is not None:  # it records the choice, and in exact mode replays none
-            self.router_replay.get_replay_topk(
-                flat, self.topk, default_compute_topk=lambda *_, **__: (weights, experts)
-            )
-        probs = torch.zeros_like(flat).scatter(1, experts, weights)
-        return probs, torch.zeros_like(flat, dtype=torch.bool).scatter(1, experts, True)
-
-
-class ExactRouter(PolicyRouter, _ExactRouting):
-    """PolicyRouter in exact mode."""
-
-    gating = _ExactRouting.gating
-
-
 def install(block: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
     """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with routers of `kind`."""
     for layer in block.layer_specs:
         install_in(layer, kind)
 
 
-def install_in(layer: Any, kind: type[PolicyRouter]) -> None:
+def install_in(layer: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
     """Have a layer of this spec built with a router of `kind`, if it has experts."""
     parts = get_submodules(layer.submodules.mlp) if isinstance(layer, ModuleSpec) else None
     if isinstance(parts, MoESubmodules):

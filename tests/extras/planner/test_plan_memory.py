@@ -15,6 +15,7 @@ import torch
 
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Recompute, Trainer
+from slimx.extras.exact.served_weights import ServedWeights
 from slimx.extras.planner.memory.activations import Setting, layer_bytes
 from slimx.extras.planner.memory.engine import kv_bytes
 from slimx.extras.planner.memory.parameter_runs import Holdings, ParameterRun
@@ -25,7 +26,6 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table
 from slimx.models.families import deepseek_v3, qwen3_moe, read_model
-from slimx.reshard.pack.served import ServedWeights
 from slimx.reshard.plan.precision import Quantisation
 from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
 

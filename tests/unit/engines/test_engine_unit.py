@@ -29,6 +29,7 @@ from slimx.engines.server.engine import TRANSITIONS, Engine, State
 from slimx.engines.server.spec import EngineSpec, ServedLora, server_args, server_argv, server_env
 from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.ranks import EngineSizes
+from slimx.numerics.mode import NumericsMode
 from slimx.runtime.process import LOOK_S, SupervisedProcess
 from tests.processes import lives, wait_for
 from tests.refusals import refused
@@ -111,9 +112,15 @@ def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:
     assert "--sleep-on-idle" in server_argv(beside), "trainers need the cores while it sleeps"
 
 
-def test_inference_is_deterministic_in_exact_mode_and_on_the_cpu_and_seeds_are_kept_elsewhere() -> None:
+class Replacing(NumericsMode):
+    """A mode with operations of its own."""
+
+    replaces_layers = True
+
+
+def test_inference_is_deterministic_by_other_operations_and_on_the_cpu_and_seeds_are_kept_elsewhere() -> None:
     fast = replace(CPU, device="cuda", dtype="bfloat16")
-    for spec, deterministic in ((CPU, True), (replace(fast, exact_leaves=1), True), (fast, False)):
+    for spec, deterministic in ((CPU, True), (replace(fast, numerics=Replacing()), True), (fast, False)):
         args = server_args(spec)
         assert args.get("enable_deterministic_inference", False) is deterministic
         assert (args.get("sampling_backend") == "pytorch") is not deterministic

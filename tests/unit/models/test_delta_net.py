@@ -18,7 +18,6 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec, qwen3_5, qwen3_5_moe, qwen3_next, read_model
-from slimx.preflight.checks.exact import covers_model
 from slimx.preflight.checks.layout import check_layout
 from slimx.preflight.checks.serving import states_are_one_requests_own
 from slimx.preflight.hardware import Machine
@@ -302,11 +301,3 @@ def test_more_ranks_than_key_heads_are_refused(tmp_path: Path):
     for more in ({"context": 4}, {"tensor": 2, "context": 2}):
         with refused("layout.delta_net", about="trainer.context"):
             check_layout(run(tmp_path, trainer={"world_size": 4, **more}).trainer, spec)
-
-
-def test_exact_mode_does_not_cover_them(tmp_path: Path):
-    spec = read(tmp_path, TINY)
-    config = run(tmp_path)
-    exact = config.numerics.model_copy(update={"mode": "exact"})
-    assert len(list(covers_model.ask(exact, spec))) == 1
-    assert not list(covers_model.ask(config.numerics, spec))

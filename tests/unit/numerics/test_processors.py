@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-UNIT = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 FILES = [
-    *(f"numerics/test_exact_{name}.py" for name in ("kernels", "ops", "decoder", "rounding")),
-    "reshard/test_kernel_numerics.py",
-    "trainer/test_logprobs.py",
+    *(f"extras/exact/test_{name}.py" for name in ("kernels", "operations", "decoder", "rounding")),
+    "unit/reshard/test_kernel_numerics.py",
+    "unit/trainer/test_logprobs.py",
 ]
 LESSER = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -25,7 +25,7 @@ LESSER = {
 @pytest.mark.slow("runs six files of tests again for each processor")
 @pytest.mark.parametrize("processor", LESSER)
 def test_numerics_hold_with_fewer_instructions(processor):
-    files = [str(UNIT / file) for file in FILES]
+    files = [str(TESTS / file) for file in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env={**os.environ, **LESSER[processor]}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -147,10 +147,3 @@ def test_engines_that_could_not_take_codes_are_refused(sections: dict[str, Any],
     rollout = {"prompts": "p", "engines": [sections.pop("engine", {"model": "packed"} | TRITON)]}
     with invalid("publish.int4", about=about):
         Config.model_validate({**values, "publish": {"quantise": "int4"}, "rollout": rollout, **sections})
-
-
-def test_exact_mode_has_no_int4_codes() -> None:
-    values = {"run": {"dir": "r"}, "model": {"path": "m"}, "numerics": {"dtype": "bfloat16", "mode": "exact"}}
-    rollout = {"prompts": "p", "engines": [{"model": "packed"} | TRITON]}
-    with invalid("exact.quantise", about="publish.quantise"):
-        Config.model_validate({**values, "publish": {"quantise": "int4"}, "rollout": rollout})

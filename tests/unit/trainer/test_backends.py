@@ -71,10 +71,10 @@ def test_the_log_says_what_computes_gated_delta_rules(device, packages, torch):
     assert ("torch" in said.split(":")[0]) is torch
 
 
-def test_exact_mode_computes_its_own_layers_where_transformer_engine_is():
-    backends = choose_backends(trainer(), device="cuda", packages={TE, FLASH}, exact=True)
+def test_a_mode_of_numerics_computes_its_layers_where_transformer_engine_is():
+    backends = choose_backends(trainer(), device="cuda", packages={TE, FLASH}, replaced=True)
     assert not backends.transformer_engine and backends.attention == "unfused"
-    assert "numerics.mode exact" in backends.reasons[0]
+    assert "numerics.mode" in backends.reasons[0]
 
 
 def test_a_flex_dispatcher_is_taken_where_its_library_is():
@@ -105,7 +105,7 @@ def test_flash_attention_is_found_by_its_distributions_and_hybridep_by_its_class
 
 
 @pytest.mark.parametrize(
-    ("device", "packages", "exact", "on"),
+    ("device", "packages", "replaced", "on"),
     [
         ("cuda", {TE}, False, True),
         ("cuda", {TE}, True, False),
@@ -113,8 +113,8 @@ def test_flash_attention_is_found_by_its_distributions_and_hybridep_by_its_class
         ("cpu", {TE}, False, False),
     ],
 )
-def test_tokens_are_permuted_by_transformer_engine_in_fast_mode(device, packages, exact, on):
-    backends = choose_backends(trainer(), device=device, packages=packages, exact=exact)
+def test_tokens_are_permuted_by_transformer_engine_in_fast_mode(device, packages, replaced, on):
+    backends = choose_backends(trainer(), device=device, packages=packages, replaced=replaced)
     assert backends.permute_fusion is on
 
 
@@ -144,12 +144,12 @@ def test_gradients_are_summed_beside_the_backward_pass_where_there_are_ranks_to_
     assert backends.overlap_grad_reduce is on
 
 
-@pytest.mark.parametrize(("device", "exact"), [("cpu", False), ("cuda", True)])
-def test_experts_of_plain_torch_may_have_no_gradients_to_wait_for(device, exact):
+@pytest.mark.parametrize(("device", "replaced"), [("cpu", False), ("cuda", True)])
+def test_experts_of_plain_torch_may_have_no_gradients_to_wait_for(device, replaced):
     asked = trainer(**DATA2, overlap_grad_reduce=True)
-    assert choose_backends(asked, device=device, packages={TE}, exact=exact).overlap_grad_reduce
+    assert choose_backends(asked, device=device, packages={TE}, replaced=replaced).overlap_grad_reduce
     with refused("trainer.overlap_grad_reduce", about="trainer.overlap_grad_reduce"):
-        choose_backends(asked, device=device, packages={TE}, exact=exact, experts=8)
+        choose_backends(asked, device=device, packages={TE}, replaced=replaced, experts=8)
 
 
 @pytest.mark.parametrize(("fields", "packages"), [(DATA2, {TE}), (DATA2 | {"overlap_grad_reduce": True}, {APEX})])
@@ -161,15 +161,15 @@ def test_weights_are_gathered_beside_a_pass_where_gradients_are_summed_in_bucket
 
 
 @pytest.mark.parametrize(
-    ("device", "packages", "exact", "code"),
+    ("device", "packages", "replaced", "code"),
     [
         ("cpu", {TE}, False, "trainer.no_cuda"),
         ("cuda", {APEX}, False, "trainer.not_installed"),
         ("cuda", {TE}, True, "trainer.not_installed"),
     ],
 )
-def test_moments_in_bf16_need_transformer_engines_adam(device, packages, exact, code):
+def test_moments_in_bf16_need_transformer_engines_adam(device, packages, replaced, code):
     asked = trainer(optimizer={"moments_dtype": "bfloat16"})
     choose_backends(asked, device="cuda", packages={TE})
     with refused(code, about="trainer.optimizer.moments_dtype"):
-        choose_backends(asked, device=device, packages=packages, exact=exact)
+        choose_backends(asked, device=device, packages=packages, replaced=replaced)

@@ -212,8 +212,8 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
 
 
 def _served(config: Config, state: StateBytes) -> int:
-    """Bytes of `slimx.reshard.pack.served.ServedWeights`: codes and what they are widened to; scales are left out."""
-    return state.quantised * (1 + ITEMSIZE[config.numerics.dtype]) if config.served_rule else 0
+    """Bytes of exact mode's `ServedWeights`: codes and what they are widened to; scales are left out."""
+    return state.quantised * (1 + ITEMSIZE[config.numerics.dtype]) if config.exact and config.publish.quantise else 0
 
 
 def _in_fp8(config: Config, state: StateBytes, device: str) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from slimx import entry_points
 from slimx.config.rule import broken, rules_in
 from slimx.config.rules import RULES
 from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.extras.planner.plan.splits import Fields
 from slimx.preflight import checks
 
-KEPT_RULES = RULES + rules_in(checks.activations)
+CONFIGURATION_RULES = RULES + rules_in(*entry_points.load_all("slimx.rules").values())
+"""Rules of a configuration, and those of extras."""
+KEPT_RULES = CONFIGURATION_RULES + rules_in(checks.activations)
 """Rules of a configuration and of how activations are kept; a way that breaks one is passed over."""
 _BESIDE = ("activations.device", "activations.proven", "activations.attention")
 """Codes of what refuses offloading whatever the parts are, recomputation aside."""

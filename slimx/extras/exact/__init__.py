@@ -1,0 +1,1 @@
+"""Exact mode: trainer and engines compute the same bits."""

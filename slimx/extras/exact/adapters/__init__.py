@@ -1,0 +1,1 @@
+"""Exact mode inside megatron-core and SGLang."""

@@ -1,0 +1,4 @@
+"""Exact mode inside SGLang."""
+
+ATTENTION = "slimx_exact"
+"""Name of the attention backend."""

@@ -1,0 +1,125 @@
+"""Exact mode in an SGLang server: the choice of experts, their products, and the sum of their outputs.
+
+Written for sglang 0.5.23; `numerics.py` registers these in the place of SGLang's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slimx.extras.exact import operations as exact
+from slimx.extras.exact.adapters.sglang import ranks as sglang_ranks
+from slimx.extras.exact.adapters.sglang.blocks import expert_weights
+
+TOP_K = "sglang.srt.layers.moe.topk.fused_topk_native"
+GROUPED_TOP_K = "sglang.srt.layers.moe.topk.biased_grouped_topk"
+EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+BLOCKS = {
+    "DeepseekV2MoE": "sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward_normal",
+    "Glm4MoeSparseMoeBlock": "sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.forward_normal",
+}
+"""Layers with a sigmoid router and shared experts, by class."""
+
+
+class ExpertOperations:
+    """The operations of a server's MoE layers. `leaves`: of row-parallel sums."""
+
+    def __init__(self, leaves: int):
+        self.leaves = leaves
+        self._shared: torch.Tensor | None = None
+        """The shared experts' output on its way to the sum of the others' that comes next."""
+
+    def replacements(self) -> dict[str, Callable[..., Any]]:
+        """Replacements for SGLang's HookRegistry, by target."""
+        blocks = dict.fromkeys(BLOCKS.values(), self.block)
+        return {TOP_K: self.top_k, GROUPED_TOP_K: self.grouped_top_k, EXPERTS: self.experts, **blocks}
+
+    def idle(self, kinds: set[str]) -> set[str]:
+        """Targets that a model with modules of these classes never calls."""
+        blocks = {target for kind, target in BLOCKS.items() if kind in kinds}
+        used = blocks | {GROUPED_TOP_K} if blocks else {TOP_K}
+        used = used | {EXPERTS} if "FusedMoE" in kinds else set()
+        return {TOP_K, GROUPED_TOP_K, EXPERTS, *BLOCKS.values()} - used
+
+    def block(self, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """A layer of BLOCKS: the shared experts' output joins the others' before the sum is rounded."""
+        from sglang.srt.layers.moe.utils import post_experts_all_reduce
+
+        logits = exact.linear(hidden, layer.gate.weight, dtype=torch.float32)
+        choice = layer.topk(hidden, logits)
+        self._shared = layer.shared_experts(hidden) if getattr(layer, "shared_experts", None) is not None else None
+        out = layer.experts(hidden, choice)
+        return post_experts_all_reduce(out) if getattr(layer, "reduce_results", False) else out
+
+    def grouped_top_k(
+        self,
+        hidden_states: torch.Tensor,
+        gating_output: torch.Tensor,
+        correction_bias: torch.Tensor,
+        topk: int,
+        renormalize: bool,
+        num_expert_group: int,
+        topk_group: int,
+        routed_scaling_factor: float | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as `top_k`, by sigmoid scores; the factor is in the weights."""
+        weights, ids = exact.route(
+            gating_output,
+            topk,
+            score="sigmoid",
+            bias=correction_bias,
+            groups=num_expert_group,
+            top_groups=topk_group,
+            renormalise=renormalize,
+            factor=routed_scaling_factor or 1.0,
+        )
+        return weights, ids.to(torch.int32)
+
+    def top_k(
+        self,
+        hidden_states: torch.Tensor,
+        gating_output: torch.Tensor,
+        topk: int,
+        renormalize: bool,
+        correction_bias: torch.Tensor | None = None,
+        scoring_func: str = "softmax",
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [tokens, k] fp32 and ids [tokens, k] int32, in ascending order of id."""
+        weights, ids = exact.route(gating_output, topk, renormalise=renormalize)
+        return weights, ids.to(torch.int32)
+
+    def experts(self, layer: Any, x: torch.Tensor, choice: Any, config: Any) -> torch.Tensor:
+        """x [tokens, hidden] -> [tokens, hidden], with the weights w13 [experts, 2 n, hidden] and w2 [experts, hidden,
+        n] of this rank. `choice` has a token's experts in ascending order; -1 is one of another rank's."""
+        weights, ids = choice.topk_weights, choice.topk_ids.long()
+        flat, (tokens, choices) = ids.flatten(), ids.shape
+        here = (flat >= 0).nonzero()[:, 0]
+        order = here[flat[here].argsort(stable=True)]
+        counts = torch.bincount(flat[order], minlength=len(layer.w13_weight)).tolist()
+        w13, w2 = (expert_weights(layer, name, counts, x.dtype) for name in ("w13_weight", "w2_weight"))
+        inner = exact.silu_and_mul(exact.grouped_linear(x[order // choices], w13, counts))
+        parts, ranks = layer.moe_tp_size, layer.moe_tp_size * layer.moe_ep_size
+        dtype = x.dtype if ranks == 1 else torch.float32
+        out = exact.grouped_linear(inner, w2, counts, self.leaves // parts, dtype=dtype)
+        by_choice = out.new_zeros(tokens * choices, out.shape[1])
+        by_choice[order] = out
+        if ranks > 1:
+            by_choice = _whole(by_choice, parts).to(x.dtype)
+        shared, self._shared = self._shared, None
+        mixed = exact.moe_combine(by_choice.view(tokens, choices, -1), weights, shared)
+        return mixed if ranks == 1 else sglang_ranks.of_first_rank(mixed)
+
+
+def _whole(partial: torch.Tensor, parts: int) -> torch.Tensor:
+    """fp32 outputs of all experts, of which each rank has some, as `parts` partial sums on ranks that follow each other
+    (SGLang's initialize_model_parallel). An expert's are zero on all other ranks, so adding those changes no value."""
+    from sglang.srt.runtime_context import get_parallel
+
+    by_rank = sglang_ranks.gathered(partial, get_parallel().tp_group)
+    by_expert_rank = [exact.combine_leaves(by_rank[at : at + parts]) for at in range(0, len(by_rank), parts)]
+    return torch.stack(by_expert_rank).sum(0)

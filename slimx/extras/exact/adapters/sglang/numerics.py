@@ -1,0 +1,202 @@
+"""Exact mode in an SGLang server: operations of the contract in the place of SGLang's.
+
+Written for sglang 0.5.23. Active only in a server that was started with `--exact-leaves`.
+Loading of weights, scheduling, the KV cache and sampling stay SGLang's. What is replaced are the functions that round:
+norms, linear layers, rotary embedding, SwiGLU, attention, top-k, experts, output layer and log_softmax. A model that
+has anything else with parameters is refused, because it would round by another rule.
+
+The other operations are in `experts.py`, `attention.py` and `latent.py`, sums over ranks in `ranks.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from slimx.errors import SlimxError
+from slimx.extras.exact import operations as exact
+from slimx.extras.exact.adapters.sglang import ATTENTION
+from slimx.extras.exact.adapters.sglang.attention import attention_class
+from slimx.extras.exact.adapters.sglang.blocks import BlockOperations, methods_of, weight_of
+from slimx.extras.exact.adapters.sglang.coverage import uncovered
+from slimx.extras.exact.adapters.sglang.experts import ExpertOperations
+from slimx.extras.exact.adapters.sglang.latent import LatentOperations, is_latent
+from slimx.extras.exact.adapters.sglang.ranks import gathered, of_first_rank
+from slimx.extras.exact.adapters.sglang.rotary import rotary_of
+
+
+def open_choices() -> None:
+    """Have SGLang's arguments accept the attention backend, in deterministic mode too and with a radix cache."""
+    from sglang.srt.arg_groups import choices
+
+    for listed in (
+        choices.ATTENTION_BACKEND_CHOICES,
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        if ATTENTION not in listed:
+            listed.append(ATTENTION)
+
+
+def register(registry: Any, kinds: Any, leaves: int) -> None:
+    """Register the operations with SGLang's HookRegistry (`kinds`: its HookType), and the attention backend."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    room = ExactServer(leaves)
+    for target, hook in room.replacements().items():
+        registry.register(target, hook, kinds.REPLACE)
+    registry.register(LOG_SOFTMAX, room.log_softmax, kinds.AROUND)
+    register_attention_backend(ATTENTION)(room.attention_backend)
+
+
+def installed(registry: Any) -> ExactServer | None:
+    """The operations registered in this process; None in fast mode."""
+    owners = (getattr(hook, "__self__", None) for hooks in registry._hooks.values() for _, hook, _ in hooks)
+    return next((owner for owner in owners if isinstance(owner, ExactServer)), None)
+
+
+NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
+ACTIVATION = "sglang.srt.layers.activation.SiluAndMul.forward_native"
+ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native"
+LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
+HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+LOG_SOFTMAX = "torch.nn.functional.log_softmax"
+"""The sampler and the scoring of prompts take their log-probs from it."""
+
+
+class ExactServer:
+    """The operations of one server process, and how often each was called."""
+
+    def __init__(self, leaves: int):
+        self.leaves = leaves
+        self.calls: Counter[str] = Counter()
+        self.experts = ExpertOperations(leaves)
+        self.blocks = BlockOperations(self.linear)
+        self.latent = LatentOperations(self._turned)
+        self._gates: set[int] = set()
+        """Linear layers (by id) whose output is a router's logits: those stay fp32."""
+        self._tables: dict[tuple[exact.Rotary, torch.device], torch.Tensor] = {}
+
+    def replacements(self) -> dict[str, Callable[..., Any]]:
+        """Replacements for SGLang's HookRegistry, by target; each counts its calls."""
+        operations = {
+            NORM: self.rms_norm,
+            ACTIVATION: self.silu_and_mul,
+            ROTARY: self.rotary,
+            LINEAR: self.linear,
+            HEAD: self.head,
+            **self.experts.replacements(),
+            **self.blocks.replacements(),
+            **self.latent.replacements(),
+        }
+        return {target: partial(self._counted, target, operation) for target, operation in operations.items()}
+
+    def _counted(self, target: str, operation: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.calls[target] += 1
+        return operation(*args, **kwargs)
+
+    def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
+        """By target whether it is replaced and, if the model needs it to generate, has been called: a server is asked
+        after its first token."""
+        kinds = {type(module).__name__ for module in model.modules()}
+        idle = {LOG_SOFTMAX}  # greedy health checks ask for no log-probs
+        idle |= self.experts.idle(kinds) | self.latent.idle(kinds) | self.blocks.idle(model)
+        idle |= set() if "SiluAndMul" in kinds else {ACTIVATION}
+        idle |= set() if "UnquantizedLinearMethod" in methods_of(model) else {LINEAR}
+        idle |= {ROTARY} if is_latent(kinds) else set()
+        return {
+            target: target in registry._patched and (target in idle or self.calls[target] > 0)
+            for target in (*self.replacements(), LOG_SOFTMAX)
+        } | {ATTENTION: self.calls[ATTENTION] > 0}
+
+    # Operations, with the signatures of what they replace -----------------------------------------------------------
+
+    def rms_norm(self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
+        if residual is None:
+            return exact.rms_norm(x, norm.weight, norm.variance_epsilon)
+        return exact.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+    def silu_and_mul(self, _: Any, x: torch.Tensor) -> torch.Tensor:
+        return exact.silu_and_mul(x)
+
+    def rotary(
+        self,
+        rotary: Any,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        fused_set_kv_buffer_arg: Any = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`fused_set_kv_buffer_arg`: where keys and values are kept, if this is where a model on CUDA has that done."""
+        positions = (positions if offsets is None else positions + offsets).flatten()
+        heads = (x.reshape(len(positions), -1, rotary.head_size) for x in (query, key))
+        query_out, key_out = self._turned(rotary, positions, *heads)
+        if (kept := fused_set_kv_buffer_arg) is not None:
+            kept.k_buffer[kept.cache_loc] = key_out.flatten(1)
+            kept.v_buffer[kept.cache_loc] = kept.value.reshape(len(positions), -1)
+        return query_out.reshape(query.shape), key_out.reshape(key.shape)
+
+    def _turned(
+        self, rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [T, heads, d] and key [T, groups, d] turned by the halves of what rotates."""
+        which, last = (rotary_of(rotary), positions.device), int(positions.max()) if len(positions) else 0
+        if last >= len(self._tables.get(which, ())):
+            self._tables[which] = which[0].table(1 << last.bit_length()).to(positions.device)
+        return exact.rope(query, key, self._tables[which], positions)
+
+    def linear(self, _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        from sglang.srt.layers.linear import RowParallelLinear
+
+        weight = weight_of(layer, x.dtype)
+        if id(layer) in self._gates:
+            return exact.linear(x, weight, dtype=torch.float32)
+        if isinstance(layer, RowParallelLinear):
+            size = layer.tp_group.world_size if layer.tp_group is not None else 1
+            if size > 1:
+                part = exact.linear_partial(x, weight, self.leaves // size)
+                return of_first_rank(exact.combine_leaves(gathered(part, layer.tp_group), x.dtype))
+            return exact.linear(x, weight, leaves=self.leaves)
+        return exact.linear(x, weight, bias=bias)
+
+    def head(self, _: Any, hidden: torch.Tensor, head: Any, *__: Any, **___: Any) -> torch.Tensor:
+        return exact.linear(hidden.to(head.weight.dtype), head.weight)
+
+    def log_softmax(self, original: Callable[..., Any], x: torch.Tensor, dim: int | None = None, **options: Any) -> Any:
+        self.calls[LOG_SOFTMAX] += 1
+        if x.dim() != 2 or dim not in (-1, 1) or options:
+            return original(x, dim=dim, **options)
+        return exact.log_softmax(x.float())
+
+    # Attention ------------------------------------------------------------------------------------------------------
+
+    def attention_backend(self, runner: Any) -> Any:
+        """SGLang's factory of the backend, called once the model is there and the runner has the names of its backends.
+        Raises SlimxError for a model that has more than these operations, and where SGLang would attend to prompts or
+        to single tokens by a backend of its own."""
+        for step in ("prefill", "decode"):
+            if (backend := getattr(runner, f"{step}_attention_backend_str")) != ATTENTION:
+                raise SlimxError(
+                    f"numerics.mode exact attends by {ATTENTION}, and {step} in this server by {backend}; leave "
+                    f"{step}_attention_backend out of rollout.engines.sglang, or out of the server's arguments",
+                    code="exact.backend",
+                    about=f"{step}_attention_backend",
+                )
+        from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
+
+        set_fused_op_backend(KernelBackend.TORCH)  # forward_native, which is replaced, and no other kernel on a GPU
+        if problems := list(uncovered(runner.model)):
+            raise SlimxError(
+                f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}; "
+                "set numerics.mode=fast",
+                code="exact.model",
+                about=type(runner.model).__name__,
+            )
+        self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}
+        return attention_class()(runner, self.calls)

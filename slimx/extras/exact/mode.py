@@ -1,0 +1,110 @@
+"""Exact mode as the core sees it. Imports neither torch nor the operations before they are called for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from slimx.extras.exact.adapters.sglang import ATTENTION
+from slimx.numerics.mode import Head, NumericsMode
+
+if TYPE_CHECKING:
+    import torch
+
+    from slimx.config.schema import Config
+    from slimx.config.sections.rollout import Rollout
+    from slimx.config.sections.run import Numerics
+    from slimx.config.sections.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Exact(NumericsMode):
+    """Computes by the contract of numerics.mode exact, row-parallel sums as trees of N leaves."""
+
+    OPTION: ClassVar[str | None] = "--exact-leaves"
+    replaces_layers: ClassVar[bool] = True
+
+    leaves: int
+    """Leaves of row-parallel sums."""
+
+    @classmethod
+    def configured(cls, config: Config) -> Self:
+        return cls(tree_leaves(config.numerics, config.trainer, config.rollout))
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        return cls(int(argument))
+
+    def contract(self, dtype: str, device: str = "cpu") -> dict[str, int | str]:
+        from slimx.extras.exact.operations import contract
+
+        return contract(leaves=self.leaves, dtype=dtype, device=device)
+
+    def exchange_layers(self, block: Any, transformer: Any, gpt: dict[str, Any]) -> dict[str, Any]:
+        from slimx.extras.exact.adapters.megatron import layers, rotary
+        from slimx.extras.exact.adapters.megatron.router import ExactRouter
+        from slimx.trainer.moe import router
+
+        router.install(block, ExactRouter)
+        layers.install(block, leaves=self.leaves, rotary=rotary.rotary_of(transformer, gpt))
+        return gpt | {"position_embedding_type": "none"}
+
+    def prepare_weights(self, weights: Any, config: Config) -> None:
+        """Has layers compute with weights as engines hold them after a publication in fp8."""
+        if config.publish.quantise is not None:
+            from slimx.extras.exact.adapters.megatron.layers import compute_with
+            from slimx.extras.exact.served_weights import ServedWeights
+            from slimx.reshard.plan.precision import Quantisation
+
+            rule = Quantisation(config.publish.quantise)
+            served = ServedWeights(weights.held, weights.parameters, rule, config.numerics.dtype)
+            weights.derived.append(served.refresh)
+            for name, value in served.values.items():
+                compute_with(weights.parameters[name], value)
+
+    def head(self) -> Head:
+        from slimx.extras.exact import head
+
+        return head
+
+    def server_arguments(self, device: str) -> dict[str, Any]:
+        if device == "cpu":
+            return {"attention_backend": ATTENTION}
+        # Sizes are read back from the GPU; experts stay as they are loaded; no norm inside of an all-reduce.
+        return {
+            "attention_backend": ATTENTION,
+            "disable_cuda_graph": True,
+            "moe_runner_backend": "triton",
+            "enforce_disable_flashinfer_allreduce_fusion": True,
+        }
+
+    def command_line(self) -> list[str]:
+        return [self.OPTION, str(self.leaves)]
+
+    def open_choices(self) -> None:
+        from slimx.extras.exact.adapters.sglang import numerics
+
+        numerics.open_choices()
+
+    def register(self, registry: Any, kinds: Any) -> None:
+        from slimx.extras.exact.adapters.sglang import numerics
+
+        numerics.register(registry, kinds, self.leaves)
+
+    def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
+        from slimx.extras.exact.adapters.sglang import numerics
+
+        server = numerics.installed(registry)
+        return {ATTENTION: False} if server is None else server.in_force(registry, model)
+
+
+def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
+    """Leaves of the binary tree of row-parallel sums: as given, or the largest tensor parallel size that takes part."""
+    return numerics.leaves or max(tensor_sizes(trainer, rollout).values())
+
+
+def tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
+    sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
+    # Of a replay too, which starts no engines: its sums are those of the run that sampled.
+    engines = (group for group in rollout.engines if not group.frozen)
+    return sizes | {f"tensor of {group.where}": group.tensor for group in engines}

@@ -1,0 +1,178 @@
+"""The CPU kernels of exact mode (`csrc/exact.h`) from Python: the functions and the bits of `reference.py`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from slimx.errors import SlimxError
+
+# Elementwise operations: torch is as fast.
+from slimx.extras.exact.operations.forward.reference import Gathered
+from slimx.extras.exact.operations.forward.reference import combine as combine
+from slimx.extras.exact.operations.forward.reference import rotate as rotate
+from slimx.numerics.ordered.kernel import ISAS, Group, isas, load
+
+MOST_LEAVES = 64
+"""SLIMX_MOST_LEAVES in csrc/exact.h."""
+_WIDE = {torch.float32: 1, torch.bfloat16: 0}
+
+
+class AttentionCall(ctypes.Structure):
+    """SlimxExactAttention."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "index", "begin", "length", "sinks", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "groups", "d", "dv")),
+        ("scale", ctypes.c_float),
+        ("wide", ctypes.c_int32),
+    ]
+
+    @classmethod
+    def of(
+        cls, query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, out: torch.Tensor, wide: int
+    ) -> AttentionCall:
+        """Build the call's record from contiguous tensors, which the caller keeps alive."""
+        key, value, index, begin, length = read
+        if not query.dtype == key.dtype == value.dtype:
+            raise SlimxError(
+                f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype",
+                code="exact.dtype",
+                about="query, key and value",
+            )
+        check_dtype("index", index, torch.int32)
+        check_dtype("begin", begin, torch.int64)
+        check_dtype("length", length, torch.int64)
+        inputs = (t.data_ptr() for t in (query, *read))
+        sizes = *query.shape[:2], key.shape[1], query.shape[2], value.shape[2]
+        return cls(*inputs, None if sinks is None else sinks.data_ptr(), out.data_ptr(), *sizes, scale, wide)
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    leaves: int,
+    dtype: torch.dtype,
+    *,
+    isa: str = "best",
+) -> torch.Tensor:
+    """Compute `reference.linear`; `isa`: one of `isas()`, here and below."""
+    if leaves > MOST_LEAVES:
+        raise SlimxError(
+            f"{leaves} leaves are more than the kernels' {MOST_LEAVES}: use fewer",
+            code="exact.leaves",
+            about=str(leaves),
+        )
+    x, held = x.contiguous(), [weight.contiguous() for weight in weights]
+    columns = check_weights(x, held)
+    out = x.new_empty(len(x), columns, dtype=dtype)
+    groups = (Group * len(held))(*((w.data_ptr(), n) for w, n in zip(held, counts, strict=True)))
+    sizes = len(held), columns, x.shape[1], leaves
+    _call("linear", isa, x.data_ptr(), groups, *sizes, _wide(x), out.data_ptr(), _wide(out))
+    return out
+
+
+def check_dtype(what: str, t: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises SlimxError unless `t` is of `dtype`: the kernels are given its address alone."""
+    if t.dtype != dtype:
+        raise SlimxError(f"{what} is {t.dtype}: pass {dtype}", code="kernel.dtype", about=what)
+
+
+def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """Rows of each of `weights`. Raises SlimxError unless all are of one shape, and fit `x` [T, K]."""
+    columns = weights[0].shape[0]
+    if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in weights):
+        raise SlimxError(
+            f"weights do not all have the shape {[columns, x.shape[1]]} and dtype of x ({x.dtype})",
+            code="exact.weights",
+            about="weights",
+        )
+    return columns
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "best") -> torch.Tensor:
+    """Compute `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight.float(), eps, isa=isa).to(x.dtype)
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    _call("rms_norm", isa, x.data_ptr(), weight.data_ptr(), *x.shape, ctypes.c_float(eps), _wide(x), out.data_ptr())
+    return out
+
+
+def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
+    """Compute `reference.silu_and_mul`."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _call("silu_and_mul", isa, x.data_ptr(), *out.shape, _wide(x), out.data_ptr())
+    return out
+
+
+def log_normaliser(
+    logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `reference.log_normaliser`."""
+    check_dtype("temperature", temperature, torch.float32)
+    logits, temperature = logits.contiguous(), temperature.contiguous()
+    most, log_sum = torch.empty(2, len(logits)).unbind()
+    found = most.data_ptr(), log_sum.data_ptr()
+    _call("log_normaliser", isa, logits.data_ptr(), temperature.data_ptr(), *logits.shape, _wide(logits), *found)
+    return most, log_sum
+
+
+def attend(
+    query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, *, isa: str = "best"
+) -> torch.Tensor:
+    """Compute `reference.attend`; all tensors but `sinks` are contiguous."""
+    sinks = None if sinks is None else sinks.float().contiguous()
+    out = query.new_empty(*query.shape[:2], read.value.shape[2])
+    record = AttentionCall.of(query, read, scale, sinks, out, _wide(query))
+    _call("attend", isa, ctypes.byref(record))
+    return out
+
+
+@functools.cache
+def _declare() -> None:
+    """Declare the signatures of the kernels here."""
+    library = load()
+    address, count, code, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    library.slimx_exact_rms_norm.argtypes = [address, address, count, count, real, code, address, code, code]
+    library.slimx_exact_silu_and_mul.argtypes = [address, count, count, code, address, code, code]
+    normaliser = [address, address, count, count, code, address, address, code, code]
+    library.slimx_exact_log_normaliser.argtypes = normaliser
+    library.slimx_exact_attend.argtypes = [address, code, code]
+
+
+def _wide(t: torch.Tensor) -> int:
+    if t.dtype not in _WIDE or t.device.type != "cpu":
+        raise SlimxError(
+            f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
+            code="exact.dtype",
+            about=str(t.dtype),
+        )
+    return _WIDE[t.dtype]
+
+
+def _call(name: str, isa: str, *arguments: object) -> None:
+    if isa not in ISAS:
+        raise SlimxError(
+            f"the instruction set {isa!r} is not known: use {', '.join(ISAS)}", code="exact.isa", about=isa
+        )
+    _declare()
+    status = getattr(load(), f"slimx_exact_{name}")(*arguments, ISAS[isa], torch.get_num_threads())
+    if status == 1:
+        raise SlimxError(
+            f"there is no memory for the scratch of exact mode's {name}: use smaller microbatches",
+            code="exact.scratch",
+            about=name,
+        )
+    if status:
+        raise SlimxError(
+            f"this processor lacks the instruction set {isa}: use one of {', '.join(isas()) or 'none'}",
+            code="exact.isa",
+            about=isa,
+        )

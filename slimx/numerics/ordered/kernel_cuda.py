@@ -1,0 +1,66 @@
+"""The CUDA kernel of products with one order of sums (`csrc/exact_interface.cuh`) from Python: the bits of
+`reference.py`.
+
+Work is queued on the current stream. Importable anywhere: a library that is missing is refused where it is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch  # before the library is loaded, as in kernel.py
+
+from slimx.errors import SlimxError
+from slimx.library import load_library
+from slimx.numerics.ordered.kernel import FP32
+
+LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_exact_cuda.so"
+ABI = 102
+"""SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute `reference.product` of fp32 tensors."""
+    x, weight = x.contiguous(), weight.contiguous()
+    rows, (columns, width) = len(x), weight.shape
+    out = x.new_empty(rows, columns)
+    addresses = torch.tensor([weight.data_ptr()], device=x.device)
+    starts = torch.tensor([0, rows], device=x.device)
+    if out.numel():
+        tensors = x.data_ptr(), addresses.data_ptr(), starts.data_ptr()
+        call("linear", x, *tensors, 1, rows, columns, width, 0, width, FP32, out.data_ptr(), FP32)
+    return out
+
+
+def call(name: str, on: torch.Tensor, *arguments: object) -> None:
+    """Call a kernel of the library, whose signature is declared, on the device of `on`."""
+    library = load(LIBRARY)
+    with torch.cuda.device(on.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        status = getattr(library, f"slimx_exact_cuda_{name}")(*arguments, stream)
+    if status:
+        reason = library.slimx_exact_cuda_error_string(status).decode()
+        raise SlimxError(
+            f"{name} cannot be launched on {on.device}: {reason} (CUDA error {status})",
+            code="exact.launch",
+            about=name,
+        )
+
+
+@functools.cache
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path`, its linear declared. Raises SlimxError if it is missing, broken or stale."""
+    library = load_library(
+        path,
+        what="the CUDA library of ordered sums",
+        version="slimx_exact_cuda_abi",
+        abi=ABI,
+        remedy="run `make build` where nvcc is (CUDA 12.8 or later)",
+    )
+    address, count, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.slimx_exact_cuda_error_string.argtypes = [code]
+    library.slimx_exact_cuda_error_string.restype = ctypes.c_char_p
+    library.slimx_exact_cuda_linear.argtypes = [*[address] * 3, *[count] * 6, code, address, code, address]
+    return library

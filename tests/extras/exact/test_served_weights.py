@@ -1,0 +1,83 @@
+"""What a trainer computes with in exact mode is what its engines make of a publication in blocks of fp8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slimx.extras.exact.adapters.sglang.widener import Widener
+from slimx.extras.exact.served_weights import ServedWeights
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import Sizes
+from slimx.models.families import deepseek_v3
+from slimx.reshard.kernels import blocks
+from slimx.reshard.kernels.record import RULE
+from slimx.reshard.plan.precision import Quantisation
+from tests import reshard_reference as reference
+from tests.refusals import refused
+from tests.unit.layout.layout_stand import MODELS, Model, checkpoint, held_by_trainers
+from tests.unit.reshard.packer_stand import DTYPES, WIDE, Values, one_thread
+
+
+@pytest.fixture(autouse=True)
+def single_threaded():
+    with one_thread():
+        yield
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [("ieee", "bfloat16"), ("te", "float32"), ("ue8m0", "bfloat16")])
+def test_every_rank_rounds_its_shards_as_the_whole_tensors_are_rounded(rule: Any, dtype: Any) -> None:
+    model, sizes, how = (
+        Model(WIDE, deepseek_v3.weight_table(WIDE)),
+        Sizes(tensor=2, data=2, expert=2),
+        Quantisation(rule),
+    )
+    whole, held = checkpoint(model), held_by_trainers(model, sizes)
+    count = 1 + max(int(t.max()) for t in whole.values())
+    values, rounded = Values(count), torch.zeros(count, dtype=DTYPES[dtype])
+    quantised = {name for e in model.table.entries() if e.row.quantised for name in e.sources}
+    for name in quantised:
+        codes, scales = reference.quantise(values.dress(whole, DTYPES[dtype])[name], RULE[rule.upper()], how.block)
+        rounded[whole[name]] = reference.dequantise(codes, scales, how.block, DTYPES[dtype])
+    for rank, numbers in enumerate(held):
+        parameters = values.dress(numbers, DTYPES[dtype])
+        parts = MegatronLayout(model.table, sizes).held(rank)
+        served = ServedWeights(parts, parameters, how, dtype)
+        assert served.values.keys() == {part.name for part in parts if part.quantised}
+        for factor in (1.0, 2.0):  # all rules scale by powers of two
+            for name in served.values:
+                parameters[name].copy_(values.dress(numbers, DTYPES[dtype])[name] * factor)
+            served.refresh()
+            for name, found in served.values.items():
+                assert torch.equal(found, rounded[numbers[name]] * factor), (rank, name)
+
+
+def test_a_shard_that_a_block_would_cross_is_refused_by_name() -> None:
+    model, sizes = MODELS["deepseek"], Sizes(tensor=2)
+    parameters = Values().dress(held_by_trainers(model, sizes)[0], torch.bfloat16)
+    with refused("plan.blocks", about="model.layers.0.mlp.up_proj.weight"):
+        ServedWeights(MegatronLayout(model.table, sizes).held(0), parameters, Quantisation("ieee"), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_tensor_is_dequantised_as_the_specification_does_it(dtype: torch.dtype) -> None:
+    x = torch.randn(100, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codes, scales = reference.quantise(x, RULE.IEEE, (32, 64))
+    found = blocks.dequantise(codes.view(torch.float8_e4m3fn), scales, (32, 64), dtype)
+    assert torch.equal(found, reference.dequantise(codes, scales, (32, 64), dtype))
+    with refused("kernel.scales", about="scales"):
+        blocks.dequantise(codes, scales[:3], (32, 64), dtype)
+
+
+def test_matrices_of_a_stack_are_dequantised_from_what_it_holds_now() -> None:
+    x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    made = [reference.quantise(matrix, RULE.IEEE, (32, 64)) for matrix in x]
+    codes, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
+    wanted = [reference.dequantise(*parts, (32, 64), torch.bfloat16) for parts in made]
+    widener = Widener(codes, scales, (32, 64), torch.bfloat16)
+    assert torch.equal(widener([2, 0]), torch.stack([wanted[2], wanted[0]])) and len(widener([])) == 0
+    scales *= 2  # as a publication writes in place
+    assert torch.equal(widener([1])[0], wanted[1] * 2)
+    assert widener.reads(codes, scales) and not widener.reads(codes.clone(), scales)
