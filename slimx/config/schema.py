@@ -1,8 +1,8 @@
 """The configuration of one run: one typed model per section, every field described with its unit.
 
 `slimx train FILE section.key=value` fills these models; an unknown key is refused with the nearest known one
-(`slimx.config.load`). What a section says alone is checked by validators in its own file; rules between sections are
-`slimx.config.rules`, and those that need the model, a machine or files are `slimx.preflight.checks`.
+(`slimx.config.load`). What a section says alone is checked by validators in its file; rules between sections, and those
+that need the model, a machine or files, are entry points (`slimx.config.rule`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import operator
 from typing import Any
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr, ValidationError, ValidationInfo, model_validator
 
 from slimx.config import wording
-from slimx.config.rule import Refusal, broken, refuse
-from slimx.config.rules import RULES
-from slimx.config.rules.exact import tree_leaves
-from slimx.config.rules.policies import fits_engines, proven_for
+from slimx.config.rule import Refusal, all_rules, broken, refuse
 from slimx.config.section import Section
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.policies import ACTOR, Policy, check_apart, check_names, derived
+from slimx.config.sections.policies import ACTOR, Policy, check_apart, check_borrowed, check_names, derived
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.reward import Reward
@@ -33,6 +30,22 @@ from slimx.config.sections.run import Cluster, Model, Numerics, RunSection, Trac
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
+
+CHECKED = {"checked": True}
+"""Context for `Config.model_validate` of values that another process has checked: no rule is asked."""
+
+
+def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
+    """Leaves of the binary tree of row-parallel sums: as given, or the largest tensor parallel size that takes part."""
+    return numerics.leaves or max(tensor_sizes(trainer, rollout).values())
+
+
+def tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
+    """Tensor parallel sizes that take part in row-parallel sums, by name."""
+    sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
+    # Of a replay too, which starts no engines: its sums are those of the run that sampled.
+    engines = (group for group in rollout.engines if not group.frozen)
+    return sizes | {f"tensor of {group.where}": group.tensor for group in engines}
 
 
 class Config(Section):
@@ -73,14 +86,19 @@ class Config(Section):
         return plain
 
     @model_validator(mode="after")
-    def _across(self) -> Config:
-        refuse(broken(RULES, self.sections))
+    def _across(self, info: ValidationInfo) -> Config:
+        if info.context is CHECKED:
+            return self
+        refuse(broken(all_rules(), self.sections))
         check_names(self.policies)
         configs = self.by_policy
-        for name, config in configs.items():
-            refuse(proven_for(name, config.sections, self.policies))
+        for name in self.trained[1:]:
+            # Its sections were asked alone when it was made, without the run's policies.
+            several = [rule for rule in all_rules() if "policies" in rule.facts]
+            sections = configs[name].sections
+            refuse([_renamed(name, each) for each in broken(several, {**sections, "policies": self.policies})])
             if name in self.served_beside:
-                refuse(fits_engines(name, config.sections, self.sections))
+                check_borrowed(name, sections, self.sections)
         check_apart({name: config.rollout.engines for name, config in configs.items()})
         return self
 
@@ -180,11 +198,16 @@ def _borrowing(config: Config) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": groups})})
 
 
+def _renamed(name: str, error: SlimxError) -> Refusal:
+    """A refusal of the sections of the policy `name`, with the keys that the run has for them."""
+    return Refusal(f"policies.{name}: {error}", code=error.code, about=f"policies.{name}.{error.about}")
+
+
 def _of_policy(name: str, item: Any) -> Refusal:
     """The refusal behind one of pydantic's errors in the configuration of the policy `name`."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
-        return Refusal(f"policies.{name}: {cause}", code=cause.code, about=f"policies.{name}.{cause.about}")
+        return _renamed(name, cause)
     where = ".".join([f"policies.{name}", *map(str, item["loc"])])
     if item["type"] == "extra_forbidden":
         return Refusal(

@@ -65,9 +65,9 @@ class TrainerWorker:
         force, contract of exact mode (None in fast mode), seconds of imports, meeting and model; on CUDA the UUID of
         its GPU and the number of its CPUs."""
         clock = [time.perf_counter()]
-        from slimx.config.schema import Config
+        from slimx.config.schema import CHECKED, Config
 
-        config = self._config = Config.model_validate(self._values)
+        config = self._config = Config.model_validate(self._values, context=CHECKED)
         local = is_loopback(urlsplit(init_method).hostname or "")
         shares = config.trainer.tensor * config.trainer.context > 1
         fp8, deep_ep = config.trainer.fp8 is not None, config.trainer.moe.dispatcher == "flex"

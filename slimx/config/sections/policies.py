@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from slimx.config.rule import Refusal
+from slimx.config.rule import Refusal, refuse
 from slimx.config.section import Section
 from slimx.config.sections.engines import Engines
+from slimx.errors import SlimxError
 
 ACTOR = "actor"
 """Name of the policy that the run's own sections describe."""
@@ -96,6 +97,39 @@ def check_names(policies: Mapping[str, Policy]) -> None:
                 code="policies.engines_of",
                 about=f"policies.{name}.engines_of",
             )
+
+
+def check_borrowed(name: str, sections: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Raise Refusal for `sections` of the policy `name` that engines of the run's actor cannot generate for: these have
+    one base, that of the run's sections, and slots of one shape."""
+    model, trainer, other = run["model"], run["trainer"], sections["trainer"]
+    if run["publish"].adapters != "alone" or trainer.lora is None:
+        raise Refusal(
+            f"policies.{name}.engines_of has the actor's engines generate for it, which hold one set of weights; train "
+            "adapters with them (trainer.lora) and publish these alone (publish.adapters=alone), or leave it out",
+            code="policies.engines_of",
+            about="publish.adapters" if trainer.lora is not None else "trainer.lora",
+        )
+    here, there = other.lora, trainer.lora
+    same = {
+        "model": sections["model"] == model,
+        "trainer.load": other.load == trainer.load,
+        "trainer.lora": here is not None,
+        "trainer.lora.rank": here is None or here.rank == there.rank,
+        "trainer.lora.targets": here is None or here.targets == there.targets,
+    }
+    refuse(
+        [
+            SlimxError(
+                f"policies.{name}.{key} is not the actor's, whose engines generate for it (engines_of): they hold one "
+                "base, and adapters of one shape; make it equal, or give the policy engines for itself",
+                code="policies.engines_of",
+                about=f"policies.{name}.{key}",
+            )
+            for key, equal in same.items()
+            if not equal
+        ]
+    )
 
 
 def check_apart(engines: Mapping[str, Sequence[Engines]]) -> None:

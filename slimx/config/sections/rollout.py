@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count, takewhile
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -171,6 +172,15 @@ class Rollout(Section):
     def frozen_engines(self) -> tuple[Engines, ...]:
         """Groups of other models, which hooks reach by name."""
         return tuple(group for group in self.served if group.frozen)
+
+    @property
+    def external_hosts(self) -> dict[str, str]:
+        """Host of each engine of the policy that runs already, by the engine's name."""
+        return {
+            f"{group.name}-{number}": urlsplit(url).hostname or ""
+            for group in self.policy_engines
+            for number, url in enumerate(group.urls)
+        }
 
     @property
     def disaggregated(self) -> bool:

@@ -19,7 +19,6 @@ from slimx.adapters.sglang.exact.experts import BLOCKS, EXPERTS, GROUPED_TOP_K, 
 from slimx.adapters.sglang.exact.latent import CORE as LATENT_CORE
 from slimx.adapters.sglang.exact.numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ROTARY, ExactServer, asked_leaves
 from slimx.config.rule import broken, rules_in
-from slimx.config.rules.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
 from slimx.engines.server.attestation import check_numerics
 from slimx.engines.server.control import PROTOCOL, EngineControl
@@ -29,8 +28,9 @@ from slimx.models.families import read_model
 from slimx.numerics import exact
 from slimx.numerics.exact.forward import kernel_cuda
 from slimx.orchestration.step.measure import check_gap
-from slimx.preflight.checks import exact as exact_rules
 from slimx.reshard.plan.publication import publication_plan
+from slimx.rules import exact as exact_rules
+from slimx.rules.exact import MEGATRON_FIELDS
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import invalid, refused
 

@@ -15,7 +15,7 @@ from slimx.errors import DeadlineError
 from slimx.layout.ranks import Sizes, fewer
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.recovery.ledger import check_close
-from slimx.preflight.checks.reach import can_shrink
+from slimx.rules.recovery import can_shrink
 from tests.refusals import refused
 from tests.unit.orchestration.checkpointing_stand import LAYOUT, state
 from tests.unit.orchestration.recovery_stand import Stand, World

@@ -18,7 +18,7 @@ from slimx.config.sections.schedule import Schedule
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.recovery.ledger import Base, Ledger, TrainedStep, check_same
-from slimx.preflight.checks.reach import recovers_beside
+from slimx.rules.recovery import recovers_beside
 from tests.refusals import invalid, refused
 from tests.unit.orchestration.recovery_stand import Stand, World
 
@@ -176,9 +176,9 @@ def test_a_metric_that_is_missing_or_differs_in_its_last_bit_is_named() -> None:
         ({"checkpoint": {"every": 0}}, "recovery.unbounded", "checkpoint.every"),
         ({"rollout": {"prompts": "p", "engines": []}, "algorithm": SFT}, "recovery.engines", "recovery.trainers"),
         ({"recovery": {"mirror_every": 2}}, "recovery.mirror", "recovery.mirror_every"),
-        ({"checkpoint": {"every": 2, "load_optimizer": False}}, "recovery.proven", "checkpoint.load_optimizer"),
-        ({"schedule": {"colocate": True}}, "recovery.proven", "schedule.colocate"),
-        ({"critic": {}}, "recovery.proven", "critic"),
+        ({"checkpoint": {"every": 2, "load_optimizer": False}}, "unproven", "checkpoint.load_optimizer"),
+        ({"schedule": {"colocate": True}}, "unproven", "schedule.colocate"),
+        ({"critic": {}}, "unproven", "critic"),
     ],
 )
 def test_what_recovery_was_never_proven_with_is_refused(changed: dict[str, Any], code: str, about: str) -> None:

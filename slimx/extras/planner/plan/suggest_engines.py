@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.rule import broken
-from slimx.config.rules import RULES
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.errors import SlimxError
@@ -59,7 +58,7 @@ def _engine(
         record = engine_memory(config, spec, changed, machine, staged=0, table=table)
     except SlimxError:
         return None
-    if not record.fits or broken(RULES, config.sections | {"rollout": rollout}):
+    if not record.fits or broken(all_rules(), config.sections | {"rollout": rollout}):
         return None
     concurrency = record.concurrency * changed.count
     return EngineSuggestion(group=group.name, **fields, weights=record.weights, concurrency=concurrency)

@@ -1,0 +1,303 @@
+"""Rules about `numerics.mode: exact`: what it asks of the other sections, of a model and of a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimx.config.rule import Problems, rule
+from slimx.config.schema import tensor_sizes, tree_leaves
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Numerics
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+from slimx.errors import SlimxError
+
+if TYPE_CHECKING:
+    from slimx.models.families import ModelSpec
+
+SERVER_ARGUMENTS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "dtype",
+    "model_impl",
+    "kv_cache_dtype",
+    "quantization",
+    "speculative_algorithm",
+    "enable_lora",
+    "lora_paths",
+    "enable_torch_compile",
+    "enable_fp32_lm_head",
+    "rl_on_policy_target",
+    "json_model_override_args",
+    "ep_num_redundant_experts",
+    "enable_eplb",
+    "enforce_shared_experts_fusion",
+    "moe_a2a_backend",
+)
+"""SGLang's arguments that would change what an engine computes."""
+MEGATRON_FIELDS = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_vp_stage",
+    "overlap_p2p_comm",
+    "overlap_p2p_comm_warmup_flush",
+    "batch_p2p_comm",
+    "batch_p2p_sync",
+    "use_ring_exchange_p2p",
+    "pipeline_model_parallel_comm_backend",
+    "deallocate_pipeline_outputs",
+    "distribute_saved_activations",
+    "gradient_accumulation_fusion",
+    "perform_initialization",
+    "init_method_std",
+    "embedding_init_method_std",
+    "moe_per_layer_logging",
+    "deterministic_mode",
+    "config_logger_dir",
+)
+"""Megatron-core's fields that leave what the trainer computes forward as it is: where layers are, how they
+talk, what is kept. Named are these and not the others, of which every version of megatron-core has more."""
+
+
+FAMILIES = (
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Architectures whose log-probs were shown to be equal to the last bit (docs/support.md)."""
+ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Those whose path through SGLang on CUDA was read: every kernel of its own that it would take is turned off."""
+IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Those that were shown with weights in blocks of fp8, too."""
+
+
+MODE = "numerics.mode is exact"
+
+
+@rule("exact.leaves", "numerics.leaves")
+def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Problems:
+    if not numerics.exact:
+        if numerics.leaves is not None:
+            yield "numerics.leaves cuts sums in numerics.mode exact, and the mode is fast; leave it out"
+        return
+    leaves = tree_leaves(numerics, trainer, rollout)
+    if leaves & (leaves - 1):
+        yield f"numerics.leaves is {leaves}, which makes no binary tree; set a power of two"
+    for name, size in tensor_sizes(trainer, rollout).items():
+        if leaves % size:
+            yield f"{name} {size} does not divide the {leaves} leaves of numerics.leaves; set it to a common multiple"
+
+
+@rule("exact.attention", "trainer.attention")
+def own_attention(numerics: Numerics, trainer: Trainer) -> Problems:
+    if numerics.exact and trainer.attention in ("flash", "fused"):
+        yield f"{MODE}, which has an attention of its own: set trainer.attention=auto"
+
+
+@rule("exact.replay", "trainer.moe.routing_replay")
+def same_experts(numerics: Numerics, trainer: Trainer) -> Problems:
+    if numerics.exact and trainer.moe.routing_replay != "none":
+        yield f"{MODE}, where both sides choose the same experts: set trainer.moe.routing_replay=none"
+
+
+@rule("exact.dispatcher", "trainer.moe.dispatcher")
+def dispatched(numerics: Numerics, trainer: Trainer) -> Problems:
+    if numerics.exact and trainer.moe.dispatcher != "alltoall":
+        yield f"{MODE}, whose experts meet their tokens by trainer.moe.dispatcher=alltoall; set it"
+
+
+@rule("exact.megatron", "trainer.megatron")
+def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
+    field = next((name for name in trainer.megatron if name not in MEGATRON_FIELDS), None)
+    if numerics.exact and field is not None:
+        about = f"trainer.megatron.{field}"
+        yield about, f"{MODE}, and {about} may change what the trainer computes; leave it out"
+
+
+@rule("exact.recompute", "trainer.recompute.modules")
+def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
+    recompute = trainer.recompute
+    if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
+        yield f"{MODE}, whose experts keep their activations: leave moe_act out of trainer.recompute.modules"
+
+
+@rule("exact.sampling", "rollout.sampling")
+def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
+    if numerics.exact and (rollout.sampling.top_p < 1 or rollout.sampling.top_k != -1):
+        yield (
+            f"{MODE}, whose log-probs are over the whole vocabulary: set rollout.sampling.top_p=1 and "
+            "rollout.sampling.top_k=-1"
+        )
+
+
+@rule("exact.gap_probe", "rollout.gap_probe")
+def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems:
+    if numerics.exact and schedule.max_staleness and rollout.gap_probe == 0 and rollout.policy_engines:
+        yield (
+            f"{MODE} and schedule.max_staleness is {schedule.max_staleness}, where only the probe can see a gap, and "
+            "rollout.gap_probe is 0; set it to 1 at least"
+        )
+
+
+@rule("exact.quantise", "publish.quantise")
+def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Problems:
+    if not numerics.exact or publish.quantise is None:
+        return
+    given = f"{MODE}, publish.quantise is {publish.quantise}"
+    if not publish.in_fp8:
+        yield "publish.quantise", f"{given}, and both sides compute with fp8 blocks alone: set numerics.mode=fast"
+        return
+    if numerics.dtype != "bfloat16":
+        yield "numerics.dtype", f"{given}, and SGLang has fp8 weights beside bfloat16 only: set numerics.dtype=bfloat16"
+    if publish.encoding == "hf":
+        told = "and the CPU's engines take codes and scales as they hold them: set publish.encoding=local"
+        yield "publish.encoding", f"{given}, {told}"
+    if algorithm.teacher is not None:
+        yield (
+            "algorithm.teacher",
+            f"{given}, and the trainer would round the weights of algorithm.teacher as well; "
+            "serve it in a frozen group of rollout.engines and set algorithm.teacher_engine to the group's name "
+            "instead",
+        )
+    for group in rollout.policy_engines:
+        if group.model is None and not group.urls:
+            yield (
+                "rollout.engines.model",
+                f"{given}, and {group.where} serves model.path itself: set its model to the directory that `slimx "
+                "convert hf-to-fp8` makes of it",
+            )
+
+
+@rule("exact.critic", "critic")
+def no_critic(numerics: Numerics, critic: Critic | None) -> Problems:
+    if numerics.exact and critic is not None:
+        yield f"{MODE}, and a critic has no engine to agree with; set numerics.mode=fast"
+
+
+@rule("exact.engines", "rollout.engines")
+def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
+    for group in rollout.policy_engines if numerics.exact else ():
+        for key in ("pipeline", "dp_attention"):
+            if getattr(group, key) > 1:
+                told = f"which engines have for tensor and expert parallelism only: set {key}=1 in {group.where}"
+                yield f"rollout.engines.{key}", f"{MODE}, {told}"
+        if group.role != "regular":
+            yield "rollout.engines.role", f"{MODE}, and {group.where} has the role {group.role}; set role=regular"
+        if argument := next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None):
+            yield (
+                f"rollout.engines.sglang.{argument}",
+                f"{MODE}, and {group.where} sets sglang.{argument}, which would change what the engine computes; leave "
+                "it out",
+            )
+
+
+@rule("exact.quantise_device", "publish.quantise")
+def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Problems:
+    if numerics.exact and publish.quantise is not None and local_device != "cpu":
+        yield (
+            f"{MODE}, and publish.quantise={publish.quantise} is computed there on the CPU only; set "
+            "publish.quantise=null or numerics.mode=fast"
+        )
+
+
+@rule("exact.kernels", "numerics.mode")
+def has_kernels(numerics: Numerics, local_device: str) -> Problems:
+    if numerics.exact and local_device == "cuda":
+        from slimx.numerics.exact.forward import kernel_cuda  # imports torch, which a plan does without
+
+        kernel_cuda.load(kernel_cuda.LIBRARY)  # torch's own operations would take minutes for a token
+    yield from ()
+
+
+@rule("exact.architecture", "model.path")
+def covers_model(numerics: Numerics, spec: ModelSpec) -> Problems:
+    if numerics.exact and spec.family.ARCHITECTURE not in FAMILIES:
+        yield _uncovered(spec, FAMILIES, "cpu")
+
+
+@rule("exact.architecture_cuda", "model.path")
+def covers_model_here(numerics: Numerics, spec: ModelSpec, local_device: str) -> Problems:
+    if numerics.exact and local_device == "cuda" and spec.family.ARCHITECTURE in {*FAMILIES} - {*ON_GPUS}:
+        yield _uncovered(spec, ON_GPUS, "cuda")
+
+
+def _uncovered(spec: ModelSpec, covered: tuple[str, ...], device: str) -> str:
+    return (
+        f"{MODE}, which covers {' and '.join(covered)} on {device}; {spec.path} is a {spec.family.ARCHITECTURE}: set "
+        "numerics.mode=fast"
+    )
+
+
+@rule("exact.leaves_width", "numerics.leaves")
+def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Problems:
+    if not numerics.exact:
+        return
+    leaves = tree_leaves(numerics, trainer, rollout)
+    for name, width in _row_parallel_widths(spec.transformer).items():
+        if width % leaves:
+            yield (
+                f"numerics.leaves {leaves} does not divide the {width} inputs of {name} of {spec.path}; use fewer, and "
+                "smaller tensor parallel sizes"
+            )
+
+
+@rule("exact.quantise_architecture", "publish.quantise")
+def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Problems:
+    if numerics.exact and publish.quantise is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
+        yield (
+            f"{MODE}, and publish.quantise covers {' and '.join(IN_BLOCKS)}; {spec.path} is a "
+            f"{spec.family.ARCHITECTURE}: set publish.quantise=null"
+        )
+
+
+@rule("exact.blocks", "publish.quantise")
+def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: ModelSpec) -> Problems:
+    if not numerics.exact or publish.quantise is None:
+        return
+    # They import torch, which a plan does without.
+    from slimx.models.files.block_fp8 import block_of
+    from slimx.reshard.kernels import cpu as kernel
+    from slimx.reshard.plan.precision import Quantisation
+
+    quantisation = Quantisation(publish.quantise)
+    if quantisation.rule == "triton":
+        kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table that only a GPU can make
+    for group in rollout.policy_engines:
+        if group.model is None:  # somebody else's server, whose tensors are compared before anything is sent
+            continue
+        try:
+            found = block_of(Path(group.model))
+        except SlimxError:
+            found = None
+        if found != quantisation.block:
+            high, wide = quantisation.block
+            yield (
+                f"publish.quantise makes fp8 blocks of {high} x {wide}, and {group.model}, the model of {group.where}, "
+                f"has {'none' if found is None else f'{found[0]} x {found[1]}'}; make it with slimx convert hf-to-fp8"
+            )
+
+
+def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
+    """Elements that the row-parallel products of a model sum over, by what they are of."""
+    experts = fields.get("moe_ffn_hidden_size")
+    dense = not experts or 0 in fields.get("moe_layer_freq", ())
+    widths = {
+        # Of latent attention, heads of values have a width of their own.
+        "the attention's output projection": fields["num_attention_heads"]
+        * (fields.get("v_head_dim") or fields["kv_channels"]),
+        "the down projection": fields["ffn_hidden_size"] if dense else None,
+        "the experts' down projection": experts,
+        "the shared experts' down projection": fields.get("moe_shared_expert_intermediate_size"),
+    }
+    return {name: width for name, width in widths.items() if width}

@@ -1,0 +1,71 @@
+"""Rules about the recovery of trainers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.checkpoint import Checkpoint
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.recovery import Recovery
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.schedule import Schedule
+
+if TYPE_CHECKING:
+    from slimx.layout.ranks import Sizes
+
+
+@rule("recovery.unbounded", "checkpoint.every")
+def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Problems:
+    if recovery.trainers and not checkpoint.every:
+        yield (
+            "with recovery.trainers the driver keeps every batch that was trained since the newest checkpoint, and "
+            "their number has no bound; set it"
+        )
+
+
+@rule("recovery.mirror", "recovery.mirror_every")
+def mirrors_for_someone(recovery: Recovery) -> Problems:
+    if recovery.mirror_every and not recovery.trainers:
+        yield "no rank would ever take a mirrored state; set recovery.trainers, or leave it out"
+
+
+@rule("recovery.shrink", "recovery.shrink_after")
+def shrinks_for_someone(recovery: Recovery) -> Problems:
+    if recovery.shrink_after is not None and not recovery.trainers:
+        yield "the loss of a rank ends the run at once; set recovery.trainers, or leave it out"
+
+
+@rule("recovery.engines", "recovery.trainers")
+def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
+    if recovery.trainers and not rollout.policy_engines:
+        yield (
+            "it was never proven without engines of the policy (rollout.engines is empty, or rollout.replay is set), "
+            "which it keeps running meanwhile; set it to 0"
+        )
+
+
+@rule("recovery.transport", "publish.transport")
+def recovers_beside(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Problems:
+    """Asked of the transport that is chosen, where the configuration leaves it open."""
+    if recovery.trainers and publish.on_gpus(device, colocate=schedule.colocate):
+        yield (
+            "buckets in the memory of GPUs were never proven with recovery.trainers, which replaces the ranks that "
+            "pack them; set publish.staging=model and publish.transport=auto, or recovery.trainers=0"
+        )
+
+
+@rule("recovery.shrink_reach", "recovery.shrink_after")
+def can_shrink(recovery: Recovery, sizes: Sizes, device: str) -> Problems:
+    if recovery.shrink_after is None:
+        return
+    from slimx.layout.ranks import fewer
+
+    if next(fewer(sizes), None) is None:
+        yield (
+            f"DP{sizes.data} cannot become smaller (TP{sizes.tensor} CP{sizes.context} EP{sizes.expert} "
+            f"ETP{sizes.expert_tensor}): there is one, or the experts' ranks need all of them; leave it out, or choose "
+            "a layout with more data-parallel ranks"
+        )
+    if device == "cuda":
+        yield "it was never proven on GPUs; leave it out, or run on the CPU"
