@@ -20,32 +20,28 @@ from slimx import entry_points
 from slimx.errors import SlimxError
 
 FACTS = {
-    "device": "configuration",  # that the run is meant for: where it is left open, a plan's is cuda
-    "machine": "configuration",  # GPUs and nodes that `slimx plan` is told of
-    "spec": "model",
-    "sizes": "model",
-    "critic_view": "model",  # the `trainer` section that the critic's ranks follow; None without a critic, as are:
-    "critic_spec": "model",
-    "critic_sizes": "model",
-    "places": "model",
-    "trainer_memory": "model",
-    "engine_memory": "model",
-    "phases": "model",  # memory of a GPU in every phase of a step
-    "host": "model",  # memory of a node's host
-    "colocated": "model",
-    "local_device": "machine",  # device of the machine that asks
-    "weights": "weights",  # directory of the policy's
-    "critic_weights": "weights",
-    "teacher_weights": "weights",
-    "adapters": "weights",
-    "tokenizer": "tokenizer",
+    "configuration": (
+        "device",  # that the run is meant for: where it is left open, a plan's is cuda
+        "machine",  # GPUs and nodes that `slimx plan` is for
+    ),
+    "model": (
+        "spec",
+        "sizes",
+        "critic_view",  # the `trainer` section that the critic's ranks follow; None without a critic, as are:
+        "critic_spec",
+        "critic_sizes",
+        "places",
+        "trainer_memory",
+        "engine_memory",
+        "phases",  # memory of a GPU in every phase of a step
+        "host",  # memory of a node's host
+    ),
+    "machine": ("local_device",),  # of the machine that asks
+    "weights": ("weights", "critic_weights", "teacher_weights", "adapters"),  # directories
+    "tokenizer": ("tokenizer",),
 }
-"""Facts that a rule can ask for beside the sections of a configuration (fields of `slimx.config.schema.Config`), and
-what must be at hand to know each."""
-NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
-"""Things that must be at hand, the cheapest first."""
-
-
+"""Facts that a rule can ask for in addition to the sections of a configuration (`slimx.config.schema.Config`), by what
+must be at hand to know them, the cheapest first."""
 Problems = Iterator[str | tuple[str, str]]
 """Sentences of a rule, or the key that one is about and the sentence. One that does not name the key gets it, with its
 value, in front."""
@@ -67,11 +63,6 @@ class Rule:
     ask: Callable[..., Problems]
     facts: frozenset[str]
     """Names of the facts that it needs."""
-
-    @property
-    def needs(self) -> str:
-        """The most expensive thing that must be at hand to ask: a value of `NEEDS`."""
-        return max((FACTS.get(name, "configuration") for name in self.facts), key=NEEDS.index)
 
     def problems(self, facts: Mapping[str, Any]) -> Iterator[SlimxError]:
         """Refusals by this rule, given its facts."""

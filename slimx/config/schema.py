@@ -89,16 +89,12 @@ class Config(Section):
     def _across(self, info: ValidationInfo) -> Config:
         if info.context is CHECKED:
             return self
-        refuse(broken(all_rules(), self.sections))
+        policies = self.policies if info.context is None else info.context  # of the run, if this is one of them
+        refuse(broken(all_rules(), {**self.sections, "policies": policies}))
         check_names(self.policies)
         configs = self.by_policy
-        for name in self.trained[1:]:
-            # Its sections were asked alone when it was made, without the run's policies.
-            several = [rule for rule in all_rules() if "policies" in rule.facts]
-            sections = configs[name].sections
-            refuse([_renamed(name, each) for each in broken(several, {**sections, "policies": self.policies})])
-            if name in self.served_beside:
-                check_borrowed(name, sections, self.sections)
+        for name in self.served_beside:
+            check_borrowed(name, configs[name].sections, self.sections)
         check_apart({name: config.rollout.engines for name, config in configs.items()})
         return self
 
@@ -122,7 +118,8 @@ class Config(Section):
         for name, policy in self.policies.items():
             if policy.shares is None:
                 try:
-                    out[name] = type(self).model_validate(derived(self.model_dump(exclude_unset=True), name, policy))
+                    tree = derived(self.model_dump(exclude_unset=True), name, policy)
+                    out[name] = type(self).model_validate(tree, context=self.policies)
                 except ValidationError as error:
                     raise _of_policy(name, error.errors()[0]) from None
                 if policy.engines_of is not None:
@@ -198,16 +195,11 @@ def _borrowing(config: Config) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": groups})})
 
 
-def _renamed(name: str, error: SlimxError) -> Refusal:
-    """A refusal of the sections of the policy `name`, with the keys that the run has for them."""
-    return Refusal(f"policies.{name}: {error}", code=error.code, about=f"policies.{name}.{error.about}")
-
-
 def _of_policy(name: str, item: Any) -> Refusal:
     """The refusal behind one of pydantic's errors in the configuration of the policy `name`."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
-        return _renamed(name, cause)
+        return Refusal(f"policies.{name}: {cause}", code=cause.code, about=f"policies.{name}.{cause.about}")
     where = ".".join([f"policies.{name}", *map(str, item["loc"])])
     if item["type"] == "extra_forbidden":
         return Refusal(

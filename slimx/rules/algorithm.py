@@ -10,7 +10,7 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.reward import Reward
-from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.rollout import Eval, Rollout, Sampling
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 
@@ -56,7 +56,7 @@ def varied(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if not compared or not rollout.sampled:
         return
     for key in rollout.sampling.greedy:
-        default = type(rollout.sampling).model_fields[key].default
+        default = Sampling.model_fields[key].default
         yield (
             f"rollout.sampling.{key}",
             f"all answers to a prompt are the same, and {algorithm.says()} compares them: every advantage would be 0; "
@@ -98,30 +98,27 @@ def critic_fits(trainer: Trainer, critic: Critic | None) -> Problems:
 
 @rule("algorithm.teacher_engine", "algorithm.teacher_engine")
 def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
-    if not algorithm.served_teachers:
-        return
     frozen = [group.name for group in rollout.engines if group.frozen]
-    key = "algorithm.teacher_engines" if algorithm.teacher_engine is None else "algorithm.teacher_engine"
     named = {f"algorithm.teacher_engines.{value}": name for value, name in algorithm.teacher_engines.items()}
+    key = "algorithm.teacher_engines"
     if algorithm.teacher_engine is not None:
+        key = "algorithm.teacher_engine"
         named[key] = algorithm.teacher_engine
-    missing = [(key, name) for key, name in named.items() if name not in frozen]
-    for place, name in missing:
-        yield (
-            place,
-            f"{place} is {name}, and the frozen groups of rollout.engines are {', '.join(frozen) or 'none'}; add one "
-            "with this name, frozen: true and the teacher's model",
-        )
-    if missing:
-        return
-    for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", -1)):
-        value = getattr(rollout.sampling, name)
-        if value != neutral:
+    for place, name in named.items():
+        if name not in frozen:
+            yield (
+                place,
+                f"rollout.engines has no frozen group {name} ({', '.join(frozen) or 'there is none'}); add one with "
+                "this name, frozen: true and the teacher's model",
+            )
+    for name in ("temperature", "top_p", "top_k") if named else ():
+        value, default = getattr(rollout.sampling, name), Sampling.model_fields[name].default
+        if value != default:
             yield (
                 key,
-                f"{key} with rollout.sampling.{name}={value:g}: SGLang scores tokens at temperature 1 over the whole "
-                f"vocabulary; set {name} to {neutral:g}, or algorithm.teacher, which trainers score as the policy "
-                "samples",
+                f"SGLang scores tokens at temperature 1 over the whole vocabulary, not with "
+                f"rollout.sampling.{name}={value:g}; set {name} to {default:g}, or algorithm.teacher, which trainers "
+                "score as the policy samples",
             )
 
 
@@ -136,14 +133,14 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems
 
     path = str(teacher_weights)
     teacher = read_model(path, mtp_layers=spec.table.mtp_layers, family=spec.family)
-    for here, there in ((spec.transformer, teacher.transformer), (spec.gpt, teacher.gpt)):
-        for field in sorted((here.keys() | there.keys()) - {"max_sequence_length"}):
-            if here.get(field) != there.get(field):
-                yield (
-                    f"algorithm.teacher {path} is not of the architecture of {spec.path}, in whose memory its weights "
-                    f"take turns: {field} is {there.get(field)}, not {here.get(field)}; use one of the same sizes"
-                )
-                return
+    here, there = spec.transformer | spec.gpt, teacher.transformer | teacher.gpt
+    for field in sorted((here.keys() | there.keys()) - {"max_sequence_length"}):
+        if here.get(field) != there.get(field):
+            yield (
+                f"algorithm.teacher {path} is not of the architecture of {spec.path}, in whose memory its weights take "
+                f"turns: {field} is {there.get(field)}, not {here.get(field)}; use one of the same sizes"
+            )
+            return
     CheckpointReader(path).check(spec.table)
 
 

@@ -38,10 +38,8 @@ def requests_outlast_detection(rollout: Rollout) -> Problems:
     detection = health.threshold * (health.interval + health.timeout)
     if rollout.served and rollout.request_deadline <= detection:
         yield (
-            f"rollout.request_deadline {rollout.request_deadline:g} passes before a silent engine or router is found, "
-            f"which rollout.health allows {health.threshold} x ({health.interval:g} + {health.timeout:g}) = "
-            f"{detection:g} s, so that its requests fail: raise request_deadline above that, or lower "
-            "rollout.health.threshold, interval or timeout"
+            f"a silent engine or router is found after {detection:g} s (threshold x (interval + timeout) of "
+            "rollout.health), and its requests would have failed; raise it above that, or lower one of these"
         )
 
 

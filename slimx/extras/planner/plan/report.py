@@ -97,7 +97,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     problems = broken(all_rules(), facts, before=config.sections)
     sizes, critic = facts["sizes"], facts["critic_sizes"]
     split = not any(problem.code.startswith("layout.") for problem in problems)
-    groups = [(group, _sizes(group)) for group in config.rollout.served]
+    groups = [(group, engine_sizes(group)) for group in config.rollout.served]
     report = PlanReport(
         model=config.model.path,
         architecture=spec.hf["architectures"][0],
@@ -107,10 +107,10 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         gpu=machine.gpu.name if machine.gpu else None,
         gpu_memory=machine.memory,
         host_bandwidth=machine.gpu.host if machine.gpu else None,
-        engines=tuple(_group(group, own) for group, own in groups if own is not None and not group.frozen),
-        frozen=tuple(_group(group, own) for group, own in groups if own is not None and group.frozen),
+        engines=tuple(_group(group, own) for group, own in groups if not group.frozen),
+        frozen=tuple(_group(group, own) for group, own in groups if group.frozen),
     )
-    if not split or any(problem.code in ("engines.sizes", "critic.split") for problem in problems):
+    if not split or any(problem.code == "critic.split" for problem in problems):
         report = report.model_copy(update={"violations": tuple(map(str, problems)), "refits": not split})
         return Planned(report, None, spec, machine, tuple(problems))
     apart = critic if critic is not None and config.critic.placement == "own" else None
@@ -169,13 +169,6 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         ),
     }
     return Planned(report.model_copy(update=update), published, spec, machine, tuple(problems + told))
-
-
-def _sizes(group: Engines) -> EngineSizes | None:
-    try:
-        return engine_sizes(group)
-    except SlimxError:
-        return None  # the rule "engines.sizes" has said why
 
 
 def _of_layout(
