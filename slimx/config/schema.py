@@ -16,12 +16,12 @@ from pydantic import PrivateAttr, ValidationError, ValidationInfo, model_validat
 
 from slimx.config import wording
 from slimx.config.rule import Refusal, all_rules, broken, refuse
-from slimx.config.section import Section
+from slimx.config.section import Section, refuse_faults
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.policies import ACTOR, Policy, check_apart, check_borrowed, check_names, derived
+from slimx.config.sections.policies import ACTOR, Policy, borrowing_faults, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.recovery import Recovery
 from slimx.config.sections.reward import Reward
@@ -91,11 +91,11 @@ class Config(Section):
             return self
         policies = self.policies if info.context is None else info.context  # of the run, if this is one of them
         refuse(broken(all_rules(), {**self.sections, "policies": policies}))
-        check_names(self.policies)
+        refuse_faults(name_faults(self.policies))
         configs = self.by_policy
         for name in self.served_beside:
-            check_borrowed(name, configs[name].sections, self.sections)
-        check_apart({name: config.rollout.engines for name, config in configs.items()})
+            refuse_faults(borrowing_faults(name, configs[name].sections, self.sections))
+        refuse_faults(engine_faults({name: config.rollout.engines for name, config in configs.items()}))
         return self
 
     @property
