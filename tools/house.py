@@ -31,8 +31,9 @@ GRPO = (
     "slimx.adapters.sglang.plugin",
     "slimx.rollout.single_turn",
     "slimx.extras.rewards.math",
+    *(f"slimx.rules.{file.stem}" for file in sorted((ROOT / "slimx/rules").glob("[a-z]*.py"))),
 )
-"""Modules that the processes of a GRPO run start from: driver, trainer ranks, servers, hook and reward."""
+"""Modules that the processes of a GRPO run start from: driver, trainer ranks, servers, hook, reward and rules."""
 FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.models.families",)

@@ -65,7 +65,7 @@ class Rule:
     """Names of the facts that it needs."""
 
     def problems(self, facts: Mapping[str, Any]) -> Iterator[SlimxError]:
-        """Refusals by this rule, given its facts."""
+        """Refusals by this rule of `facts`, which suffice."""
         try:
             for found in self.ask(**{name: facts[name] for name in self.facts}):
                 about, sentence = (self.about, found) if isinstance(found, str) else found
@@ -111,9 +111,9 @@ def broken(rules: Iterable[Rule], facts: Mapping[str, Any], *, before: Collectio
     """Refusals by all rules that `facts` suffice for, but for those that the facts `before` sufficed for."""
     return [
         problem
-        for each in rules
-        if each.facts <= facts.keys() and not each.facts <= {*before}
-        for problem in each.problems(facts)
+        for rule in rules
+        if rule.facts <= facts.keys() and not rule.facts <= {*before}
+        for problem in rule.problems(facts)
     ]
 
 

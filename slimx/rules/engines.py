@@ -52,7 +52,7 @@ def placed(rollout: Rollout, schedule: Schedule) -> Problems:
 def kept_awake(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.colocate:
         yield (
-            "the KV cache of prefill and decode groups is registered for transfers and cannot be given back while "
+            "the KV cache of prefill and decode groups is registered for transfers and cannot be released while "
             "they sleep; set it to false"
         )
 

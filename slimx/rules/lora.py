@@ -80,12 +80,12 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):
         yield (
-            "SGLang 0.5.23 computes with adapters of routed experts by Triton, on GPUs alone, and engines were never "
-            "given any unmerged: name attention, or leave publish.adapters at merged"
+            "SGLang 0.5.23 computes with adapters of routed experts by Triton, on GPUs alone, and engines never "
+            "served any unmerged: name attention, or leave publish.adapters at merged"
         )
     elif others := [name for name in names if not adapts(SERVED, name)]:
         yield (
-            f"engines were given unmerged adapters of {' and '.join(SERVED)} only, and {others[0]} would have one: "
+            f"engines have served unmerged adapters of {' and '.join(SERVED)} only, and {others[0]} would have one: "
             "name these, or leave publish.adapters at merged"
         )
 

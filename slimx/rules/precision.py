@@ -145,27 +145,27 @@ def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Probl
     """Engines hold codes row by row, as checkpoints do, with one of SGLang's kernels alone."""
     if publish.quantise != "int4":
         return
-    given = "publish.quantise=int4"
+    codes = "publish.quantise=int4"
     if numerics.dtype != "bfloat16":
-        yield "numerics.dtype", f"{given} has bf16 scales; set it to bfloat16"
+        yield "numerics.dtype", f"{codes} has bf16 scales; set it to bfloat16"
     if publish.encoding == "hf":
-        yield "publish.encoding", f"{given} writes codes where engines hold them; set it to local or auto"
+        yield "publish.encoding", f"{codes} writes codes where engines hold them; set it to local or auto"
     for group in rollout.policy_engines:
         if group.sglang.get("moe_runner_backend") != "triton":
             yield (
                 "rollout.engines.sglang.moe_runner_backend",
                 f"other kernels of {group.where} may rearrange codes, so that none could be written or proven by "
-                f"{given}; set it to triton",
+                f"{codes}; set it to triton",
             )
         if group.sglang.get("enforce_shared_experts_fusion"):
             yield (
                 "rollout.engines.sglang.enforce_shared_experts_fusion",
-                f"{given} rounds routed experts alone, and {group.where} would hold the shared one among them; leave "
+                f"{codes} rounds routed experts alone, and {group.where} would hold the shared one among them; leave "
                 "it out",
             )
         if group.model is None and not group.urls:
             yield (
                 "rollout.engines.model",
-                f"{given}, and {group.where} serves model.path itself: set its model to the directory that `slimx "
+                f"{codes}, and {group.where} serves model.path itself: set its model to the directory that `slimx "
                 "convert hf-to-int4` makes of it",
             )

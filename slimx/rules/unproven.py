@@ -1,5 +1,5 @@
-"""Combinations that were never proven: one table of features, each with the keys that were never tried or compared with
-it. docs/support.md has the same table (`python -m tools.docs.make_unproven`)."""
+"""Combinations that were never proven: one table of features, and for every one the keys that were never tried or
+compared with it. docs/support.md has the same table (`python -m tools.docs.make_unproven`)."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "publish.quantise",
         "schedule.colocate",
     ),
-    "policies (with weights of their own)": (
+    "policies (with further weights)": (
         "run.fork",
         "numerics.mode",
-        "trainer.lora (where a policy has engines of its own)",
+        "trainer.lora (where a policy has other engines than the actor)",
         "rollout.engines (none that samples)",
         "rollout.engines.urls",
         "rollout.replay",
@@ -140,10 +140,10 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)": lambda sections: any(
         group.drafts for group in sections["rollout"].policy_engines
     ),
-    "policies (with weights of their own)": lambda sections: any(
+    "policies (with further weights)": lambda sections: any(
         policy.shares is None for policy in sections["policies"].values()
     ),
-    "trainer.lora (where a policy has engines of its own)": lambda sections: (
+    "trainer.lora (where a policy has other engines than the actor)": lambda sections: (
         sections["trainer"].lora is not None
         and any(policy.shares is None and policy.engines_of is None for policy in sections["policies"].values())
     ),

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from slimx.config.rule import Rule, all_rules, broken, rules_in
+from slimx.config.rule import Rule, all_rules, broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.extras.planner.plan.splits import Fields
-from slimx.rules import trainer, unproven
 
 _BESIDE = ("activations.device", "unproven", "unproven.layers")
 """Codes of what refuses offloading whatever the parts are, recomputation aside."""
@@ -19,8 +18,8 @@ _BESIDE = ("activations.device", "unproven", "unproven.layers")
 @functools.cache
 def kept_rules() -> tuple[Rule, ...]:
     """Rules of a configuration and of how activations are kept; what breaks one is passed over."""
-    of_models = rules_in(trainer, unproven)
-    return tuple(rule for rule in all_rules() if rule.facts <= Config.model_fields.keys() or rule in of_models)
+    kept = ("activations.", "unproven.layers")
+    return tuple(rule for rule in all_rules() if rule.facts <= Config.model_fields.keys() or rule.code.startswith(kept))
 
 
 class Keeping(NamedTuple):
