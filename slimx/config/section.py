@@ -89,7 +89,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def _faults(self) -> Faults:
-        """What is wrong in the section alone."""
+        """Yields everything that is wrong in the section alone."""
         yield from ()
 
     @model_validator(mode="after")

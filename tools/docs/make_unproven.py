@@ -41,8 +41,8 @@ def _lines() -> Iterator[str]:
 
 
 def _cell(entry: str) -> str:
-    key, _, words = entry.partition(" ")
-    return f"`{key}` {words}" if words else f"`{key}`"
+    key, _, words = re.sub(r"(megatron|sglang)\.", r"\1`: `", entry).partition(" (")
+    return f"`{key}` ({words}" if words else f"`{key}`"
 
 
 def replaced(text: str) -> str:

@@ -184,7 +184,7 @@ class Engines(Section):
             )
 
     def _external_faults(self, where: str) -> Faults:
-        """Addresses that are none, and keys that cannot reach a server which runs already."""
+        """Yields addresses that are none, and keys that cannot reach a server which runs already."""
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
         # Ranks, and a run's own config.yaml, have the defaults written out.
         default = type(self)()
@@ -217,7 +217,7 @@ class Engines(Section):
 
 
 def group_faults(groups: Sequence[Engines]) -> Faults:
-    """What keeps groups from serving together."""
+    """Yields everything that keeps groups from serving together."""
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
         yield (

@@ -70,7 +70,7 @@ class Policy(Section):
 
 
 def name_faults(policies: Mapping[str, Policy]) -> Faults:
-    """Names that cannot stand in metrics and file names, and roles that share with none."""
+    """Yields names that cannot stand in metrics and file names, and roles that share with none."""
     for name, policy in policies.items():
         if name in TAKEN or not _NAME.fullmatch(name):
             yield (
@@ -96,8 +96,8 @@ def name_faults(policies: Mapping[str, Policy]) -> Faults:
 
 
 def borrowing_faults(name: str, sections: Mapping[str, Any], run: Mapping[str, Any]) -> Faults:
-    """What keeps engines of the run's actor from generating for the policy `name` with `sections`: they have one base,
-    that of the run's sections, and slots of one shape."""
+    """Yields everything that keeps engines of the run's actor from generating for the policy `name` with `sections`:
+    they have one base, that of the run's sections, and slots of one shape."""
     model, trainer, other = run["model"], run["trainer"], sections["trainer"]
     if run["publish"].adapters != "alone" or trainer.lora is None:
         yield (
@@ -126,7 +126,7 @@ def borrowing_faults(name: str, sections: Mapping[str, Any], run: Mapping[str, A
 
 
 def engine_faults(engines: Mapping[str, Sequence[Engines]]) -> Faults:
-    """Groups of servers whose name another policy's has: logs and metrics go by it."""
+    """Yields groups of servers whose name another policy's has: logs and metrics go by it."""
     owners: dict[str, str] = {}
     for policy, groups in engines.items():
         for group in groups:

@@ -54,7 +54,7 @@ class PromptSet(Section):
 
 
 def source_faults(sources: tuple[PromptSet, ...]) -> Faults:
-    """A name that two sources have, and a step at which no source has any weight."""
+    """Yields a name that two sources have, and a step at which no source has any weight."""
     names = [each.name for each in sources]
     if twice := [name for name in names if names.count(name) > 1]:
         yield (
