@@ -12,16 +12,14 @@ from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster, Numerics
+from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.deep_ep import deep_ep_lacks
-from slimx.layout.engine_kernels import unpublishable
 
 if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
-    from slimx.preflight.hardware import Machine
 
 TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}
 """Package that moves the KV, by value of SGLang's disaggregation_transfer_backend."""
@@ -107,25 +105,6 @@ def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: 
             f"the servers of rollout.engines have {ranks} ranks, a GPU each, and share those of {trainer.world_size} "
             "trainer ranks (trainer.world_size); lower count, or their sizes"
         )
-
-
-@rule("engines.backend", "rollout.engines.sglang")
-def publishes_to_plain_layouts(
-    rollout: Rollout, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
-) -> Problems:
-    """On Blackwell SGLang's defaults hold weights in other layouts; a server attests the same when it starts. Exact
-    mode names its kernels itself."""
-    from slimx.preflight.hardware import GPUS
-
-    if machine.gpu is not GPUS["gb300"] or numerics.exact:
-        return
-    for group in rollout.policy_engines:
-        for field, plain in unpublishable(group.sglang, experts=spec.experts > 0, fp8=publish.in_fp8):
-            yield (
-                f"rollout.engines.sglang.{field}",
-                f"with {group.sglang.get(field, 'auto')} SGLang would hold weights of {group.where} in a layout that "
-                f"cannot be published on cluster.gpu=gb300; set it to {plain}",
-            )
 
 
 @rule("engines.deep_ep", "rollout.engines.sglang.moe_a2a_backend")

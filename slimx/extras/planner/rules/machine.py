@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.layout.deep_ep import crosses_nodes
+from slimx.layout.engine_kernels import unpublishable
 
 if TYPE_CHECKING:
     from slimx.config.schema import Config
@@ -59,6 +60,25 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Problems:
             "GPUs; set trainer.moe.dispatcher=alltoall, or flex_backend=hybridep where DeepEP is built of its branch "
             "hybrid-ep"
         )
+
+
+@rule("engines.backend", "rollout.engines.sglang")
+def publishes_to_plain_layouts(
+    rollout: Rollout, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
+) -> Problems:
+    """On Blackwell SGLang's defaults hold weights in other layouts; a server attests the same when it starts. Exact
+    mode names its kernels itself."""
+    from slimx.preflight.hardware import GPUS
+
+    if machine.gpu is not GPUS["gb300"] or numerics.exact:
+        return
+    for group in rollout.policy_engines:
+        for field, plain in unpublishable(group.sglang, experts=spec.experts > 0, fp8=publish.in_fp8):
+            yield (
+                f"rollout.engines.sglang.{field}",
+                f"with {group.sglang.get(field, 'auto')} SGLang would hold weights of {group.where} in a layout that "
+                f"cannot be published on cluster.gpu=gb300; set it to {plain}",
+            )
 
 
 @rule("publish.nodes", "publish.transport")
