@@ -2,55 +2,49 @@
 
 The parameters of a rule's function are the facts that it needs, by name: sections of the configuration, the model, the
 machine (`FACTS`). A moment (load, plan, doctor, start) brings facts, and `broken` asks every rule that these suffice
-for; nobody lists calls. The tables are `slimx.config.rules.RULES` (the configuration alone) and
-`slimx.preflight.checks.RULES` (everything else).
+for; nobody lists calls. Rules are in modules that are entry points of the group `slimx.rules`: those of the core
+(`slimx/rules/`), of extras and of other packages.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from slimx import entry_points
 from slimx.errors import SlimxError
 
 FACTS = {
-    "device": "configuration",  # that the run is meant for: where it is left open, a plan's is cuda
-    "machine": "configuration",  # GPUs and nodes that `slimx plan` is told of
-    "spec": "model",
-    "sizes": "model",
-    "critic_view": "model",  # the `trainer` section that the critic's ranks follow; None without a critic, as are:
-    "critic_spec": "model",
-    "critic_sizes": "model",
-    "places": "model",
-    "trainer_memory": "model",
-    "engine_memory": "model",
-    "phases": "model",  # memory of a GPU in every phase of a step
-    "host": "model",  # memory of a node's host
-    "colocated": "model",
-    "local_device": "machine",  # device of the machine that asks
-    "weights": "weights",  # directory of the policy's
-    "critic_weights": "weights",
-    "teacher_weights": "weights",
-    "adapters": "weights",
-    "tokenizer": "tokenizer",
+    "configuration": (
+        "device",  # that the run is meant for: where it is left open, a plan's is cuda
+        "machine",  # GPUs and nodes that `slimx plan` is for
+    ),
+    "model": (
+        "spec",
+        "sizes",
+        "critic_view",  # the `trainer` section that the critic's ranks follow; None without a critic, as are:
+        "critic_spec",
+        "critic_sizes",
+        "places",
+        "trainer_memory",
+        "engine_memory",
+        "phases",  # memory of a GPU in every phase of a step
+        "host",  # memory of a node's host
+    ),
+    "machine": ("local_device",),  # of the machine that asks
+    "weights": ("weights", "critic_weights", "teacher_weights", "adapters"),  # directories
+    "tokenizer": ("tokenizer",),
 }
-"""Facts that a rule can ask for beside the sections of a configuration (fields of `slimx.config.schema.Config`), and
-what must be at hand to know each."""
-NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
-"""Things that must be at hand, the cheapest first."""
-
-
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)  # slow, and a search for layouts asks thousands of times
-
-
-Told = str | tuple[str, str]
-"""A sentence, or the key that it is about and the sentence."""
+"""Facts that a rule can ask for in addition to the sections of a configuration (`slimx.config.schema.Config`), by what
+must be at hand to know them, the cheapest first."""
+Problems = Iterator[str | tuple[str, str]]
+"""Sentences of a rule, or the key that one is about and the sentence. One that does not name the key gets it, with its
+value, in front."""
 
 
 class Refusal(SlimxError, ValueError):
@@ -61,36 +55,40 @@ class Refusal(SlimxError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule with the code of its refusals and the key that they are about. `ask` yields a sentence for each way in
-    which the rule is broken, with another key where it is about one; a SlimxError that it raises counts, too."""
+    """A rule with the code of its refusals and the key that they are about. `ask` yields a sentence for each fault,
+    with another key where it is about one; a SlimxError that it raises counts, too."""
 
     code: str
     about: str
-    ask: Callable[..., Iterator[Told]]
-
-    @property
-    def facts(self) -> tuple[str, ...]:
-        """Names of the facts that the rule needs."""
-        return _parameters(self.ask)
-
-    @property
-    def needs(self) -> str:
-        """The most expensive thing that must be at hand to ask: a value of `NEEDS`."""
-        return max((FACTS.get(name, "configuration") for name in self.facts), key=NEEDS.index)
+    ask: Callable[..., Problems]
+    facts: frozenset[str]
+    """Names of the facts that it needs."""
 
     def problems(self, facts: Mapping[str, Any]) -> Iterator[SlimxError]:
-        """Refusals by this rule, given its facts."""
+        """Refusals by this rule of `facts`, which suffice."""
         try:
-            for told in self.ask(**{name: facts[name] for name in self.facts}):
-                about, sentence = (self.about, told) if isinstance(told, str) else told
-                yield SlimxError(sentence, code=self.code, about=about)
+            for found in self.ask(**{name: facts[name] for name in self.facts}):
+                about, sentence = (self.about, found) if isinstance(found, str) else found
+                yield SlimxError(_naming(about, sentence, facts), code=self.code, about=about)
         except SlimxError as error:
             yield SlimxError(str(error), code=error.code or self.code, about=error.about or self.about)
 
 
-def rule(code: str, *, about: str) -> Callable[[Callable[..., Iterator[Told]]], Rule]:
-    """Make a rule of a generator function."""
-    return lambda ask: Rule(code, about, ask)
+def _naming(about: str, sentence: str, facts: Mapping[str, Any]) -> str:
+    if about in sentence:
+        return sentence
+    value: Any = facts
+    for name in about.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    if not isinstance(value, (str, int, float)):
+        return f"{about}: {sentence}"
+    plain = value if isinstance(value, str) else json.dumps(value)
+    return f"{about} is {plain}: {sentence}"
+
+
+def rule(code: str, about: str, *, facts: Iterable[str] = ()) -> Callable[[Callable[..., Problems]], Rule]:
+    """Make a rule of a generator function. `facts`: those that it needs, where its parameters do not name them."""
+    return lambda ask: Rule(code, about, ask, frozenset(facts or inspect.signature(ask).parameters))
 
 
 def rules_in(*modules: ModuleType) -> tuple[Rule, ...]:
@@ -103,13 +101,19 @@ def rules_in(*modules: ModuleType) -> tuple[Rule, ...]:
     )
 
 
+@functools.cache
+def all_rules() -> tuple[Rule, ...]:
+    """Rules of all entry points, in the order of their names. Raises SlimxError for one that cannot be loaded."""
+    return rules_in(*entry_points.load_all("slimx.rules").values())
+
+
 def broken(rules: Iterable[Rule], facts: Mapping[str, Any], *, before: Collection[str] = ()) -> list[SlimxError]:
     """Refusals by all rules that `facts` suffice for, but for those that the facts `before` sufficed for."""
     return [
         problem
-        for each in rules
-        if facts.keys() >= {*each.facts} and not {*before} >= {*each.facts}
-        for problem in each.problems(facts)
+        for rule in rules
+        if rule.facts <= facts.keys() and not rule.facts <= {*before}
+        for problem in rule.problems(facts)
     ]
 
 

@@ -1,8 +1,8 @@
 """The configuration of one run: one typed model per section, every field described with its unit.
 
 `slimx train FILE section.key=value` fills these models; an unknown key is refused with the nearest known one
-(`slimx.config.load`). What a section says alone is checked by validators in its own file; rules between sections are
-`slimx.config.rules`, and those that need the model, a machine or files are `slimx.preflight.checks`.
+(`slimx.config.load`). What a section says alone is checked by validators in its file; rules between sections, and those
+that need the model, a machine or files, are entry points (`slimx.config.rule`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, create_model, model_validator
+from pydantic import PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
 
 from slimx import entry_points
 from slimx.config import wording
-from slimx.config.rule import Refusal, broken, refuse, rules_in
-from slimx.config.rules import RULES
-from slimx.config.rules.policies import fits_engines, proven_for
-from slimx.config.section import Section
+from slimx.config.rule import Refusal, all_rules, broken, refuse
+from slimx.config.section import Section, refuse_faults
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.policies import ACTOR, Policy, check_apart, check_names, derived
+from slimx.config.sections.policies import ACTOR, Policy, borrowing_faults, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import ROUTED_PER_STEP, Eval, Rollout
@@ -32,6 +30,9 @@ from slimx.config.sections.run import Cluster, Model, Numerics, RunSection, Trac
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
+
+CHECKED = {"checked": True}
+"""Context for `Config.model_validate` of values that another process has checked: no rule is asked."""
 
 
 class CoreConfig(Section):
@@ -71,16 +72,16 @@ class CoreConfig(Section):
         return plain
 
     @model_validator(mode="after")
-    def _across(self) -> Config:
-        of_extras = rules_in(*entry_points.load_all("slimx.rules").values())
-        refuse(broken((*RULES, *of_extras), self.sections))
-        check_names(self.policies)
+    def _across(self, info: ValidationInfo) -> Config:
+        if info.context is CHECKED:
+            return self
+        policies = self.policies if info.context is None else info.context  # of the run, if this is one of them
+        refuse(broken(all_rules(), {**self.sections, "policies": policies}))
+        refuse_faults(name_faults(self.policies))
         configs = self.by_policy
-        for name, config in configs.items():
-            refuse(proven_for(name, config.sections, self.policies))
-            if name in self.served_beside:
-                refuse(fits_engines(name, config.sections, self.sections))
-        check_apart({name: config.rollout.engines for name, config in configs.items()})
+        for name in self.served_beside:
+            refuse_faults(borrowing_faults(name, configs[name].sections, self.sections))
+        refuse_faults(engine_faults({name: config.rollout.engines for name, config in configs.items()}))
         return self
 
     @property
@@ -103,7 +104,8 @@ class CoreConfig(Section):
         for name, policy in self.policies.items():
             if policy.shares is None:
                 try:
-                    out[name] = type(self).model_validate(derived(self.model_dump(exclude_unset=True), name, policy))
+                    tree = derived(self.model_dump(exclude_unset=True), name, policy)
+                    out[name] = type(self).model_validate(tree, context=self.policies)
                 except ValidationError as error:
                     raise _of_policy(name, error.errors()[0]) from None
                 if policy.engines_of is not None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import reprlib
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from slimx.config.rule import refuse
+from slimx.errors import SlimxError
 
 LARGEST = 2**31 - 1
 """Largest index into a tensor in int32."""
@@ -69,8 +73,26 @@ def echoed(text: str) -> str:
     return text if len(text) <= ECHOED else f"{text[: ECHOED // 2]}... ({len(text):,} characters)"
 
 
+Faults = Iterator[tuple[str, str, str]]
+"""Code, key and sentence of everything that is wrong."""
+
+
+def refuse_faults(faults: Iterable[tuple[str, str, str]]) -> None:
+    """Raise a Refusal of all `faults`, if there are any."""
+    refuse([SlimxError(sentence, code=code, about=about) for code, about, sentence in faults])
+
+
 class Section(BaseModel):
-    """A section refuses keys that it does not know, infinities and NaN. The docstring under a field describes its key
-    (docs/configuration.md)."""
+    """A section refuses keys that it does not know, infinities and NaN, and all `_faults`. The docstring under a field
+    describes its key (docs/configuration.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def _faults(self) -> Faults:
+        """Yields everything that is wrong in the section alone."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _faultless(self) -> Self:
+        refuse_faults(self._faults())
+        return self

@@ -15,7 +15,7 @@ from typing import Any
 from slimx.algorithms.credit import load_credit
 from slimx.cluster.access import check_token
 from slimx.cluster.address import check_reachable
-from slimx.config.rule import broken, refuse
+from slimx.config.rule import all_rules, broken, refuse
 from slimx.config.schema import Config
 from slimx.data.prompt_files.mapping import make_mapping
 from slimx.data.prompts import iter_prompts
@@ -29,7 +29,7 @@ from slimx.orchestration.prompts import check_order, first_prompt, source_prompt
 from slimx.orchestration.state.directory import EVALUATIONS, check_generation, finished, resume_point
 from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
-from slimx.preflight.checks import RULES, weight_facts
+from slimx.preflight.facts import weight_facts
 from slimx.rollout.hook_loading import load_hooks
 from slimx.runtime.private import private_directory
 from slimx.trainer.checkpoint.files import Damaged
@@ -163,7 +163,8 @@ def check_parts(config: Config) -> None:
         check_token()
         private_directory()
     device = "cuda" if config.cluster.device == "cuda" else "cpu"  # auto needs torch, and less is refused on a CPU
-    refuse(broken(RULES, config.sections | {"local_device": device}))
+    facts = config.sections
+    refuse(broken(all_rules(), facts | {"local_device": device}, before=facts))
     for policy in config.by_policy.values():
         configured_model(policy)
         for name, directory in weight_facts(policy).items():

@@ -11,8 +11,9 @@ from slimx.adapters.transformers import import_transformers
 from slimx.algorithms.credit import load_credit
 from slimx.cluster.address import check_reachable
 from slimx.cluster.connection import device_of
-from slimx.config.rule import broken, refuse
+from slimx.config.rule import all_rules, broken, refuse
 from slimx.config.schema import Config
+from slimx.config.sections.critic import critic_keys
 from slimx.config.sections.policies import ACTOR, Policy
 from slimx.data.records import Prompt
 from slimx.engines.server.configured import spec_values
@@ -23,8 +24,7 @@ from slimx.models.flops import delta_net_layers
 from slimx.models.state_space import layers_of
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
-from slimx.preflight.checks import RULES, model_facts, weight_facts
-from slimx.preflight.checks.layout import critic_keys
+from slimx.preflight.facts import model_facts, weight_facts
 from slimx.preflight.probe import try_hooks
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.manifest import Encoding
@@ -134,7 +134,7 @@ def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) ->
     spec = configured_model(config)
     facts = model_facts(config, spec) | {"device": device, "local_device": device}
     facts["policies"] = policies  # the configuration of a further one has none
-    refuse(broken(RULES, facts))
+    refuse(broken(all_rules(), facts, before=config.sections))
     backends = choose_backends(
         config.trainer,
         device=device,
@@ -149,7 +149,7 @@ def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) ->
         with critic_keys(config.critic):
             check_transformer(facts["critic_spec"], config.as_critic(), backends, cpu=device == "cpu")
     files = facts | weight_facts(config)
-    refuse(broken(RULES, files, before=facts))
+    refuse(broken(all_rules(), files, before=facts))
     return _Checked(config, transport, backends, files)
 
 
@@ -173,7 +173,7 @@ def _tokenizer(checked: _Checked, device: str) -> Any:
     config, facts = checked.config, checked.facts
     _check_engines(config, facts["spec"], device)
     tokenizer = run_tokenizer(config)
-    refuse(broken(RULES, facts | {"tokenizer": tokenizer}, before=facts))
+    refuse(broken(all_rules(), facts | {"tokenizer": tokenizer}, before=facts))
     return tokenizer
 
 
@@ -191,7 +191,7 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
     """Check and read the sources of rollouts, for a command without trainers. Raises SlimxError as `check_run` does."""
     check_reachable(config.cluster.ray_address)
     facts = config.sections | {"device": device, "local_device": device}
-    refuse(broken(RULES, facts))
+    refuse(broken(all_rules(), facts, before=config.sections))
     return _sources(config, spec, device, facts)
 
 
@@ -202,7 +202,7 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
     _check_engines(config, spec, device)
     import_transformers()
     tokenizer = run_tokenizer(config)
-    refuse(broken(RULES, facts | {"tokenizer": tokenizer}, before=facts))
+    refuse(broken(all_rules(), facts | {"tokenizer": tokenizer}, before=facts))
     by_source: dict[str, list[Prompt]] = {}
     eval_prompts: dict[str, list[Prompt]] = {}
     if not config.rollout.replay:

@@ -12,7 +12,6 @@ from slimx.cluster.waiting import gather
 from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.group import RankGroup
-from slimx.preflight.checks.serving import external_hosts
 from slimx.reshard.pack.gather import PUBLISHER
 
 
@@ -21,7 +20,7 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
     config = engines.config
     if not config.publish.one_machine:
         return
-    hosts, deadline_s = external_hosts(config.rollout), engines.start_deadline_s
+    hosts, deadline_s = config.rollout.external_hosts, engines.start_deadline_s
     started = [engine for engine in engines.engines if engine.name not in hosts]
     (publisher,) = await gather(
         [trainers.actors[PUBLISHER].__ray_call__.remote(place_among, list(hosts.values()))],

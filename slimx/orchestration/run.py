@@ -31,7 +31,7 @@ from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.orchestration.waits import unless
-from slimx.preflight.checks.routing import route_shape
+from slimx.preflight.facts import route_shape
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.replay import Replay
 from slimx.rollout.flow.rollouts import GroupMaker

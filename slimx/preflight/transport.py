@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Transport
-from slimx.preflight.checks.serving import external_hosts
 from slimx.preflight.hardware import machine_of, nodes_known
 
 
@@ -40,7 +39,7 @@ def choose_transport(config: Config, device: str) -> ChosenTransport:
     if not groups:
         return ChosenTransport("memory", "nothing is published, as the run has no engines")
     apart = _apart(config, device)
-    if hosts := external_hosts(config.rollout):
+    if hosts := config.rollout.external_hosts:
         far = apart or next((f"server {name} runs on {host}" for name, host in hosts.items() if not _here(host)), None)
         if far is not None:
             return ChosenTransport("disk", f"{far}, and servers that slimx did not start read files")

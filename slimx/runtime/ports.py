@@ -6,8 +6,6 @@ import ipaddress
 import random
 import socket
 
-import psutil
-
 from slimx.errors import SlimxError
 
 LOOPBACK = "127.0.0.0/8"
@@ -70,6 +68,8 @@ def own_address(network: str | None) -> str:
         import ray
 
         return ray.util.get_node_ip_address()
+    import psutil  # slow, and every configuration imports this module
+
     wanted = ipaddress.ip_network(network, strict=False)
     found = [
         each.address

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slimx.config.schema import Config
+from slimx.config.schema import CHECKED, Config
 from slimx.config.sections.run import Cluster
 from slimx.numerics.mode import mode_of
 from slimx.runtime.logs import marked
@@ -56,7 +56,7 @@ class TrainerWorker:
         Returns this rank's pid, its machine, adapters in force, `NumericsMode.contract`, seconds of imports,
         meeting and model; on CUDA the UUID of its GPU and the number of its CPUs."""
         clock = [time.perf_counter()]
-        config = Config.model_validate(self._values)
+        config = Config.model_validate(self._values, context=CHECKED)
         fp8, deep_ep = config.trainer.fp8 is not None, config.trainer.moe.dispatcher == "flex"
         prepare_process(
             self.device,

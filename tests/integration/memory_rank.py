@@ -54,7 +54,7 @@ def micro_batches(settings: Config, sizes: Sizes, data: int) -> list[MicroBatch]
     """This data-parallel rank's part of a step in which every rollout has the greatest length and every expert gets as
     many tokens: a plan reckons with even load, and random routers are far from it."""
     from slimx.models.families import read_model
-    from slimx.preflight.checks.routing import route_shape
+    from slimx.preflight.facts import route_shape
 
     shape = route_shape(read_model(settings.model.path))
     length, count = settings.rollout.sampling.max_new_tokens, settings.rollout.group_size

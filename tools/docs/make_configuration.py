@@ -19,9 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from slimx.config.names import ALIASES
-from slimx.config.rules import RULES as LOADED
+from slimx.config.rule import FACTS, Rule, all_rules
 from slimx.config.schema import Config
-from slimx.extras.planner.rules import PLAN_RULES as CHECKED
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """\
@@ -66,8 +65,13 @@ def _rules() -> Iterator[str]:
     yield "\n## Rules\n\nEach rule is asked as soon as what it needs is at hand. Rules of the configuration are asked\n"
     yield "when it is loaded, those of the model by `slimx plan` too, all others by `slimx doctor` and at the start.\n"
     yield "\n| code | about | needs |\n| --- | --- | --- |\n"
-    for rule in (*LOADED, *CHECKED):
-        yield f"| {rule.code} | {rule.about} | {rule.needs} |\n"
+    for rule in all_rules():
+        yield f"| {rule.code} | {rule.about} | {_needs(rule)} |\n"
+
+
+def _needs(rule: Rule) -> str:
+    """The most expensive thing that must be at hand to ask the rule."""
+    return next((need for need in reversed(FACTS) if rule.facts & {*FACTS[need]}), "configuration")
 
 
 def _table(model: type[BaseModel], section: str) -> Iterator[str]:

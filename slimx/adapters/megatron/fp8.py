@@ -61,7 +61,7 @@ class _Product:
         **_: Any,
     ) -> torch.Tensor:
         if bias is not None:
-            raise NotImplementedError("a bias has no place in a product in fp8: slimx.preflight.checks.fp8 refuses it")
+            raise NotImplementedError("a bias has no place in a product in fp8: slimx.rules.unproven refuses it")
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
-
-from slimx.config.rule import Refusal
-from slimx.config.section import Amount, Count, Seconds, Section
+from slimx.config.section import Amount, Count, Faults, Seconds, Section
 
 
 class Checkpoint(Section):
@@ -39,14 +36,12 @@ class Checkpoint(Section):
     export_every: Count = 0
     """Steps between exports as Hugging Face directories (RUN/hf-NNNNNN, all kept); 0: none."""
 
-    @model_validator(mode="after")
-    def _kept(self) -> Checkpoint:
+    def _faults(self) -> Faults:
         if self.keep_every and (not self.every or self.keep_every % self.every):
-            raise Refusal(
+            yield (
+                "checkpoint.keep_every",
+                "checkpoint.keep_every",
                 f"checkpoint.keep_every is {self.keep_every}, but checkpoints are written "
                 + (f"every {self.every} steps" if self.every else "by time and at the end only (checkpoint.every is 0)")
                 + "; make it a multiple of checkpoint.every",
-                code="checkpoint.keep_every",
-                about="checkpoint.keep_every",
             )
-        return self

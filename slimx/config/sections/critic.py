@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
 from slimx.config.rule import Refusal
-from slimx.config.section import Count, PathText, Positive, Section, Weight
+from slimx.config.section import Count, Faults, PathText, Positive, Section, Weight
 from slimx.config.sections.trainer import Optimizer, RankLayout, Trainer
+from slimx.errors import SlimxError
 
 
 class CriticOptimizer(Optimizer):
@@ -36,16 +39,14 @@ class Critic(Section):
     warmup_steps: Count = 0
     """First steps of the run that train the critic only; the policy stays as it is."""
 
-    @model_validator(mode="after")
-    def _placement(self) -> Critic:
+    def _faults(self) -> Faults:
         if self.placement == "shared" and self.layout is not None:
-            raise Refusal(
+            yield (
+                "critic.placement",
+                "critic.layout",
                 "critic.layout is given but critic.placement is shared, where the critic is split as the trainer is; "
                 "set critic.placement=own or leave critic.layout out",
-                code="critic.placement",
-                about="critic.layout",
             )
-        return self
 
 
 def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
@@ -65,3 +66,17 @@ def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
     except ValidationError as error:
         told = error.errors()[0]["msg"].removeprefix("Value error, ").replace("trainer.", "critic.layout.")
         raise Refusal(told, code="critic.layout", about="critic.layout") from None
+
+
+@contextmanager
+def critic_keys(critic: Critic) -> Iterator[None]:
+    """Refusals in the block are about the critic's view of the `trainer` section: name the keys that the user wrote."""
+    try:
+        yield
+    except SlimxError as error:
+        sentence, about = (
+            text.replace("trainer.optimizer.", "critic.optimizer.") for text in (str(error), error.about)
+        )
+        if critic.placement == "own":
+            sentence, about = (text.replace("trainer.", "critic.layout.") for text in (sentence, about))
+        raise SlimxError(sentence, code=error.code, about=about) from None

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
-from slimx.config.rule import Refusal
-from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, PathText, Seconds, Section, Size, shortened
+from slimx.config.section import (
+    GPUS,
+    LARGEST,
+    SERVER,
+    Amount,
+    Count,
+    Faults,
+    PathText,
+    Seconds,
+    Section,
+    Size,
+    shortened,
+)
 
-_refused = partial(Refusal, about="rollout.engines")
 OWN_DRAFTS = ("EAGLE", "NEXTN")
 """SGLang's ways to draft tokens by the model's own layer of multi-token prediction."""
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
@@ -108,38 +117,42 @@ class Engines(Section):
         """Servers that slimx starts for the policy whose group this is."""
         return 0 if self.urls or self.borrowed else self.count
 
-    @model_validator(mode="after")
-    def _alone(self) -> Engines:
+    def _faults(self) -> Faults:
         where = self.where
         if self.frozen and self.role != "regular":
-            raise _refused(
+            yield (
+                "engines.frozen_role",
+                "rollout.engines",
                 f"{where} is frozen and has the role {self.role}; prefill and decode servers are the policy's: set "
                 "frozen=false or role=regular",
-                code="engines.frozen_role",
             )
         if self.frozen and not self.urls and self.model is None:
-            raise _refused(
+            yield (
+                "engines.frozen_model",
+                "rollout.engines",
                 f"{where} is frozen but names neither a model nor urls; name the directory of its model, which may be "
                 "model.path",
-                code="engines.frozen_model",
             )
         if self.ranks % self.nodes:
-            raise _refused(
+            yield (
+                "engines.nodes",
+                "rollout.engines",
                 f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
                 "each machine has the same share of them",
-                code="engines.nodes",
             )
         if self.ranks > SERVER:
-            raise _refused(
+            yield (
+                "engines.server_ranks",
+                "rollout.engines",
                 f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the {SERVER:,} that one may "
                 "have; lower tensor or pipeline",
-                code="engines.server_ranks",
             )
         if self.started * self.ranks > GPUS:
-            raise _refused(
+            yield (
+                "engines.group_ranks",
+                "rollout.engines",
                 f"{where} is {self.started} servers of {self.ranks} ranks, more than the {GPUS:,} ranks that a group "
                 "may have; lower count, tensor or pipeline",
-                code="engines.group_ranks",
             )
         for key, kind in _READ.items():
             if (value := self.sglang.get(key)) is None:
@@ -148,86 +161,94 @@ class Engines(Section):
                 kind.validate_python(value, strict=True)
             except ValidationError as error:
                 message = error.errors()[0]["msg"]
-                raise Refusal(
+                yield (
+                    "engines.sglang_value",
+                    f"rollout.engines.sglang.{key}",
                     f"{where}: sglang.{key} is {shortened(value)}: {message[0].lower()}{message[1:]}",
-                    code="engines.sglang_value",
-                    about=f"rollout.engines.sglang.{key}",
-                ) from None
+                )
         if self.urls:
-            self._external(where)
+            yield from self._external_faults(where)
         elif self.api_key_env or self.admin_api_key_env:
-            raise _refused(
+            yield (
+                "engines.keys_without_urls",
+                "rollout.engines",
                 f"{where} names keys but no urls; slimx gives the servers that it starts random keys: remove "
                 "api_key_env and admin_api_key_env",
-                code="engines.keys_without_urls",
             )
         if self.sglang.get("disaggregation_transfer_backend") == "fake":
-            raise _refused(
+            yield (
+                "engines.fake_transfer",
+                "rollout.engines",
                 f"{where}: disaggregation_transfer_backend fake moves no KV, so that decode servers would sample from "
                 "nothing; use mooncake or nixl",
-                code="engines.fake_transfer",
             )
-        return self
 
-    def _external(self, where: str) -> None:
-        """Refuse addresses that are none, and keys that cannot reach a server which runs already."""
+    def _external_faults(self, where: str) -> Faults:
+        """Yields addresses that are none, and keys that cannot reach a server which runs already."""
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
         # Ranks, and a run's own config.yaml, have the defaults written out.
         default = type(self)()
         if given := [key for key in idle if getattr(self, key) != getattr(default, key)]:
-            raise Refusal(
+            yield (
+                "engines.urls_idle_key",
+                f"rollout.engines.{given[0]}",
                 f"{where} has urls, servers that run already, so that its {given[0]} would do nothing; remove it",
-                code="engines.urls_idle_key",
-                about=f"rollout.engines.{given[0]}",
             )
         if self.role == "prefill":
-            raise _refused(
+            yield (
+                "engines.urls_prefill",
+                "rollout.engines",
                 f"{where} has urls and the role prefill, whose bootstrap port slimx chooses when it starts a server; "
                 "let slimx start prefill servers",
-                code="engines.urls_prefill",
             )
         for url in self.urls:
             if not _ADDRESS.fullmatch(url):
-                raise Refusal(
-                    f"{where}: {url!r} in urls is not of the form http://HOST:PORT", code="engines.url", about=url
+                yield (
+                    "engines.url",
+                    url,
+                    f"{where}: {url!r} in urls is not of the form http://HOST:PORT",
                 )
         if len(set(self.urls)) < len(self.urls):
-            raise _refused(
+            yield (
+                "engines.url_twice",
+                "rollout.engines",
                 f"{where} names an address twice in urls; name each server once",
-                code="engines.url_twice",
             )
 
 
-def check_groups(groups: Sequence[Engines]) -> None:
-    """Raise ValueError for groups that cannot serve together."""
+def group_faults(groups: Sequence[Engines]) -> Faults:
+    """Yields everything that keeps groups from serving together."""
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
-        raise _refused(
+        yield (
+            "engines.name_twice",
+            "rollout.engines",
             f"rollout.engines names a group twice in {names}; give each group its own name",
-            code="engines.name_twice",
         )
     urls = [url for group in groups for url in group.urls]
     if len(set(urls)) < len(urls):
         twice = next(url for url in urls if urls.count(url) > 1)
-        raise Refusal(
+        yield (
+            "engines.url_in_two_groups",
+            twice,
             f"rollout.engines names {twice} in two groups; a server belongs to one",
-            code="engines.url_in_two_groups",
-            about=twice,
         )
     roles = {group.role for group in groups if not group.frozen}
     split = roles & {"prefill", "decode"}
     if len(split) == 1:
         (have,) = split
         missing = "decode" if have == "prefill" else "prefill"
-        raise _refused(
+        yield (
+            "engines.role_missing",
+            "rollout.engines",
             f"rollout.engines has a group with the role {have} but none with {missing}; add one",
-            code="engines.role_missing",
         )
     if split and "regular" in roles:
-        raise _refused(
+        yield (
+            "engines.roles_mixed",
+            "rollout.engines",
             "rollout.engines mixes the role regular with prefill and decode, and one router serves either; give all "
             "groups of the policy roles of one kind",
-            code="engines.roles_mixed",
         )
 
 

@@ -6,10 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from slimx.config.rule import Refusal
-from slimx.config.section import Section
+from slimx.config.section import Faults, Section
 from slimx.config.sections.engines import Engines
 
 ACTOR = "actor"
@@ -44,73 +43,101 @@ class Policy(Section):
     each beside it (publish.adapters=alone; trainer.lora of equal rank and targets); null: this policy has engines of
     its own."""
 
-    @model_validator(mode="after")
-    def _one_or_the_other(self) -> Policy:
+    def _faults(self) -> Faults:
         given = [key for key in ("model", "trainer", "algorithm") if getattr(self, key)]
         given += [key for key in ("engines", "engines_of") if getattr(self, key) is not None]
         if self.shares is not None and given:
-            raise Refusal(
+            yield (
+                "policies.shares",
+                f"policies.{given[0]}",
                 f"policies: a role that shares the weights of {self.shares} has no {given[0]} of its own; leave "
                 "shares or the other keys out",
-                code="policies.shares",
-                about=f"policies.{given[0]}",
             )
         if self.engines is not None and self.engines_of is not None:
-            raise Refusal(
+            yield (
+                "policies.engines_of",
+                "policies.engines",
                 f"policies: engines_of={self.engines_of} has another policy's engines generate, and engines names some "
                 "of its own; leave one out",
-                code="policies.engines_of",
-                about="policies.engines",
             )
         if "credit" in self.algorithm:
-            raise Refusal(
+            yield (
+                "policies.credit",
+                "policies.algorithm.credit",
                 "policies: algorithm.credit shares rewards out among all policies, so that none has one of its own; "
                 "set the run's",
-                code="policies.credit",
-                about="policies.algorithm.credit",
             )
-        return self
 
 
-def check_names(policies: Mapping[str, Policy]) -> None:
-    """Raise Refusal for a name that cannot stand in metrics and file names, and for a role that shares with none."""
+def name_faults(policies: Mapping[str, Policy]) -> Faults:
+    """Yields names that cannot stand in metrics and file names, and roles that share with none."""
     for name, policy in policies.items():
         if name in TAKEN or not _NAME.fullmatch(name):
-            raise Refusal(
+            yield (
+                "policies.name",
+                name,
                 f"policies: {name!r} is no name for a policy; use letters, digits, _ and -, a letter first, and none "
                 f"of {', '.join(sorted(TAKEN))}",
-                code="policies.name",
-                about=name,
             )
         own = {ACTOR, *(other for other, each in policies.items() if each.shares is None)}
         if policy.shares is not None and policy.shares not in own:
-            raise Refusal(
+            yield (
+                "policies.shares",
+                f"policies.{name}.shares",
                 f"policies.{name}.shares is {policy.shares!r}, which has no weights of its own; name one of "
                 f"{', '.join(sorted(own))}",
-                code="policies.shares",
-                about=f"policies.{name}.shares",
             )
         if policy.engines_of not in (None, ACTOR):
-            raise Refusal(
+            yield (
+                "policies.engines_of",
+                f"policies.{name}.engines_of",
                 f"policies.{name}.engines_of is {policy.engines_of!r}, whose engines were never shared; name {ACTOR}",
-                code="policies.engines_of",
-                about=f"policies.{name}.engines_of",
             )
 
 
-def check_apart(engines: Mapping[str, Sequence[Engines]]) -> None:
-    """Raise Refusal for a group of servers whose name another policy's has: logs and metrics go by it."""
+def borrowing_faults(name: str, sections: Mapping[str, Any], run: Mapping[str, Any]) -> Faults:
+    """Yields everything that keeps engines of the run's actor from generating for the policy `name` with `sections`:
+    they have one base, that of the run's sections, and slots of one shape."""
+    model, trainer, other = run["model"], run["trainer"], sections["trainer"]
+    if run["publish"].adapters != "alone" or trainer.lora is None:
+        yield (
+            "policies.engines_of",
+            "publish.adapters" if trainer.lora is not None else "trainer.lora",
+            f"policies.{name}.engines_of has the actor's engines generate for it, which hold one set of weights; train "
+            "adapters with them (trainer.lora) and publish these alone (publish.adapters=alone), or leave it out",
+        )
+        return
+    here, there = other.lora, trainer.lora
+    same = {
+        "model": sections["model"] == model,
+        "trainer.load": other.load == trainer.load,
+        "trainer.lora": here is not None,
+        "trainer.lora.rank": here is None or here.rank == there.rank,
+        "trainer.lora.targets": here is None or here.targets == there.targets,
+    }
+    for key, equal in same.items():
+        if not equal:
+            yield (
+                "policies.engines_of",
+                f"policies.{name}.{key}",
+                f"policies.{name}.{key} is not the actor's, whose engines generate for it (engines_of): they hold one "
+                "base, and adapters of one shape; make it equal, or give the policy engines for itself",
+            )
+
+
+def engine_faults(engines: Mapping[str, Sequence[Engines]]) -> Faults:
+    """Yields groups of servers whose name another policy's has: logs and metrics go by it."""
     owners: dict[str, str] = {}
     for policy, groups in engines.items():
         for group in groups:
             if group.borrowed:
                 continue
             if (other := owners.setdefault(group.name, policy)) != policy:
-                raise Refusal(
+                yield (
+                    "policies.engine_name",
+                    group.name,
                     f"policies.{policy}: its engines have a group {group.name}, and so have those of {other}; give it "
                     "another name",
-                    code="policies.engine_name",
-                    about=group.name,
                 )
 
 

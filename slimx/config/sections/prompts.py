@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from slimx.config.rule import Refusal
-from slimx.config.section import Count, PathText, Section, Weight
+from slimx.config.section import Count, Faults, PathText, Section, Weight
 
 
 class Fields(Section):
@@ -54,22 +53,23 @@ class PromptSet(Section):
         return next((self.weight[start] for start in sorted(self.weight, reverse=True) if start <= step), 0.0)
 
 
-def check_sources(sources: tuple[PromptSet, ...]) -> None:
-    """Raise Refusal for a name that two sources have, and for a step at which no source has any weight."""
+def source_faults(sources: tuple[PromptSet, ...]) -> Faults:
+    """Yields a name that two sources have, and a step at which no source has any weight."""
     names = [each.name for each in sources]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise Refusal(
+        yield (
+            "sources.name",
+            twice[0],
             f"rollout.sources names {twice[0]!r} twice; give each source its own name",
-            code="sources.name",
-            about=twice[0],
         )
     if not sources:
         return
     starts = {0, *(step for each in sources if isinstance(each.weight, dict) for step in each.weight)}
     for step in sorted(starts):
         if not any(each.weight_at(step) for each in sources):
-            raise Refusal(
+            yield (
+                "sources.weight",
+                "rollout.sources",
                 f"rollout.sources: no source has a weight at step {step}; give one of them more than 0",
-                code="sources.weight",
-                about="rollout.sources",
             )
+            return

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from slimx.config.rule import Refusal
-from slimx.config.section import Label, Real, Seconds, Section, Size
+from slimx.config.section import Faults, Label, Real, Seconds, Section, Size
 
 
 class RewardPart(Section):
@@ -48,32 +47,30 @@ class Reward(Section):
         """True if there is any reward."""
         return bool(self.function or self.parts)
 
-    @model_validator(mode="after")
-    def _parts(self) -> Reward:
+    def _faults(self) -> Faults:
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
-            raise Refusal(
+            yield (
+                "reward.name_twice",
+                "reward.parts",
                 f"reward.parts names a part twice in {names}; give each its own name",
-                code="reward.name_twice",
-                about="reward.parts",
             )
         if self.parts and (self.options or self.function not in (None, type(self).model_fields["function"].default)):
-            raise Refusal(
+            yield (
+                "reward.parts_and_function",
+                "reward.function",
                 "reward.parts is given and so is reward.function (or reward.options), which parts replace; make the "
                 "function one of the parts",
-                code="reward.parts_and_function",
-                about="reward.function",
             )
         if self.parts and self.scope == "group":
-            raise Refusal(
+            yield (
+                "reward.parts_scope",
+                "reward.scope",
                 "reward.scope is group, but reward.parts judge one trajectory each; use reward.function",
-                code="reward.parts_scope",
-                about="reward.scope",
             )
         if self.options and self.function is None:
-            raise Refusal(
+            yield (
+                "reward.options",
+                "reward.options",
                 "reward.options is given but reward.function is null; name the function or leave it out",
-                code="reward.options",
-                about="reward.options",
             )
-        return self

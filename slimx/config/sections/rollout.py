@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import count, takewhile
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from slimx.config.rule import Refusal
-from slimx.config.section import LARGEST, Amount, Count, PathText, Real, Seconds, Section, Share, Weight
-from slimx.config.sections.engines import Engines, Health, check_groups
-from slimx.config.sections.prompts import Fields, PromptSet, check_sources
+from slimx.config.section import LARGEST, Amount, Count, Faults, PathText, Real, Seconds, Section, Share, Weight
+from slimx.config.sections.engines import Engines, Health, group_faults
+from slimx.config.sections.prompts import Fields, PromptSet, source_faults
 
 MAX_SUPPORT = 4096
 """Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
@@ -43,22 +43,20 @@ class Sampling(Section):
         found = {"temperature": self.temperature < GREEDY, "top_k": self.top_k == 1, "top_p": self.top_p <= GREEDY}
         return {key: getattr(self, key) for key, greedy in found.items() if greedy}
 
-    @model_validator(mode="after")
-    def _supported(self) -> Sampling:
+    def _faults(self) -> Faults:
         if self.top_k == 0:
-            raise Refusal(
+            yield (
+                "sampling.top_k",
+                "rollout.sampling.top_k",
                 "rollout.sampling.top_k is 0, which keeps no candidate; use -1 for all or a positive count",
-                code="sampling.top_k",
-                about="rollout.sampling.top_k",
             )
         if self.top_k > MAX_SUPPORT:
-            raise Refusal(
+            yield (
+                "sampling.top_k",
+                "rollout.sampling.top_k",
                 f"rollout.sampling.top_k is {self.top_k}, but engines report at most {MAX_SUPPORT} kept candidates per "
                 "token, which the trainer needs; lower it or use -1 for all",
-                code="sampling.top_k",
-                about="rollout.sampling.top_k",
             )
-        return self
 
 
 class Proxy(Section):
@@ -67,16 +65,14 @@ class Proxy(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port; 0: any that is free."""
 
-    @model_validator(mode="after")
-    def _reachable(self) -> Proxy:
+    def _faults(self) -> Faults:
         if self.host in ("0.0.0.0", "::", ""):
-            raise Refusal(
+            yield (
+                "proxy.host",
+                "rollout.proxy.host",
                 f"rollout.proxy.host is {self.host!r}, which is no address that an agent could be told; give the "
                 "driver's own",
-                code="proxy.host",
-                about="rollout.proxy.host",
             )
-        return self
 
 
 class Rollout(Section):
@@ -173,57 +169,60 @@ class Rollout(Section):
         return tuple(group for group in self.served if group.frozen)
 
     @property
+    def external_hosts(self) -> dict[str, str]:
+        """Host of each engine of the policy that runs already, by the engine's name."""
+        return {
+            f"{group.name}-{number}": urlsplit(url).hostname or ""
+            for group in self.policy_engines
+            for number, url in enumerate(group.urls)
+        }
+
+    @property
     def disaggregated(self) -> bool:
         """True if different servers compute prompts and samples (prefill and decode)."""
         return any(group.role != "regular" for group in self.engines)
 
-    @model_validator(mode="after")
-    def _prompt_files(self) -> Rollout:
+    def _faults(self) -> Faults:
         if self.prompts is None and not self.sources:
-            raise Refusal(
+            yield (
+                "config.missing_key",
+                "rollout.prompts",
                 "rollout.prompts is missing; set it in the file or with rollout.prompts=VALUE, or give rollout.sources",
-                code="config.missing_key",
-                about="rollout.prompts",
             )
         if self.prompts is not None and self.sources:
-            raise Refusal(
+            yield (
+                "sources.both",
+                "rollout.prompts",
                 "rollout.prompts and rollout.sources are both given; make the file one of the sources",
-                code="sources.both",
-                about="rollout.prompts",
             )
         if self.map is not None and (self.fields is not None or any(each.fields for each in self.sources)):
-            raise Refusal(
+            yield (
+                "prompts.map",
+                "rollout.map",
                 "rollout.map and fields are both given; a mapping hook returns the prompt itself, so leave one out",
-                code="prompts.map",
-                about="rollout.map",
             )
         if self.source is not None and self.sources:
-            raise Refusal(
+            yield (
+                "sources.source",
+                "rollout.source",
                 "rollout.source is given, which orders prompts itself, and rollout.sources, which have weights; leave "
                 "one out",
-                code="sources.source",
-                about="rollout.source",
             )
         if taken := sorted(self.template.keys() & RENDERED):
-            raise Refusal(
+            yield (
+                "template.argument",
+                f"rollout.template.{taken[0]}",
                 f"rollout.template has {taken[0]!r}, which slimx gives the chat template itself; leave it out",
-                code="template.argument",
-                about=f"rollout.template.{taken[0]}",
             )
-        check_sources(self.sources)
-        return self
-
-    @model_validator(mode="after")
-    def _groups(self) -> Rollout:
-        check_groups(self.engines)
+        yield from source_faults(self.sources)
+        yield from group_faults(self.engines)
         if self.disaggregated and self.routed_experts:
-            raise Refusal(
+            yield (
+                "rollout.routed_experts",
+                "rollout.routed_experts",
                 "rollout.routed_experts with prefill and decode groups: the decode server, whose answer counts, never "
                 "computed the experts of the prompt; set rollout.routed_experts=false",
-                code="rollout.routed_experts",
-                about="rollout.routed_experts",
             )
-        return self
 
 
 class Eval(Section):
@@ -261,38 +260,36 @@ class Eval(Section):
             return {}
         return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts
 
-    @model_validator(mode="after")
-    def _several(self) -> Eval:
+    def _faults(self) -> Faults:
         if self.map is not None and self.fields is not None:
-            raise Refusal(
+            yield (
+                "prompts.map",
+                "eval.map",
                 "eval.map and eval.fields are both given; a mapping hook returns the prompt itself, so leave one out",
-                code="prompts.map",
-                about="eval.map",
             )
         if self.samples > 1 and self.temperature == 0:
-            raise Refusal(
+            yield (
+                "eval.samples",
+                "eval.samples",
                 f"eval.samples is {self.samples} but eval.temperature is 0: all answers to a prompt would be the same; "
                 "set a temperature, or eval.samples=1",
-                code="eval.samples",
-                about="eval.samples",
             )
         if beyond := [k for k in self.pass_at if k > self.samples]:
-            raise Refusal(
+            yield (
+                "eval.pass_at",
+                "eval.pass_at",
                 f"eval.pass_at has {beyond[0]}, but eval.samples is {self.samples}: pass@k takes k answers or "
                 "more; raise eval.samples or leave it out",
-                code="eval.pass_at",
-                about="eval.pass_at",
             )
         if self.temperature == 0 and self.top_p < 1:
-            raise Refusal(
+            yield (
+                "eval.top_p",
+                "eval.top_p",
                 "eval.top_p cuts nothing where answers are greedy; set eval.temperature or leave it out",
-                code="eval.top_p",
-                about="eval.top_p",
             )
         if wrong := [name for name in self.files if "/" in name or (not name and len(self.files) > 1)]:
-            raise Refusal(
+            yield (
+                "eval.name",
+                wrong[0],
                 f"eval.prompts has the name {wrong[0]!r}; names stand in metrics and have no slash",
-                code="eval.name",
-                about=wrong[0],
             )
-        return self

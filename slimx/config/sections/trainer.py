@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from slimx.config.rule import Refusal, refuse
-from slimx.config.section import Amount, Count, PathText, Positive, Seconds, Section, Share, Size, Weight
-from slimx.errors import SlimxError
+from slimx.config.section import Amount, Count, Faults, PathText, Positive, Seconds, Section, Share, Size, Weight
 
 CYCLE = 5
 """Iterations after which the coefficients of Newton-Schulz begin anew (`quintic` of emerging-optimizers)."""
@@ -31,17 +28,15 @@ class Muon(Section):
     split_qkv: bool = True
     """Orthogonalise queries, keys and values each by themselves."""
 
-    @model_validator(mode="after")
-    def _whole_cycles(self) -> Muon:
+    def _faults(self) -> Faults:
         if self.steps % CYCLE:
-            raise Refusal(
+            yield (
+                "muon.steps",
+                "trainer.optimizer.muon.steps",
                 f"trainer.optimizer.muon.steps is {self.steps}, no multiple of {CYCLE}: its {CYCLE} iterations have "
                 "coefficients of their own, and after a part of them singular values are far from 1 (after 6 below "
                 f"0.2); set it to {CYCLE}",
-                code="muon.steps",
-                about="trainer.optimizer.muon.steps",
             )
-        return self
 
 
 class Optimizer(Section):
@@ -117,16 +112,14 @@ class Moe(Section):
     bias_update_rate: Weight = 0.0
     """Step of each expert's selection bias towards equal load, after every update; 0: none."""
 
-    @model_validator(mode="after")
-    def _balanced(self) -> Moe:
+    def _faults(self) -> Faults:
         if self.aux_loss_type != type(self).model_fields["aux_loss_type"].default and not self.aux_loss_coef:
-            raise Refusal(
+            yield (
+                "routing.aux_loss_type",
+                "trainer.moe.aux_loss_type",
                 f"trainer.moe.aux_loss_type is {self.aux_loss_type}, but trainer.moe.aux_loss_coef is 0 and nothing is "
                 "balanced; give the coefficient, or leave the type out",
-                code="routing.aux_loss_type",
-                about="trainer.moe.aux_loss_type",
             )
-        return self
 
 
 class Lora(Section):
@@ -333,46 +326,42 @@ class Trainer(RankLayout):
         """Expert tensor parallel size, given or Megatron's default."""
         return self.expert_tensor or self.tensor
 
-    @model_validator(mode="after")
-    def _check(self) -> Trainer:
-        refuse([*self._megatron_problems(), *self._layout_problems()])
-        return self
-
-    def _megatron_problems(self) -> Iterator[SlimxError]:
+    def _faults(self) -> Faults:
         for key, instead in NOT_PASSED.items():
             if self.megatron.get(key) not in (None, False, 0, "none"):
                 about = f"trainer.megatron.{key}"
-                yield SlimxError(f"{about} is not passed through; {instead}", code="trainer.megatron", about=about)
+                yield "trainer.megatron", about, f"{about} is not passed through; {instead}"
+        yield from self._layout_faults()
 
-    def _layout_problems(self) -> Iterator[SlimxError]:
+    def _layout_faults(self) -> Faults:
         product = self.tensor * self.pipeline * self.context * self.data_size
         if product != self.world_size:
-            yield SlimxError(
+            yield (
+                "trainer.world_size",
+                "trainer.world_size",
                 f"trainer.world_size is {self.world_size}, but tensor {self.tensor} x pipeline {self.pipeline} x "
                 f"context {self.context} x data {self.data_size} = {product}; set trainer.world_size={product} or "
                 "change one of the sizes",
-                code="trainer.world_size",
-                about="trainer.world_size",
             )
         experts = self.expert * self.expert_tensor_size
         stage = self.tensor * self.context * self.data_size
         if product == self.world_size and stage % experts:
             fitting = [n for n in range(1, stage + 1) if stage % (n * self.expert_tensor_size) == 0]
             nearest = min(fitting or [1], key=lambda n: (abs(n - self.expert), n))
-            yield SlimxError(
+            yield (
+                "trainer.expert",
+                "trainer.expert",
                 f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
                 f"divide the {stage} ranks of a pipeline stage (tensor x context x data); the nearest that does is "
                 f"trainer.expert={nearest}" + ("" if fitting else " with trainer.expert_tensor=1"),
-                code="trainer.expert",
-                about="trainer.expert",
             )
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
             # megatron-core 0.19.2 then reduces experts over groups of their own; here they count as dense layers if EP
             # is 1 (layout, memory plan).
-            yield SlimxError(
+            yield (
+                "trainer.expert_tensor",
+                "trainer.expert_tensor",
                 f"trainer.expert is 1 but trainer.expert_tensor {self.expert_tensor_size} differs from trainer.tensor "
                 f"{self.tensor}; experts that are cut otherwise than the dense layers need expert parallelism here: "
                 "set trainer.expert_tensor=null",
-                code="trainer.expert_tensor",
-                about="trainer.expert_tensor",
             )

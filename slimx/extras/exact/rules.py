@@ -1,12 +1,11 @@
-"""Rules about exact mode: what it needs of the other sections, of a model and of a machine."""
+"""Rules about `numerics.mode: exact`: what it asks of the other sections, of a model and of a machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slimx.config.rule import Told, rule
+from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.publish import Publish
@@ -16,8 +15,9 @@ from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.exact.mode import tensor_sizes, tree_leaves
-from slimx.models.families import ModelSpec
-from slimx.reshard.plan.precision import Quantisation
+
+if TYPE_CHECKING:
+    from slimx.models.families import ModelSpec
 
 SERVER_ARGUMENTS = (
     "attention_backend",
@@ -67,7 +67,6 @@ MEGATRON_FIELDS = (
 talk, what is kept. Named are these and not the others, of which every version of megatron-core has more."""
 
 
-MODE = "numerics.mode is exact"
 FAMILIES = (
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
@@ -83,8 +82,11 @@ IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Those that were shown with weights in blocks of fp8, too."""
 
 
-@rule("exact.leaves", about="numerics.leaves")
-def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Iterator[str]:
+MODE = "numerics.mode is exact"
+
+
+@rule("exact.leaves", "numerics.leaves")
+def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Problems:
     if not numerics.exact:
         if numerics.leaves is not None:
             yield "numerics.leaves cuts sums in numerics.mode exact, and the mode is fast; leave it out"
@@ -97,41 +99,41 @@ def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Ite
             yield f"{name} {size} does not divide the {leaves} leaves of numerics.leaves; set it to a common multiple"
 
 
-@rule("exact.attention", about="trainer.attention")
-def own_attention(numerics: Numerics, trainer: Trainer) -> Iterator[str]:
+@rule("exact.attention", "trainer.attention")
+def own_attention(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.attention in ("flash", "fused"):
         yield f"{MODE}, which has an attention of its own: set trainer.attention=auto"
 
 
-@rule("exact.replay", about="trainer.moe.routing_replay")
-def same_experts(numerics: Numerics, trainer: Trainer) -> Iterator[str]:
+@rule("exact.replay", "trainer.moe.routing_replay")
+def same_experts(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.routing_replay != "none":
         yield f"{MODE}, where both sides choose the same experts: set trainer.moe.routing_replay=none"
 
 
-@rule("exact.dispatcher", about="trainer.moe.dispatcher")
-def dispatched(numerics: Numerics, trainer: Trainer) -> Iterator[str]:
+@rule("exact.dispatcher", "trainer.moe.dispatcher")
+def dispatched(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.dispatcher != "alltoall":
         yield f"{MODE}, whose experts meet their tokens by trainer.moe.dispatcher=alltoall; set it"
 
 
-@rule("exact.megatron", about="trainer.megatron")
-def computes_the_same(numerics: Numerics, trainer: Trainer) -> Iterator[Told]:
+@rule("exact.megatron", "trainer.megatron")
+def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
     field = next((name for name in trainer.megatron if name not in MEGATRON_FIELDS), None)
     if numerics.exact and field is not None:
         about = f"trainer.megatron.{field}"
         yield about, f"{MODE}, and {about} may change what the trainer computes; leave it out"
 
 
-@rule("exact.recompute", about="trainer.recompute.modules")
-def kept_activations(numerics: Numerics, trainer: Trainer) -> Iterator[str]:
+@rule("exact.recompute", "trainer.recompute.modules")
+def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     recompute = trainer.recompute
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
         yield f"{MODE}, whose experts keep their activations: leave moe_act out of trainer.recompute.modules"
 
 
-@rule("exact.sampling", about="rollout.sampling")
-def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Iterator[str]:
+@rule("exact.sampling", "rollout.sampling")
+def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
     if numerics.exact and (rollout.sampling.top_p < 1 or rollout.sampling.top_k != -1):
         yield (
             f"{MODE}, whose log-probs are over the whole vocabulary: set rollout.sampling.top_p=1 and "
@@ -139,8 +141,8 @@ def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Iterator[str]:
         )
 
 
-@rule("exact.gap_probe", about="rollout.gap_probe")
-def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Iterator[str]:
+@rule("exact.gap_probe", "rollout.gap_probe")
+def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems:
     if numerics.exact and schedule.max_staleness and rollout.gap_probe == 0 and rollout.policy_engines:
         yield (
             f"{MODE} and schedule.max_staleness is {schedule.max_staleness}, where only the probe can see a gap, and "
@@ -148,8 +150,8 @@ def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Iterator
         )
 
 
-@rule("exact.quantise", about="publish.quantise")
-def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Iterator[Told]:
+@rule("exact.quantise", "publish.quantise")
+def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Problems:
     if not numerics.exact or publish.quantise is None:
         return
     given = f"{MODE}, publish.quantise is {publish.quantise}"
@@ -177,14 +179,14 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
             )
 
 
-@rule("exact.critic", about="critic")
-def no_critic(numerics: Numerics, critic: Critic | None) -> Iterator[str]:
+@rule("exact.critic", "critic")
+def no_critic(numerics: Numerics, critic: Critic | None) -> Problems:
     if numerics.exact and critic is not None:
         yield f"{MODE}, and a critic has no engine to agree with; set numerics.mode=fast"
 
 
-@rule("exact.engines", about="rollout.engines")
-def serve_the_same(numerics: Numerics, rollout: Rollout) -> Iterator[Told]:
+@rule("exact.engines", "rollout.engines")
+def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
     for group in rollout.policy_engines if numerics.exact else ():
         for key in ("pipeline", "dp_attention"):
             if getattr(group, key) > 1:
@@ -200,20 +202,8 @@ def serve_the_same(numerics: Numerics, rollout: Rollout) -> Iterator[Told]:
             )
 
 
-# A model and a machine
-
-
-@rule("exact.kernels", about="numerics.mode")
-def has_kernels(numerics: Numerics, local_device: str) -> Iterator[str]:
-    if numerics.exact and local_device == "cuda":
-        from slimx.extras.exact.operations.forward import kernel_cuda  # imports torch, which a plan does without
-
-        kernel_cuda.load(kernel_cuda.ordered.LIBRARY)  # torch's own operations would take minutes for a token
-    yield from ()
-
-
-@rule("exact.quantise_device", about="publish.quantise")
-def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Iterator[str]:
+@rule("exact.quantise_device", "publish.quantise")
+def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Problems:
     if numerics.exact and publish.quantise is not None and local_device != "cpu":
         yield (
             f"{MODE}, and publish.quantise={publish.quantise} is computed there on the CPU only; set "
@@ -221,14 +211,23 @@ def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Iter
         )
 
 
-@rule("exact.architecture", about="model.path")
-def covers_model(numerics: Numerics, spec: ModelSpec) -> Iterator[str]:
+@rule("exact.kernels", "numerics.mode")
+def has_kernels(numerics: Numerics, local_device: str) -> Problems:
+    if numerics.exact and local_device == "cuda":
+        from slimx.extras.exact.operations.forward import kernel_cuda  # imports torch, which a plan does without
+
+        kernel_cuda.load(kernel_cuda.ordered.LIBRARY)  # torch's own operations would take minutes for a token
+    yield from ()
+
+
+@rule("exact.architecture", "model.path")
+def covers_model(numerics: Numerics, spec: ModelSpec) -> Problems:
     if numerics.exact and spec.family.ARCHITECTURE not in FAMILIES:
         yield _uncovered(spec, FAMILIES, "cpu")
 
 
-@rule("exact.architecture_cuda", about="model.path")
-def covers_model_here(numerics: Numerics, spec: ModelSpec, local_device: str) -> Iterator[str]:
+@rule("exact.architecture_cuda", "model.path")
+def covers_model_here(numerics: Numerics, spec: ModelSpec, local_device: str) -> Problems:
     if numerics.exact and local_device == "cuda" and spec.family.ARCHITECTURE in {*FAMILIES} - {*ON_GPUS}:
         yield _uncovered(spec, ON_GPUS, "cuda")
 
@@ -240,8 +239,8 @@ def _uncovered(spec: ModelSpec, covered: tuple[str, ...], device: str) -> str:
     )
 
 
-@rule("exact.leaves_width", about="numerics.leaves")
-def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Iterator[str]:
+@rule("exact.leaves_width", "numerics.leaves")
+def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Problems:
     if not numerics.exact:
         return
     leaves = tree_leaves(numerics, trainer, rollout)
@@ -253,8 +252,8 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
             )
 
 
-@rule("exact.quantise_architecture", about="publish.quantise")
-def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Iterator[str]:
+@rule("exact.quantise_architecture", "publish.quantise")
+def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Problems:
     if numerics.exact and publish.quantise is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
         yield (
             f"{MODE}, and publish.quantise covers {' and '.join(IN_BLOCKS)}; {spec.path} is a "
@@ -262,13 +261,14 @@ def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Itera
         )
 
 
-@rule("exact.blocks", about="publish.quantise")
-def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: ModelSpec) -> Iterator[str]:
+@rule("exact.blocks", "publish.quantise")
+def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: ModelSpec) -> Problems:
     if not numerics.exact or publish.quantise is None:
         return
     # They import torch, which a plan does without.
     from slimx.models.files.block_fp8 import block_of
     from slimx.reshard.kernels import cpu as kernel
+    from slimx.reshard.plan.precision import Quantisation
 
     quantisation = Quantisation(publish.quantise)
     if quantisation.rule == "triton":

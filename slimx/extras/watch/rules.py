@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
-from slimx.config.rule import rule
+from slimx.config.rule import Problems, rule
 from slimx.config.sections.run import Track
 
 
-@rule("track.package", about="track")
-def has_trackers(track: Track, local_device: str) -> Iterator[tuple[str, str]]:
+@rule("track.package", "track")
+def has_trackers(track: Track, local_device: str) -> Problems:
     for module in ("wandb", "tensorboard", "mlflow", "swanlab"):
         if (given := getattr(track, module)) and importlib.util.find_spec(module) is None:
             key, package = f"track.{module}", {"mlflow": "mlflow-skinny"}.get(module, module)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from slimx.config import load_config
-from slimx.config.rule import broken, rules_in
+from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.trainer import trainer_memory
+from slimx.extras.planner.plan.keepings import kept_rules
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.plan.suggest import Search, suggest_layouts
 from slimx.extras.planner.plan.suggest_engines import suggest_engines
 from slimx.extras.planner.plan.text import describe
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
-from slimx.preflight.checks import activations
 from slimx.trainer.device.backends import choose_backends
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE
 from tests.extras.convert.convert_stand import QWEN3
@@ -40,18 +40,18 @@ def settings(trainer: dict[str, Any], **sections: Any) -> Config:
         ({"recompute": {"granularity": "full"}}, "activations.recompute", "trainer.recompute.granularity"),
         ({"recompute": {"granularity": "selective"}}, "activations.recompute", "trainer.recompute.granularity"),
         ({"offload_activations": ["attn_proj"]}, "activations.attn_proj", "trainer.offload_activations"),
-        ({"lora": {"rank": 4, "alpha": 4}}, "activations.proven", "trainer.lora"),
-        ({"freeze": ["*router*"]}, "activations.proven", "trainer.freeze"),
-        ({"qat": "int4"}, "activations.proven", "trainer.qat"),
-        ({"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, "activations.proven", "trainer.virtual_pipeline"),
-        ({"fp8": "mxfp8"}, "activations.proven", "trainer.fp8"),
+        ({"lora": {"rank": 4, "alpha": 4}}, "unproven", "trainer.lora"),
+        ({"freeze": ["*router*"]}, "unproven", "trainer.freeze"),
+        ({"qat": "int4"}, "unproven", "trainer.qat"),
+        ({"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, "unproven", "trainer.virtual_pipeline"),
+        ({"fp8": "mxfp8"}, "unproven", "trainer.fp8"),
         (
             {"optimizer": {"kind": "muon"}, "distributed_optimizer": False},
-            "activations.proven",
+            "unproven",
             "trainer.optimizer.kind",
         ),
-        ({"moe": {"dispatcher": "flex"}}, "activations.proven", "trainer.moe.dispatcher"),
-        ({"megatron": {"mtp_num_layers": 1}}, "activations.proven", "trainer.megatron.mtp_num_layers"),
+        ({"moe": {"dispatcher": "flex"}}, "unproven", "trainer.moe.dispatcher"),
+        ({"megatron": {"mtp_num_layers": 1}}, "unproven", "trainer.megatron.mtp_num_layers"),
     ],
 )
 def test_what_was_never_proven_beside_offloaded_activations_is_refused(trainer, code, about):
@@ -64,7 +64,7 @@ def test_what_was_never_proven_beside_offloaded_activations_is_refused(trainer, 
     ("sections", "about"), [({"numerics": {"mode": "exact"}}, "numerics.mode"), ({"critic": {}}, "critic")]
 )
 def test_neither_exact_mode_nor_a_critic_is_proven_beside_offloaded_activations(sections, about):
-    with invalid("activations.proven", about=about):
+    with invalid("unproven", about=about):
         settings({"offload_activations": ALL}, **sections)
 
 
@@ -114,7 +114,7 @@ def test_megatrons_own_fields_of_offloading_are_not_passed(key):
 def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, device, trainer, expected):
     (tmp_path / "config.json").write_text(json.dumps(model))
     facts = settings(trainer).sections | {"spec": read_model(tmp_path), "device": device}
-    assert {(problem.code, problem.about) for problem in broken(rules_in(activations), facts)} == expected
+    assert {(problem.code, problem.about) for problem in broken(kept_rules(), facts)} == expected
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, dev
 def test_attention_whose_activations_never_moved_is_refused(model, refused):
     facts = settings({"offload_activations": ALL}).sections
     facts |= {"spec": read_model(ROOT / "configs/moe/models" / model), "device": "cuda"}
-    found = {(problem.code, problem.about) for problem in broken(rules_in(activations), facts)}
-    assert found == ({("activations.attention", "trainer.offload_activations")} if refused else set())
+    found = {(problem.code, problem.about) for problem in broken(kept_rules(), facts)}
+    assert found == ({("unproven.layers", "trainer.offload_activations")} if refused else set())
 
 
 def test_tensors_that_megatron_core_leaves_on_the_device_are_planned_there():

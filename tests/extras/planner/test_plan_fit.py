@@ -50,7 +50,6 @@ def test_everything_that_is_violated_is_told_at_once(plan):
     code, text = plan(
         QWEN3_30B,
         "trainer={world_size: 15, pipeline: 5, expert: 3, expert_tensor: 1, max_tokens_per_microbatch: 512}",
-        "rollout.engines=[{tensor: 4, expert: 3}]",
         "rollout.max_prompt_tokens=100000",
     )
     assert code == 2
@@ -59,11 +58,10 @@ def test_everything_that_is_violated_is_told_at_once(plan):
         "trainer.expert=3 ",
         "trainer.pipeline=5 ",
         " 40960 ",
-        "trainer.max_tokens_per_microbatch=512 ",
-        "rollout.engines.expert=3 ",
+        "trainer.max_tokens_per_microbatch is 512: ",
     ):
         assert sum(part in line for line in told) == 1, (part, told)
-    assert len(told) == 5
+    assert len(told) == 4
 
 
 @pytest.mark.parametrize(("nodes", "code"), [("1", "machine.nodes"), ("null", "dealing.memory")])
@@ -101,7 +99,7 @@ def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):
         "eval.prompts=held_out.jsonl",
     )
     assert code == 2
-    for part in ("schedule.max_staleness exclude", "updates_per_step 5 does not divide", "routing_replay is R3"):
+    for part in ("schedule.colocate is true", "updates_per_step is 5", "routing_replay is R3"):
         assert part in text
 
 

@@ -102,7 +102,7 @@ UNPROVEN: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("key", UNPROVEN)
 def test_what_several_policies_were_never_proven_with_is_refused_by_name(key: str) -> None:
     config_of({"solver": {"shares": "actor"}}, **UNPROVEN[key])  # a role more, and one policy all the same
-    with invalid("policies.proven", about=key):
+    with invalid("unproven", about=key):
         config_of({"judge": {}}, **UNPROVEN[key])
 
 
@@ -115,7 +115,7 @@ def test_what_several_policies_were_never_proven_with_is_refused_by_name(key: st
     ],
 )
 def test_it_is_refused_where_a_further_policy_says_it_too(judge: dict[str, Any], about: str) -> None:
-    with invalid("policies.proven", about=about):
+    with invalid("unproven", about=about):
         config_of({"judge": judge})
 
 
@@ -164,5 +164,5 @@ def test_policies_that_one_engine_cannot_have_beside_each_other_are_refused(
 def test_one_base_has_no_policy_beside_it_that_has_engines_of_its_own() -> None:
     config = sharing({}).model_dump(exclude_unset=True)
     config["policies"]["writer"] = {}
-    with invalid("policies.proven", about="trainer.lora"):
+    with invalid("unproven", about="trainer.lora"):
         Config.model_validate(config)

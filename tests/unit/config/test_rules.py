@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import chain
+from types import ModuleType
 
 import pytest
 
-from slimx.config.rule import FACTS, NEEDS, broken, refuse, rule
-from slimx.config.rules import RULES as LOADED
-from slimx.config.schema import Config
+from slimx.config.rule import FACTS, all_rules, broken, refuse, rule
+from slimx.config.schema import CHECKED, Config
 from slimx.config.sections.run import Track
+from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
-from slimx.extras.planner.rules import PLAN_RULES as CHECKED
 from slimx.extras.watch.rules import has_trackers
-from slimx.preflight.checks.machine import has_muon
-from tests.refusals import refused
-
-EVERY = LOADED + CHECKED
+from slimx.rules.trainer import has_muon
+from tests.refusals import invalid, refused
 
 
-@rule("test.small", about="steps")
+@rule("test.small", "steps")
 def small(steps: int) -> Iterator[str]:
     if steps > 2:
         yield f"{steps} steps are too many"
 
 
-@rule("test.machine", about="machine")
+@rule("test.machine", "machine")
 def raises(steps: int, machine: str) -> Iterator[str | tuple[str, str]]:
     yield "disk", f"{steps} steps on {machine}"
     raise SlimxError("the machine is gone", code="machine.gone")
@@ -53,13 +54,57 @@ def test_problems_are_refused_together_under_the_first_ones_code() -> None:
 
 
 def test_rules_have_codes_of_their_own_and_need_nothing_unheard_of() -> None:
-    assert len({each.code for each in EVERY}) == len(EVERY)
-    assert {name for each in EVERY for name in each.facts} <= FACTS.keys() | Config.model_fields.keys()
+    rules = all_rules()
+    assert len({each.code for each in rules}) == len(rules)
+    known = {*chain.from_iterable(FACTS.values()), *Config.model_fields}
+    assert all(each.facts <= known for each in rules)
 
 
-@pytest.mark.parametrize("each", LOADED, ids=lambda each: each.code)
-def test_rules_between_sections_are_asked_when_a_configuration_is_loaded(each) -> None:
-    assert {*each.facts} <= {*Config.model_fields} and each.needs == NEEDS[0]
+def test_rules_of_all_packages_are_asked_when_a_configuration_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the configuration suffices, also those of extras; in a process that gets a checked one, none."""
+
+    @rule("test.steps", "schedule.steps")
+    def small_steps(schedule: Schedule) -> Iterator[str]:
+        if schedule.steps > 2:
+            yield "these are too many"
+
+    module = ModuleType(__name__)
+    module.small_steps = small_steps
+    monkeypatch.setattr("slimx.config.rule.entry_points.load_all", {"slimx.rules": {"test": module}}.__getitem__)
+    values = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "schedule": {"steps": 3}}
+    all_rules.cache_clear()
+    try:
+        with invalid("test.steps", about="schedule.steps"):
+            Config.model_validate(values)
+        assert Config.model_validate(values, context=CHECKED).schedule.steps == 3
+    finally:
+        all_rules.cache_clear()
+
+
+def test_loading_a_configuration_imports_neither_models_nor_what_takes_long() -> None:
+    """Rules of models and machines are in the same modules."""
+    program = (
+        "import sys, slimx.config.schema as schema;"
+        "schema.Config(run={'dir': 'r'}, model={'path': 'm'}, rollout={'prompts': 'p'});"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = {*done.stdout.split()}
+    assert "slimx.rules.layout" in loaded and "slimx.extras.planner.rules.memory" in loaded
+    assert not loaded & {"numpy", "torch", "megatron", "sglang", "transformers", "ray", "slimx.models.families"}
+
+
+def test_a_configuration_that_was_checked_elsewhere_is_taken_without_the_rules() -> None:
+    """Ranks of trainers get one, and have other things to import."""
+    program = (
+        "import pickle, sys, slimx.config.schema as schema;"
+        "values = {'run': {'dir': 'r'}, 'model': {'path': 'm'}, 'rollout': {'prompts': 'p'}};"
+        "config = schema.Config.model_validate(values, context=schema.CHECKED);"
+        "pickle.loads(pickle.dumps(config));"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "slimx.rules" not in done.stdout.split()
 
 
 def test_a_tracker_without_its_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

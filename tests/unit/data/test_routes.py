@@ -17,8 +17,8 @@ from slimx.data.records import Span, Trajectory
 from slimx.data.routes import RouteShape, check_routes, for_stage
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import read_model
-from slimx.preflight.checks import routing
-from slimx.preflight.checks.routing import route_shape
+from slimx.preflight.facts import route_shape
+from slimx.rules import trainer as trainer_rules
 from slimx.trainer.moe.routes import known_routes
 from slimx.trainer.step.metrics import gap_metrics
 from tests.refusals import refused
@@ -177,7 +177,7 @@ def test_a_model_without_what_is_asked_for_is_refused(tmp_path):
 
     def asked(spec, **moe):
         facts = config(**moe).sections | {"spec": spec}
-        return [(problem.code, problem.about) for problem in broken(rules_in(routing), facts)]
+        return [(problem.code, problem.about) for problem in broken(rules_in(trainer_rules), facts)]
 
     assert asked(spec, routing_replay="R3", z_loss_coef=0.1) == []
     assert asked(spec, bias_update_rate=0.1) == [("routing.selection_bias", "trainer.moe.bias_update_rate")]

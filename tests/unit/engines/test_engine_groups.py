@@ -28,11 +28,10 @@ from slimx.errors import SlimxError
 from slimx.extras.rewards import judge
 from slimx.layout.ranks import EngineSizes
 from slimx.orchestration.reach import refuse
-from slimx.preflight.checks import reach, serving
-from slimx.preflight.checks.serving import external_hosts
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import AnswerError, input_logprobs
+from slimx.rules import engines, publish
 from slimx.runtime.ports import free_port, is_own
 from tests.extras.rewards.reward_stand import context, trajectory
 from tests.refusals import invalid, refused
@@ -53,7 +52,9 @@ def config_of(**keys: Any) -> Config:
 
 def asked(config: Config, device: str, **facts: Any) -> list[str]:
     """Codes of the rules about engines and devices that the configuration breaks."""
-    return [problem.code for problem in broken(rules_in(serving, reach), config.sections | {"device": device} | facts)]
+    return [
+        problem.code for problem in broken(rules_in(engines, publish), config.sections | {"device": device} | facts)
+    ]
 
 
 def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> None:
@@ -120,7 +121,7 @@ def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytes
     many = config_of(**{"rollout.engines": [{"tensor": 4, "count": 3}], "schedule.colocate": True})
     assert asked(many, "cpu") == []
     assert asked(many, "cuda") == ["engines.colocated_ranks"]
-    monkeypatch.setattr(serving, "TRANSFER_PACKAGES", {"mooncake": "no_such_package"})
+    monkeypatch.setattr(engines, "TRANSFER_PACKAGES", {"mooncake": "no_such_package"})
     assert asked(config_of(**SPLIT), "cuda", local_device="cuda") == ["engines.transfer_package"] * 2
 
 
@@ -163,7 +164,7 @@ def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine()
     assert asked(config_of(**far), "cpu") == ["engines.urls_elsewhere"]
     assert asked(config_of(**far | {"publish.transport": "disk"}), "cpu") == []
     assert asked(config_of(**far, **{"cluster.ray_address": "auto"}), "cpu") == []
-    assert external_hosts(config_of(**far).rollout) == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
+    assert config_of(**far).rollout.external_hosts == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
     refuse("memory", "10.0.0.1", {})
     with refused("publish.reach", about="actor-1"):
         refuse("memory", "10.0.0.1", {"actor-1": "10.0.0.2"})

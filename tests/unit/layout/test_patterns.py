@@ -9,7 +9,7 @@ import pytest
 from slimx.config.schema import Config
 from slimx.layout.patterns import select
 from slimx.models.families import ModelSpec, read_model
-from slimx.preflight.checks.layout import check_layout
+from slimx.rules.layout import check_layout
 from tests.refusals import refused
 from tools.quickstart.make_model import CONFIG
 

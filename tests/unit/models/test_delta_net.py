@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.engine import engine_memory, kv_bytes, state_bytes
 from slimx.extras.planner.plan.cost_model import delta_net_rows
@@ -18,10 +19,11 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec, qwen3_5, qwen3_5_moe, qwen3_next, read_model
-from slimx.preflight.checks.layout import check_layout
-from slimx.preflight.checks.serving import states_are_one_requests_own
 from slimx.preflight.hardware import Machine
 from slimx.reshard.plan.publication import publication_plan
+from slimx.rules.engines import states_are_one_requests_own
+from slimx.rules.layout import check_layout
+from slimx.rules.unproven import unproven_layers
 from tests.refusals import refused
 from tests.warm.sglang import run_with_sglang
 
@@ -233,10 +235,11 @@ def test_states_that_requests_would_share_are_refused(
     config = run(tmp_path)
     groups = [config.rollout.engines[0].model_copy(update=engine)]
     rollout = config.rollout.model_copy(update={"engines": groups})
-    told = states_are_one_requests_own.ask(rollout, spec, device)
-    assert [key.rpartition(".")[2] for key, _ in told] == about
-    dense = SimpleNamespace(transformer={}, path="")
-    assert not list(states_are_one_requests_own.ask(rollout, dense, device))
+    facts = {"rollout": rollout, "trainer": config.trainer, "device": device}
+    rules = [states_are_one_requests_own, unproven_layers]
+    found = broken(rules, facts | {"spec": spec})
+    assert [problem.about.rpartition(".")[2] for problem in found] == about
+    assert not broken(rules, facts | {"spec": SimpleNamespace(transformer={}, path="")})
 
 
 def test_recurrent_states_take_their_memory_from_the_kv_cache(tmp_path: Path):

@@ -16,8 +16,8 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import FAMILIES, ModelSpec, configured_model, load_family, read_model
 from slimx.models.trunk import read_trunk
-from slimx.preflight.checks.layout import check_layout
 from slimx.rollout.client.generation import ModelShape
+from slimx.rules.layout import check_layout
 from tests.refusals import refused
 
 QWEN3_32B: dict[str, Any] = {

@@ -22,10 +22,10 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.models.families import gpt_oss, read_model
 from slimx.models.flops import sequence_flops
-from slimx.preflight.checks.layout import sizes_divide
 from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
+from slimx.rules.layout import sizes_divide
 from slimx.trainer.device.backends import choose_backends
 from tests.refusals import refused
 from tests.unit.models.gpt_oss_stand import HF, TABLE, Tensors, numbered, sources

@@ -17,7 +17,8 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, nemotron_h, read_model
 from slimx.models.files.megatron_directory import numbers_layers, places
 from slimx.models.state_space import layers_of
-from slimx.preflight.checks.layout import check_layout, has_no_values, trained_plainly
+from slimx.rules.layout import check_layout, has_no_values
+from slimx.rules.unproven import unproven_layers
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
@@ -191,9 +192,9 @@ def test_no_value_model_is_built_on_them(tmp_path: Path):
 def test_ways_to_train_that_never_ran_on_them_are_refused(tmp_path: Path, trainer: dict[str, Any], key: str):
     spec = read(tmp_path, TINY)
     plain = run(tmp_path, "sft")
-    assert [*trained_plainly.ask(plain.trainer, spec)] == []
+    assert [*unproven_layers.ask(plain.trainer, plain.rollout, spec)] == []
     config = Config.model_validate(plain.model_dump() | {"trainer": trainer, "numerics": {"dtype": "bfloat16"}})
-    assert [about for about, _ in trained_plainly.ask(config.trainer, spec)] == [key]
+    assert [about for about, _ in unproven_layers.ask(config.trainer, config.rollout, spec)] == [key]
 
 
 def test_decays_and_skips_stay_in_fp32_as_megatron_core_makes_them(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Lora
 from slimx.layout.adapters import adapter_parts, adapter_targets, adapts
@@ -20,7 +20,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.models.files.peft import PeftAdapters
-from slimx.preflight.checks import RULES, model_facts, weight_facts
+from slimx.preflight.facts import model_facts, weight_facts
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision
@@ -180,7 +180,7 @@ def test_directories_that_hold_no_adapters_are_refused_before_a_run(qwen, tmp_pa
             }
         )
         facts = model_facts(config, read_model(str(qwen)))
-        found = broken(RULES, facts | weight_facts(config), before=facts)
+        found = broken(all_rules(), facts | weight_facts(config), before=facts)
         return [(each.code, each.about) for each in found]
 
     assert QWEN3_MOE["hidden_size"] == HIDDEN

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
 
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.batch_plan import batch_plan
 from slimx.extras.planner.memory.engine import kv_bytes
@@ -22,9 +22,9 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec, deepseek_v3, deepseek_v32, glm_moe_dsa, read_model
 from slimx.models.flops import sequence_flops
-from slimx.preflight.checks import RULES, model_facts
+from slimx.preflight.facts import model_facts
 from slimx.reshard.plan.publication import publication_plan
-from tests.refusals import refused
+from tests.refusals import invalid, refused
 from tests.warm.sglang import run_with_sglang
 
 ROOT = Path(__file__).parents[3]
@@ -116,6 +116,11 @@ def test_the_indexer_and_nothing_else_is_not_trained(tmp_path: Path, hf: dict[st
     }
 
 
+def test_choices_of_an_engines_indexer_are_refused(tmp_path: Path):
+    with invalid("sparse.engine_choice", about="trainer.indexer_replay"):
+        run(tmp_path, trainer={"indexer_replay": "R3"})
+
+
 @pytest.mark.parametrize(
     ("trainer", "problems"),
     [
@@ -124,7 +129,6 @@ def test_the_indexer_and_nothing_else_is_not_trained(tmp_path: Path, hf: dict[st
         ({"megatron": {"dsa_indexer_loss_coeff": 0.01}}, ["sparse.indexer_loss"]),
         ({"world_size": 2, "context": 2}, []),
         ({"indexer_replay": "R2"}, []),
-        ({"indexer_replay": "R3"}, ["sparse.engine_choice"]),
         ({"megatron": {"mtp_num_layers": 1}}, []),
     ],
     ids=str,
@@ -133,14 +137,14 @@ def test_what_was_never_tried_with_sparse_attention_is_refused(tmp_path: Path, t
     mtp = trainer.get("megatron", {}).get("mtp_num_layers", 0)
     spec = read(tmp_path, small(V32, num_nextn_predict_layers=1), mtp_layers=mtp)
     config = run(tmp_path, trainer=trainer)
-    found = [problem.code for problem in broken(RULES, model_facts(config, spec))]
+    found = [problem.code for problem in broken(all_rules(), model_facts(config, spec))]
     assert [code for code in found if code.startswith("sparse.")] == problems
 
 
 def test_a_model_without_an_indexer_has_no_choice_to_replay(tmp_path: Path):
     hf = {**small(V32), "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     spec = read(tmp_path, {name: value for name, value in hf.items() if not name.startswith("index_")})
-    (problem,) = broken(RULES, model_facts(run(tmp_path, trainer={"indexer_replay": "R2"}), spec))
+    (problem,) = broken(all_rules(), model_facts(run(tmp_path, trainer={"indexer_replay": "R2"}), spec))
     assert (problem.code, problem.about) == ("sparse.replay", "trainer.indexer_replay")
 
 
@@ -216,7 +220,7 @@ def test_engines_on_the_cpu_and_exact_mode_are_refused(tmp_path: Path, hf: dict[
     with refused("publish.no_cpu_engine", about=hf["architectures"][0]):
         publication_plan(run(tmp_path), spec, Sizes(), "cpu")
     config = run(tmp_path, numerics={"dtype": "bfloat16", "mode": "exact"})
-    assert "exact.architecture" in [problem.code for problem in broken(RULES, model_facts(config, spec))]
+    assert "exact.architecture" in [problem.code for problem in broken(all_rules(), model_facts(config, spec))]
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from slimx.config.rule import broken, rules_in
-from slimx.config.rules import RULES
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
-from slimx.preflight.checks import RULES as CHECKS
-from slimx.preflight.checks import reach
 from slimx.preflight.transport import choose_transport
 
 HERE, FAR = {"urls": ["http://127.0.0.1:8000"]}, {"urls": ["http://gpu7:8000"]}
@@ -63,7 +60,7 @@ def test_auto_is_a_transport_that_reaches_every_engine(keys: dict[str, Any], cpu
 
 
 def test_what_is_chosen_breaks_no_rule() -> None:
-    rules = [each for each in (*RULES, *CHECKS) if each.about == "publish.transport"]
+    rules = [each for each in all_rules() if each.about == "publish.transport"]
     assert len(rules) >= 7
     cases = product(
         ({}, {"cluster.nodes": 4}, {"cluster.gpu": "h100"}, {"cluster.ray_address": "auto"}),
@@ -89,5 +86,5 @@ def test_what_is_chosen_breaks_no_rule() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_several_machines_of_unknown_size_are_refused_to_what_reaches_one(transport: str, device: str) -> None:
     config = config_of(**{"publish.transport": transport, "cluster.nodes": 4})
-    (problem,) = broken(rules_in(reach), config.sections | {"device": device})
+    (problem,) = broken(all_rules(), config.sections | {"device": device})
     assert (problem.code, problem.about) == ("publish.machines", "publish.transport")

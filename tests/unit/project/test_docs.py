@@ -9,7 +9,7 @@ import pytest
 
 from slimx.config.schema import Config
 from slimx.extras.foreign.verl import VERL
-from tools.docs import make_architecture, make_foreign, make_metrics
+from tools.docs import make_architecture, make_foreign, make_metrics, make_unproven
 from tools.docs.make_configuration import PAGE, page
 
 ROOT = Path(__file__).parents[3]
@@ -22,6 +22,11 @@ def test_the_page_of_the_configuration_is_that_of_the_schema():
 
 def test_the_page_of_the_metrics_is_that_of_their_table():
     assert make_metrics.PAGE.read_text() == make_metrics.page(), "run python -m tools.docs.make_metrics"
+
+
+def test_the_page_of_support_has_the_combinations_that_were_never_proven():
+    text = make_unproven.PAGE.read_text()
+    assert text == make_unproven.replaced(text), "run python -m tools.docs.make_unproven"
 
 
 def test_the_picture_of_the_architecture_is_that_of_the_import_contracts():

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from slimx.config.rule import broken, rules_in
+from slimx.config.rule import broken
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.rollout import Rollout
@@ -29,7 +29,6 @@ from slimx.data.saved.codec import decode_groups, encode_groups
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.doctor.effects.effects import effects
-from slimx.preflight.checks import teacher as teacher_rules
 from slimx.rollout import single_turn
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import input_top_logprobs
@@ -37,6 +36,7 @@ from slimx.rollout.client.teacher import Teacher, check_taught, check_vocabulary
 from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
+from slimx.rules.algorithm import same_vocabulary
 from tests.refusals import invalid, numbers, refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
@@ -428,7 +428,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_the_token_that_differs(
             "rollout": Rollout(prompts="p", engines=(Engines(name="wise", frozen=True, model=str(model)),)),
             "tokenizer": tokenizer,
         }
-        return broken(rules_in(teacher_rules), facts)
+        return broken([same_vocabulary], facts)
 
     assert asked(own) == []
     (problem,) = asked(other)

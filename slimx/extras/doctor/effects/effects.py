@@ -17,8 +17,8 @@ from slimx.config.sections.algorithm import NEEDS, Algorithm, Correction, Reject
 from slimx.config.sections.schedule import Schedule
 from slimx.extras.doctor.effects.router_probe import RouterSizes, router_gradient
 from slimx.models.families import configured_model
-from slimx.preflight.checks import routing
 from slimx.preflight.probe import Probe, make_probe, policy_gradient, value_gradient
+from slimx.rules import trainer as trainer_rules
 
 EXACT = 1e-12
 """Relative size below which a difference of two fp64 gradients is rounding."""
@@ -165,7 +165,7 @@ def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     if not (keys := [key for key in ROUTER_TERMS if getattr(moe, key)]):
         return
     spec = configured_model(config)
-    refuse(broken(rules_in(routing), {"trainer": config.trainer, "spec": spec}))
+    refuse(broken(rules_in(trainer_rules), {"trainer": config.trainer, "spec": spec}))
     sizes = RouterSizes.of(spec)
     whole = router_gradient(config, probe, sizes)
     for key in keys:

@@ -24,11 +24,11 @@ from slimx.extras.doctor.hooks.trial import HookTrial, Tried
 from slimx.models.families import ModelSpec, configured_model
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.prompts import run_tokenizer, training_prompts
-from slimx.preflight.checks.layout import check_layout
 from slimx.preflight.probe import try_hooks
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.hook_loading import Hooks, check_generated, load_generate, load_keep, load_rewards
+from slimx.rules.layout import check_layout
 
 HELD_S = 0.5
 """An event loop that stands still for so long is worth a note."""

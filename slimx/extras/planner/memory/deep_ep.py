@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
+from slimx.layout.deep_ep import DEEP_EP_NODE
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec
-from slimx.preflight.checks.layout import DEEP_EP_NODE
 
 CHANNELS = 20 // 2
 """Half of the multiprocessors that send, 20 by default on both sides."""

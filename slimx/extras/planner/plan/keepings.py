@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from slimx import entry_points
-from slimx.config.rule import broken, rules_in
-from slimx.config.rules import RULES
+from slimx.config.rule import Rule, all_rules, broken
+from slimx.config.schema import Config
 from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.extras.planner.plan.splits import Fields
-from slimx.preflight import checks
 
-CONFIGURATION_RULES = RULES + rules_in(*entry_points.load_all("slimx.rules").values())
-"""Rules of a configuration, and those of extras."""
-KEPT_RULES = CONFIGURATION_RULES + rules_in(checks.activations)
-"""Rules of a configuration and of how activations are kept; a way that breaks one is passed over."""
-_BESIDE = ("activations.device", "activations.proven", "activations.attention")
+_BESIDE = ("activations.device", "unproven", "unproven.layers")
 """Codes of what refuses offloading whatever the parts are, recomputation aside."""
+
+
+@functools.cache
+def kept_rules() -> tuple[Rule, ...]:
+    """Rules of a configuration and of how activations are kept; what breaks one is passed over."""
+    kept = ("activations.", "unproven.layers")
+    return tuple(rule for rule in all_rules() if rule.facts <= Config.model_fields.keys() or rule.code.startswith(kept))
 
 
 class Keeping(NamedTuple):
@@ -60,7 +62,7 @@ KEEPINGS = (
 def told_parts(records: tuple[TrainerMemory, ...], facts: Mapping[str, Any]) -> tuple[TrainerMemory, ...]:
     """`records` without what offloading would take off their activations where a rule refuses it."""
     tried = facts["trainer"].model_copy(update={"offload_activations": _OFFLOADED[-1]})
-    if not any(problem.code in _BESIDE for problem in broken(KEPT_RULES, {**facts, "trainer": tried})):
+    if not any(problem.code in _BESIDE for problem in broken(kept_rules(), {**facts, "trainer": tried})):
         return records
     return tuple(
         record.model_copy(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import Policy
@@ -44,7 +44,6 @@ from slimx.extras.planner.plan.keepings import told_parts
 from slimx.extras.planner.plan.link_bytes import DealtPlan, direct_link_bytes, link_bytes
 from slimx.extras.planner.plan.rank_map import rank_map
 from slimx.extras.planner.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
-from slimx.extras.planner.rules import PLAN_RULES
 from slimx.extras.planner.rules.machine import (
     crowded_warnings,
     has_nodes,
@@ -56,7 +55,7 @@ from slimx.extras.planner.rules.machine import (
 from slimx.extras.planner.rules.memory import margin_warnings
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
-from slimx.preflight.checks import model_facts
+from slimx.preflight.facts import model_facts
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.plan.copy_plan import Plan
@@ -95,10 +94,10 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     config = transport.applied(config)
     facts = model_facts(config, spec) | {"device": device, "machine": machine}
     facts["policies"] = config.policies if policies is None else policies
-    problems = broken(PLAN_RULES, facts)
+    problems = broken(all_rules(), facts, before=config.sections)
     sizes, critic = facts["sizes"], facts["critic_sizes"]
     split = not any(problem.code.startswith("layout.") for problem in problems)
-    groups = [(group, _sizes(group)) for group in config.rollout.served]
+    groups = [(group, engine_sizes(group)) for group in config.rollout.served]
     report = PlanReport(
         model=config.model.path,
         architecture=spec.hf["architectures"][0],
@@ -108,10 +107,10 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         gpu=machine.gpu.name if machine.gpu else None,
         gpu_memory=machine.memory,
         host_bandwidth=machine.gpu.host if machine.gpu else None,
-        engines=tuple(_group(group, own) for group, own in groups if own is not None and not group.frozen),
-        frozen=tuple(_group(group, own) for group, own in groups if own is not None and group.frozen),
+        engines=tuple(_group(group, own) for group, own in groups if not group.frozen),
+        frozen=tuple(_group(group, own) for group, own in groups if group.frozen),
     )
-    if not split or any(problem.code in ("engines.sizes", "critic.split") for problem in problems):
+    if not split or any(problem.code == "critic.split" for problem in problems):
         report = report.model_copy(update={"violations": tuple(map(str, problems)), "refits": not split})
         return Planned(report, None, spec, machine, tuple(problems))
     apart = critic if critic is not None and config.critic.placement == "own" else None
@@ -143,8 +142,9 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     weighed = ("trainer_memory", "engine_memory", "phases", "host")
     placed = facts | {"places": places} | {key: known[key] for key in weighed}
     alone = all(policy.shares is not None for policy in facts["policies"].values())
+    rules = all_rules() if alone else [rule for rule in all_rules() if rule is not has_nodes]
     # The nodes of several policies are counted over all of them (slimx.extras.planner.plan.together).
-    told = broken(PLAN_RULES if alone else [each for each in PLAN_RULES if each is not has_nodes], placed, before=facts)
+    told = broken(rules, placed, before=facts)
     links = ()
     if direct is not None:
         links = direct_link_bytes(direct, places, machine, on_gpus=on_gpus)
@@ -169,13 +169,6 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         ),
     }
     return Planned(report.model_copy(update=update), published, spec, machine, tuple(problems + told))
-
-
-def _sizes(group: Engines) -> EngineSizes | None:
-    try:
-        return engine_sizes(group)
-    except SlimxError:
-        return None  # the rule "engines.sizes" has said why
 
 
 def _of_layout(

@@ -80,7 +80,7 @@ def sizes_of_split(fields: Fields) -> Sizes:
 
 def divides(sizes: Sizes, spec: ModelSpec, rollouts: int) -> bool:
     """Say that the model's tensors and an update's `rollouts` can be shared as `sizes` want it, at no cost: what the
-    rules of `slimx.preflight.checks` about layout and batch refuse, with words for a user, is found wrong here too."""
+    rules of `slimx.rules` about layout and flow refuse, with words for a user, is found wrong here too."""
     model = spec.transformer
     shared = [(spec.vocab_size, sizes.tensor), (model["num_query_groups"], sizes.tensor), (spec.experts, sizes.expert)]
     if spec.experts:

@@ -32,7 +32,7 @@ from slimx.extras.planner.memory.phases import phase_memory
 from slimx.extras.planner.memory.trainer import StageState, holdings, stage_states, trainer_memory
 from slimx.extras.planner.memory_record import EngineMemory, TrainerMemory
 from slimx.extras.planner.plan.cost_model import Cost, again, update_cost
-from slimx.extras.planner.plan.keepings import KEEPINGS, KEPT_RULES, Keeping
+from slimx.extras.planner.plan.keepings import KEEPINGS, Keeping, kept_rules
 from slimx.extras.planner.plan.splits import Fields, divides, sizes_of_split, splits
 from slimx.extras.planner.record import Searched, Suggestion
 from slimx.extras.planner.rules import memory
@@ -40,12 +40,12 @@ from slimx.extras.planner.rules.memory import together
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
-from slimx.preflight.checks import batch
-from slimx.preflight.checks.layout import dispatches, sizes_divide
 from slimx.preflight.hardware import OVERHEAD, Machine
 from slimx.reshard.plan.precision import ITEMSIZE
+from slimx.rules.flow import feeds_trainers, fits_microbatch, has_positions
+from slimx.rules.layout import dispatches, sizes_divide
 
-TRAINED = (sizes_divide, dispatches, *rules_in(batch))
+TRAINED = (sizes_divide, dispatches, has_positions, fits_microbatch, feeds_trainers)
 """Rules of layouts that are searched, with words for a user."""
 MEMORY_RULES = rules_in(memory)
 KEPT = 5
@@ -262,7 +262,7 @@ class Search:
             changed["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload_fraction": keeping.moments}
         tried = with_trainer(self.config, changed)
         facts = {"spec": self.spec, "device": self.device}
-        return None if tried is None or broken(KEPT_RULES, tried.sections | facts) else tried
+        return None if tried is None or broken(kept_rules(), tried.sections | facts) else tried
 
     def _weigh(self, split: Split, tried: Config, states: tuple[tuple[StageState, ...], ...]) -> Way:
         merging = most_merging(tried, max(found.state.adapted for found in states[0]))

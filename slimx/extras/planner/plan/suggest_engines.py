@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.errors import SlimxError
 from slimx.extras.planner.memory.engine import engine_memory, engine_table
-from slimx.extras.planner.plan.keepings import CONFIGURATION_RULES
 from slimx.extras.planner.plan.splits import Fields, powers_of_two
 from slimx.extras.planner.plan.suggest import LARGEST, require_gpu
 from slimx.extras.planner.record import EngineSuggestion
@@ -59,7 +58,7 @@ def _engine(
         record = engine_memory(config, spec, changed, machine, staged=0, table=table)
     except SlimxError:
         return None
-    if not record.fits or broken(CONFIGURATION_RULES, config.sections | {"rollout": rollout}):
+    if not record.fits or broken(all_rules(), config.sections | {"rollout": rollout}):
         return None
     concurrency = record.concurrency * changed.count
     return EngineSuggestion(group=group.name, **fields, weights=record.weights, concurrency=concurrency)

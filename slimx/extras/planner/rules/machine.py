@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
-from slimx.config.rule import rule
-from slimx.config.schema import Config
+from slimx.config.rule import Problems, rule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
-from slimx.extras.planner.memory_record import EngineMemory
-from slimx.extras.planner.record import RankMap, Together
-from slimx.models.families import ModelSpec
-from slimx.models.files.starting import start_seconds, weight_bytes
-from slimx.preflight.checks.layout import crosses_nodes
-from slimx.preflight.hardware import GPUS, Machine, nodes_known
-from slimx.reshard.plan.precision import ITEMSIZE
+from slimx.layout.deep_ep import crosses_nodes
+from slimx.layout.engine_kernels import unpublishable
+
+if TYPE_CHECKING:
+    from slimx.config.schema import Config
+    from slimx.extras.planner.memory_record import EngineMemory
+    from slimx.extras.planner.record import RankMap, Together
+    from slimx.models.families import ModelSpec
+    from slimx.preflight.hardware import Machine
 
 CROWDED = 3
 """Requests in flight for each one whose keys and values fit at its greatest length, above which a plan warns: rollouts
 have about half of that on average."""
 
 
-@rule("machine.server_nodes", about="rollout.engines.nodes")
-def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Iterator[str]:
+@rule("machine.server_nodes", "rollout.engines.nodes")
+def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Problems:
     if not cluster.gpu and not cluster.gpus_per_node:
         return
     for group in rollout.served:
@@ -38,8 +40,8 @@ def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Iterato
             )
 
 
-@rule("machine.nodes", about="cluster.nodes")
-def has_nodes(machine: Machine, places: RankMap | Together) -> Iterator[str]:
+@rule("machine.nodes", "cluster.nodes")
+def has_nodes(machine: Machine, places: RankMap | Together) -> Problems:
     if machine.nodes is not None and places.nodes > machine.nodes:
         yield (
             f"the run needs {places.gpus} GPUs on {places.nodes} nodes of {machine.per_node}, and cluster.nodes is "
@@ -47,8 +49,10 @@ def has_nodes(machine: Machine, places: RankMap | Together) -> Iterator[str]:
         )
 
 
-@rule("machine.flex_backend", about="trainer.moe.flex_backend")
-def has_dispatcher(trainer: Trainer, machine: Machine) -> Iterator[str]:
+@rule("machine.flex_backend", "trainer.moe.flex_backend")
+def has_dispatcher(trainer: Trainer, machine: Machine) -> Problems:
+    from slimx.preflight.hardware import GPUS
+
     moe = trainer.moe
     if machine.gpu is GPUS["gb300"] and moe.dispatcher == "flex" and moe.flex_backend == "deepep":
         yield (
@@ -58,9 +62,30 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Iterator[str]:
         )
 
 
-@rule("publish.nodes", about="publish.transport")
-def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Iterator[str]:
+@rule("engines.backend", "rollout.engines.sglang")
+def publishes_to_plain_layouts(
+    rollout: Rollout, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
+) -> Problems:
+    """On Blackwell SGLang's defaults hold weights in other layouts; a server attests the same when it starts. Exact
+    mode names its kernels itself."""
+    from slimx.preflight.hardware import GPUS
+
+    if machine.gpu is not GPUS["gb300"] or numerics.exact:
+        return
+    for group in rollout.policy_engines:
+        for field, plain in unpublishable(group.sglang, experts=spec.experts > 0, fp8=publish.in_fp8):
+            yield (
+                f"rollout.engines.sglang.{field}",
+                f"with {group.sglang.get(field, 'auto')} SGLang would hold weights of {group.where} in a layout that "
+                f"cannot be published on cluster.gpu=gb300; set it to {plain}",
+            )
+
+
+@rule("publish.nodes", "publish.transport")
+def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Problems:
     """A server that slimx starts is on the node that the map gives it, where the nodes' sizes are known."""
+    from slimx.preflight.hardware import nodes_known
+
     if not nodes_known(cluster, device) or not publish.one_machine:
         return
     publisher = places.trainer[0].node
@@ -87,7 +112,7 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
                 "for the network"
             )
     wide = trainer.expert * trainer.expert_tensor_size > machine.domain
-    if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec):
+    if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec.transformer["hidden_size"]):
         yield (
             f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens travel once "
             "per expert, not once per node; flex does better where its kernels are installed"
@@ -96,6 +121,9 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
 
 def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
     """A sentence about a deadline that a first start may miss, which ends the run. The weights need not be here."""
+    from slimx.models.files.starting import start_seconds, weight_bytes
+    from slimx.reshard.plan.precision import ITEMSIZE
+
     deadline = config.cluster.start_deadline
     elements = sum(prod(shape) for shape in spec.table.checkpoint_shapes().values())
     nbytes = max(weight_bytes(config), elements * ITEMSIZE[config.numerics.dtype])

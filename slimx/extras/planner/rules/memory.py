@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from slimx.config.rule import rule
+from slimx.config.rule import Problems, rule
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
-from slimx.extras.planner.memory_record import EngineMemory, HostMemory, PhaseMemory, TrainerMemory
-from slimx.preflight.hardware import MARGIN, Machine
+
+if TYPE_CHECKING:
+    from slimx.extras.planner.memory_record import EngineMemory, HostMemory, PhaseMemory, TrainerMemory
+    from slimx.preflight.hardware import Machine
 
 GIB = 2**30
 MIB = 2**20
 
 
-@rule("memory.trainer", about="trainer")
+@rule("memory.trainer", "trainer")
 def trains(
     trainer: Trainer, critic: Critic | None, machine: Machine, trainer_memory: tuple[TrainerMemory, ...]
-) -> Iterator[str]:
+) -> Problems:
     if machine.memory is None:
         return
     margin = trainer.memory_margin_mib * MIB
@@ -38,8 +41,8 @@ def trains(
             )
 
 
-@rule("memory.engine", about="rollout.engines")
-def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory, ...]) -> Iterator[str]:
+@rule("memory.engine", "rollout.engines")
+def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory, ...]) -> Problems:
     for engine in engine_memory if machine.memory is not None else ():
         if engine.static is not None and engine.weights > engine.static:
             yield (
@@ -56,8 +59,8 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
             )
 
 
-@rule("memory.colocated", about="schedule.colocate")
-def takes_turns(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Iterator[str]:
+@rule("memory.colocated", "schedule.colocate")
+def takes_turns(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Problems:
     for worst in _too_full(machine, trainer, phases, "shared"):
         yield (
             f"trainer and engine {worst.group} do not fit one GPU in turns (schedule.colocate): phase {_told(worst)}, "
@@ -66,8 +69,8 @@ def takes_turns(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, .
         )
 
 
-@rule("memory.phase", about="trainer")
-def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Iterator[str]:
+@rule("memory.phase", "trainer")
+def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Problems:
     for gpu in ("trainer", "critic"):
         others = tuple(each for each in phases if each.phase != "train")  # "memory.trainer" tells of that one
         for worst in _too_full(machine, trainer, others, gpu):
@@ -77,8 +80,8 @@ def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseM
             )
 
 
-@rule("memory.engine_phase", about="rollout.engines")
-def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Iterator[str]:
+@rule("memory.engine_phase", "rollout.engines")
+def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Problems:
     for worst in _too_full(machine, trainer, phases, "engine"):
         yield (
             f"a rank of engine {worst.group} does not fit a GPU of {_gib(machine.memory)} GiB in phase {_told(worst)}; "
@@ -88,6 +91,8 @@ def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[Phase
 
 def margin_warnings(machine: Machine, phases: tuple[PhaseMemory, ...]) -> Iterator[str]:
     """Sentences about GPUs that are nearly full in some phase, one for each kind."""
+    from slimx.preflight.hardware import MARGIN
+
     for kind, group in dict.fromkeys((each.gpu, each.group) for each in phases if machine.memory is not None):
         own = [each for each in phases if (each.gpu, each.group) == (kind, group)]
         worst = max(own, key=lambda each: each.nbytes)
@@ -100,8 +105,8 @@ def margin_warnings(machine: Machine, phases: tuple[PhaseMemory, ...]) -> Iterat
             )
 
 
-@rule("memory.host", about="cluster.host_memory_gib")
-def fits_host(machine: Machine, host: HostMemory) -> Iterator[str]:
+@rule("memory.host", "cluster.host_memory_gib")
+def fits_host(machine: Machine, host: HostMemory) -> Problems:
     if machine.memory is None or host.memory is None or host.nbytes <= host.memory:
         return
     first = host.held[0]

@@ -1,53 +1,15 @@
-"""Rules that need more than the configuration: the model, a machine, weights or a tokenizer.
-
-`slimx plan`, `slimx doctor` and the start of a run ask those rules whose facts they have (`slimx.config.rule.broken`).
-"""
+"""Facts that rules ask for (`slimx.config.rule`), of a model and of directories."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from slimx import entry_points
-from slimx.config.rule import rules_in
 from slimx.config.schema import Config
+from slimx.data.routes import RouteShape
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
-from slimx.preflight.checks import (
-    activations,
-    batch,
-    fp8,
-    layout,
-    lora,
-    machine,
-    policies,
-    qat,
-    reach,
-    routing,
-    serving,
-    sparse,
-    teacher,
-    weights,
-)
-
-RULES = rules_in(
-    layout,
-    routing,
-    sparse,
-    lora,
-    qat,
-    fp8,
-    activations,
-    batch,
-    serving,
-    reach,
-    machine,
-    weights,
-    teacher,
-    policies,
-    *entry_points.load_all("slimx.rules").values(),
-)
 
 
 def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -71,3 +33,14 @@ def weight_facts(config: Config) -> dict[str, Any]:
         "critic_weights": None if config.critic is None else Path(config.as_critic().initial_weights),
         "teacher_weights": None if teacher is None else Path(teacher),
     }
+
+
+def route_shape(spec: ModelSpec) -> RouteShape:
+    """The shape of this model's routes; one without MoE layers has none."""
+    fields = spec.transformer
+    return RouteShape(
+        layers=fields["num_layers"],
+        moe_layers=spec.moe_layers,
+        experts=spec.experts or 0,
+        topk=fields.get("moe_router_topk") or 0,
+    )

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
-from slimx.preflight.checks import RULES, model_facts
+from slimx.preflight.facts import model_facts
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.extras.convert.convert_stand import QWEN3
 from tests.refusals import invalid
@@ -43,7 +43,7 @@ def found(
     facts = model_facts(config, read_model(folder)) | {"sizes": sizes_of(config.trainer)}
     return {
         (b.code, b.about)
-        for b in broken(RULES, facts)
+        for b in broken(all_rules(), facts)
         if "int4" in b.code or "qat" in b.code or b.code == "model.field"
     }
 
@@ -115,8 +115,8 @@ def test_groups_that_do_not_divide_are_refused(
     ("sections", "code", "about"),
     [
         ({"numerics": {"dtype": "float32"}}, "qat.dtype", "numerics.dtype"),
-        ({"publish": {"quantise": "ieee"}}, "qat.proven", "publish.quantise"),
-        ({"trainer": {"qat": "int4", "lora": {"rank": 4, "alpha": 8}}}, "qat.proven", "trainer.lora"),
+        ({"publish": {"quantise": "ieee"}}, "unproven", "publish.quantise"),
+        ({"trainer": {"qat": "int4", "lora": {"rank": 4, "alpha": 8}}}, "unproven", "trainer.lora"),
     ],
 )
 def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], code: str, about: str) -> None:
@@ -135,10 +135,6 @@ def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], co
             {"engine": {"model": "packed", "sglang": {"enforce_shared_experts_fusion": True}}},
             "rollout.engines.sglang.enforce_shared_experts_fusion",
         ),
-        (
-            {"engine": {"model": "packed", "sglang": {"speculative_algorithm": "EAGLE"}}},
-            "rollout.engines.sglang.speculative_algorithm",
-        ),
         ({"engine": TRITON}, "rollout.engines.model"),
     ],
 )
@@ -147,3 +143,11 @@ def test_engines_that_could_not_take_codes_are_refused(sections: dict[str, Any],
     rollout = {"prompts": "p", "engines": [sections.pop("engine", {"model": "packed"} | TRITON)]}
     with invalid("publish.int4", about=about):
         Config.model_validate({**values, "publish": {"quantise": "int4"}, "rollout": rollout, **sections})
+
+
+def test_drafts_were_never_proven_with_codes() -> None:
+    values = {"run": {"dir": "r"}, "model": {"path": "m"}, "numerics": {"dtype": "bfloat16"}}
+    engine = {"model": "packed", "sglang": TRITON["sglang"] | {"speculative_algorithm": "EAGLE"}}
+    with invalid("unproven", about="rollout.engines.sglang.speculative_algorithm"):
+        rollout = {"prompts": "p", "engines": [engine]}
+        Config.model_validate({**values, "publish": {"quantise": "int4"}, "rollout": rollout})

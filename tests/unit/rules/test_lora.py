@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
-from slimx.preflight.checks import RULES, model_facts
+from slimx.preflight.facts import model_facts
 from tests.refusals import invalid
 from tests.unit.models.deepseek_v3_config import V3
 
@@ -35,7 +35,7 @@ def config(model: str, trainer: dict[str, Any] | None = None, **sections: Any) -
     ],
 )
 def test_layouts_and_options_that_were_never_proven_are_refused(trainer, about):
-    with invalid("lora.proven", about=about):
+    with invalid("unproven", about=about):
         config("m", trainer)
 
 
@@ -47,7 +47,7 @@ def test_layouts_and_options_that_were_never_proven_are_refused(trainer, about):
     ],
 )
 def test_runs_that_were_never_proven_are_refused(sections, about):
-    with invalid("lora.proven_run", about=about):
+    with invalid("unproven", about=about):
         config("m", **sections)
 
 
@@ -68,7 +68,7 @@ def test_what_the_model_does_not_have_is_refused(qwen):
     def codes(trainer: dict[str, Any], device: str = "cpu") -> set[tuple[str | None, str | None]]:
         given = config(str(qwen), trainer)
         facts = model_facts(given, read_model(str(qwen))) | {"device": device}
-        return {(p.code, p.about) for p in broken(RULES, facts) if p.code.startswith("lora.")}
+        return {(p.code, p.about) for p in broken(all_rules(), facts) if p.code.startswith(("lora.", "unproven"))}
 
     assert not codes({})
     assert codes({"lora": {**LORA, "targets": ["attention", "mlp"]}}) == {("lora.targets", "trainer.lora.targets")}
@@ -96,7 +96,9 @@ def test_engines_that_are_published_to_serve_no_adapters_and_none_does_on_the_cp
     given = config(str(qwen), {"lora": None}, rollout={"prompts": "p", "engines": [{"name": "actor"}, judge]})
     for device, wanted in (("cpu", {("lora.served_on_cpu", key)}), ("cuda", set())):
         facts = model_facts(given, read_model(str(qwen))) | {"device": device}
-        assert {(p.code, p.about) for p in broken(RULES, facts) if p.code.startswith("lora.")} == wanted
+        assert {
+            (p.code, p.about) for p in broken(all_rules(), facts) if p.code.startswith(("lora.", "unproven"))
+        } == wanted
 
 
 ALONE = {"publish": {"adapters": "alone", "transport": "memory"}}
@@ -117,7 +119,7 @@ def test_adapters_alone_need_adapters():
     ],
 )
 def test_runs_in_which_adapters_were_never_published_alone_are_refused(sections, about):
-    with invalid("lora.alone", about=about):
+    with invalid("unproven", about=about):
         config("m", ATTENTION, **ALONE | sections)
 
 
@@ -133,14 +135,14 @@ def test_runs_in_which_adapters_were_never_published_alone_are_refused(sections,
 )
 def test_engines_that_were_never_given_adapters_alone_are_refused_in_whatever_group(engine, key):
     groups = [{"name": "plain"}, {"name": "other", **engine}]
-    with invalid("lora.alone", about=f"rollout.engines.{key}"):
+    with invalid("unproven", about=f"rollout.engines.{key}"):
         config("m", ATTENTION, rollout={"prompts": "p", "engines": groups}, **ALONE)
 
 
 def test_adapters_alone_are_those_of_dense_layers_over_memory(qwen, tmp_path):
     def codes(given: Config, model: str = str(qwen)) -> set[tuple[str | None, str | None]]:
         facts = model_facts(given, read_model(model)) | {"device": "cpu"}
-        return {(p.code, p.about) for p in broken(RULES, facts) if p.code.startswith("lora.")}
+        return {(p.code, p.about) for p in broken(all_rules(), facts) if p.code.startswith(("lora.", "unproven"))}
 
     assert not codes(config(str(qwen), ATTENTION, **ALONE))
     targets = ("lora.alone_model", "trainer.lora.targets")
@@ -151,4 +153,4 @@ def test_adapters_alone_are_those_of_dense_layers_over_memory(qwen, tmp_path):
     assert codes(config(str(qwen), ATTENTION, **disk)) == {("lora.alone_transport", "publish.transport")}
     (tmp_path / "config.json").write_text(json.dumps(V3))
     latent = config(str(tmp_path), ATTENTION, **ALONE)
-    assert codes(latent, str(tmp_path)) == {("lora.alone_model", "publish.adapters")}
+    assert codes(latent, str(tmp_path)) == {("unproven.architecture", "model.path")}

@@ -44,15 +44,15 @@ def test_whole_cycles_leave_singular_values_near_1_and_a_part_more_does_not():
     [
         ("muon.unused", "trainer.optimizer.muon", {"optimizer": {"muon": {"steps": 10}}}, {}),
         ("muon.distributed", "trainer.distributed_optimizer", {"optimizer": {"kind": "muon"}}, {}),
-        ("muon.proven", "trainer.lora", {**MUON, "lora": {"rank": 4, "alpha": 8}}, {}),
+        ("unproven", "trainer.lora", {**MUON, "lora": {"rank": 4, "alpha": 8}}, {}),
         (
-            "muon.proven",
+            "unproven",
             "trainer.optimizer.offload_fraction",
             {**MUON, "optimizer": {"kind": "muon", "offload_fraction": 0.5}},
             {},
         ),
         (
-            "muon.proven",
+            "unproven",
             "critic.optimizer.kind",
             {},
             {"critic": {"optimizer": {"kind": "muon"}}, "algorithm": {"name": "ppo"}},

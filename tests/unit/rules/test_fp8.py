@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
-from slimx.preflight.checks import RULES, model_facts
+from slimx.preflight.facts import model_facts
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.extras.convert.convert_stand import QWEN3
 from tests.refusals import invalid
@@ -61,46 +61,46 @@ def test_blocks_that_ranks_would_cut_are_refused(
     tmp_path: Path, model: dict[str, Any], trainer: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
     _, facts = planned(tmp_path / "model", model, trainer)
-    found = {(b.code, b.about) for b in broken(RULES, facts) if b.code.startswith("fp8.")}
+    found = {(b.code, b.about) for b in broken(all_rules(), facts) if b.code.startswith("fp8.")}
     assert found == ({expected} if expected else set())
 
 
 @pytest.mark.parametrize("other", [{}, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}])
 def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     _, facts = planned(tmp_path / "model", QWEN3 | other, {"fp8": "mxfp8"})
-    assert ("fp8.architecture", "model.path") in {(b.code, b.about) for b in broken(RULES, facts)}
+    assert ("unproven.architecture", "model.path") in {(b.code, b.about) for b in broken(all_rules(), facts)}
 
 
 @pytest.mark.parametrize(
     ("sections", "code", "about"),
     [
         ({"numerics": {"dtype": "float32"}}, "fp8.dtype", "numerics.dtype"),
-        ({"numerics": {"dtype": "bfloat16", "mode": "exact"}}, "fp8.proven", "numerics.mode"),
+        ({"numerics": {"dtype": "bfloat16", "mode": "exact"}}, "unproven", "numerics.mode"),
         ({"publish": {"quantise": "ieee"}}, "fp8.quantise", "publish.quantise"),
         ({"publish": {"quantise": "ue8m0"}}, "fp8.quantise", "publish.quantise"),
         ({"publish": {"quantise": "te"}, "trainer": {"fp8": "mxfp8"}}, "fp8.quantise", "publish.quantise"),
         ({"cluster": {"gpu": "gb300"}}, "fp8.gpu", "trainer.fp8"),
         ({"cluster": {"gpu": "h100"}, "trainer": {"fp8": "mxfp8"}}, "fp8.gpu", "trainer.fp8"),
-        ({"trainer": {"fp8": "mxfp8", "lora": {"rank": 4, "alpha": 8}}}, "fp8.proven", "trainer.lora"),
-        ({"trainer": {"fp8": "mxfp8", "qat": "int4"}}, "fp8.proven", "trainer.qat"),
+        ({"trainer": {"fp8": "mxfp8", "lora": {"rank": 4, "alpha": 8}}}, "unproven", "trainer.lora"),
+        ({"trainer": {"fp8": "mxfp8", "qat": "int4"}}, "unproven", "trainer.qat"),
         (
             {"trainer": {"fp8": "mxfp8", "optimizer": {"kind": "muon"}, "distributed_optimizer": False}},
-            "fp8.proven",
+            "unproven",
             "trainer.optimizer.kind",
         ),
         (
             {"trainer": {"fp8": "mxfp8", "optimizer": {"offload_fraction": 0.5}}},
-            "fp8.proven",
+            "unproven",
             "trainer.optimizer.offload_fraction",
         ),
         (
             {"trainer": {"fp8": "mxfp8", "optimizer": {"moments_dtype": "bfloat16"}}},
-            "fp8.proven",
+            "unproven",
             "trainer.optimizer.moments_dtype",
         ),
         (
             {"trainer": {"fp8": "mxfp8", "grad_reduce_in_fp32": False}},
-            "fp8.proven",
+            "unproven",
             "trainer.grad_reduce_in_fp32",
         ),
         (
@@ -109,14 +109,14 @@ def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other
                 "rollout": {**BASE["rollout"], "prompts_per_step": 8},
                 "schedule": {"updates_per_step": 2},
             },
-            "fp8.proven",
+            "unproven",
             "trainer.overlap_param_gather",
         ),
-        ({"trainer": {"fp8": "mxfp8", "freeze": ["*router*"]}}, "fp8.proven", "trainer.freeze"),
-        ({"trainer": {"fp8": "mxfp8", "moe": {"dispatcher": "flex"}}}, "fp8.proven", "trainer.moe.dispatcher"),
-        ({"algorithm": {"teacher": "t"}}, "fp8.proven", "algorithm.teacher"),
-        ({"algorithm": {"name": "bradley_terry"}}, "fp8.proven", "algorithm.name"),
-        ({"critic": {}}, "fp8.proven", "critic"),
+        ({"trainer": {"fp8": "mxfp8", "freeze": ["*router*"]}}, "unproven", "trainer.freeze"),
+        ({"trainer": {"fp8": "mxfp8", "moe": {"dispatcher": "flex"}}}, "unproven", "trainer.moe.dispatcher"),
+        ({"algorithm": {"teacher": "t"}}, "unproven", "algorithm.teacher"),
+        ({"algorithm": {"name": "bradley_terry"}}, "unproven", "algorithm.loss"),
+        ({"critic": {}}, "unproven", "critic"),
         ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron", "trainer.megatron.fp8"),
         ({"trainer": {"megatron": {"fp8_recipe": "mxfp8"}}}, "trainer.megatron", "trainer.megatron.fp8_recipe"),
         ({"trainer": {"fp8": "mxfp8", "megatron": {"fp8_param": 1}}}, "trainer.megatron", "trainer.megatron.fp8_param"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimx.config import load_config
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.extras.planner.memory.deep_ep import (
     engine_buffers,
     low_latency_buffer,
@@ -19,9 +19,8 @@ from slimx.extras.planner.memory.deep_ep import (
 from slimx.extras.planner.plan.report import plan_report
 from slimx.layout.ranks import engine_sizes, sizes_of
 from slimx.models.families import read_model
-from slimx.preflight.checks import RULES
-from slimx.preflight.checks.layout import dispatches
-from slimx.preflight.checks.serving import exchanges
+from slimx.rules.engines import exchanges
+from slimx.rules.layout import dispatches
 from tests.unit.config.test_moe_configs import FILES, ROOT
 
 GPT_OSS = ROOT / "configs/moe/gpt-oss-120b.yaml"
@@ -47,7 +46,7 @@ def broken_by(*overrides: str) -> list[tuple[str, str]]:
     ],
 )
 def test_sizes_without_kernels_of_deep_ep_are_refused(overrides: tuple[str, ...], refused: bool) -> None:
-    assert dispatches in RULES
+    assert dispatches in all_rules()
     assert broken_by(*overrides) == [("layout.deep_ep", "trainer.moe.dispatcher")] * refused
 
 
@@ -64,7 +63,7 @@ def test_sizes_without_kernels_of_deep_ep_are_refused(overrides: tuple[str, ...]
 def test_servers_whose_size_deep_ep_does_not_take_are_refused(
     tensor: int, fields: dict[str, str], refused: bool
 ) -> None:
-    assert exchanges in RULES
+    assert exchanges in all_rules()
     config = load_config(GPT_OSS, [])
     (group,) = config.rollout.engines
     group = group.model_copy(update={"tensor": tensor, "sglang": {"moe_a2a_backend": "deepep", **fields}})

@@ -13,7 +13,7 @@ from slimx.config.rule import broken, rules_in
 from slimx.config.sections.algorithm import Algorithm
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.preflight.checks import teacher
+from slimx.rules import algorithm as algorithm_rules
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,7 +27,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(other: Path, policy: Path) -> list[SlimxError]:
     """Refusals of the teacher in `other` beside the policy."""
-    return broken(rules_in(teacher), {"spec": read_model(str(policy)), "teacher_weights": other})
+    return broken(rules_in(algorithm_rules), {"spec": read_model(str(policy)), "teacher_weights": other})
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_another_number_in_its_configuration_is_named(policy, tmp_path, change, 
 @pytest.mark.parametrize(("top", "fits"), [(128, True), (129, False)])
 def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(policy, top, fits):
     algorithm = Algorithm(name="distillation", teacher_engine="wise", teacher_top_k=top, teacher_kl_coef=1.0)
-    problems = broken(rules_in(teacher), {"spec": read_model(str(policy)), "algorithm": algorithm})
+    problems = broken(rules_in(algorithm_rules), {"spec": read_model(str(policy)), "algorithm": algorithm})
     assert [(each.code, each.about) for each in problems] == [("teacher.top_k", "algorithm.teacher_top_k")] * (not fits)
 
 

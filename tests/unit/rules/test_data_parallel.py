@@ -30,23 +30,23 @@ def test_each_is_taken_where_it_was_proven(trainer, sections):
     [
         ("param_gather.effect", "trainer.overlap_param_gather", GATHER, {}),
         ("param_gather.effect", "trainer.overlap_param_gather", GATHER | {"distributed_optimizer": False}, TWICE),
-        ("param_gather.proven", "trainer.overlap_grad_reduce", GATHER | {"overlap_grad_reduce": False}, TWICE),
-        ("param_gather.proven", "trainer.lora", GATHER | {"lora": {"rank": 4, "alpha": 8}}, TWICE),
-        ("grad_reduce.proven", "trainer.grad_reduce_in_fp32", HALVED, {"numerics": {"dtype": "float32"}}),
+        ("unproven", "trainer.overlap_grad_reduce", GATHER | {"overlap_grad_reduce": False}, TWICE),
+        ("unproven", "trainer.lora", GATHER | {"lora": {"rank": 4, "alpha": 8}}, TWICE),
+        ("grad_reduce.dtype", "trainer.grad_reduce_in_fp32", HALVED, {"numerics": {"dtype": "float32"}}),
         (
-            "grad_reduce.proven",
+            "unproven",
             "trainer.optimizer.kind",
             HALVED | {"optimizer": {"kind": "muon"}, "distributed_optimizer": False},
             {},
         ),
-        ("moments.proven", "trainer.distributed_optimizer", SHORT | {"distributed_optimizer": False}, {}),
+        ("unproven", "trainer.distributed_optimizer", SHORT | {"distributed_optimizer": False}, {}),
         (
-            "moments.proven",
+            "unproven",
             "trainer.optimizer.offload_fraction",
             {"optimizer": {"moments_dtype": "bfloat16", "offload_fraction": 0.5}},
             {},
         ),
-        ("moments.proven", "critic.optimizer.moments_dtype", {}, PPO | {"critic": SHORT}),
+        ("unproven", "critic.optimizer.moments_dtype", {}, PPO | {"critic": SHORT}),
     ],
 )
 def test_what_has_no_effect_or_was_never_proven_is_refused(code, about, trainer, sections):

@@ -1,0 +1,202 @@
+"""Rules about the algorithm: rewards, pairs, critic, teachers and credit that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic, critic_trainer
+from slimx.config.sections.policies import Policy
+from slimx.config.sections.reward import Reward
+from slimx.config.sections.rollout import Eval, Rollout, Sampling
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slimx.models.families import ModelSpec
+
+
+def _demonstrated(algorithm: Algorithm) -> bool:
+    return algorithm.loss == "sft" or algorithm.scores or algorithm.advantages == "dpo"
+
+
+@rule("algorithm.engines", "rollout.engines")
+def engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
+    if not _demonstrated(algorithm) and not rollout.sampled and not rollout.replay:
+        yield f"no group samples, and algorithm.name={algorithm.name} trains rollouts; add an engine group, or use sft"
+
+
+@rule("algorithm.reward", "reward.function")
+def rewarded(algorithm: Algorithm, reward: Reward) -> Problems:
+    if not _demonstrated(algorithm) and algorithm.advantages != "none" and not reward.given:
+        yield f"algorithm.name={algorithm.name} needs rewards, and there are none; name a reward hook"
+
+
+@rule("algorithm.critic", "critic")
+def has_critic(algorithm: Algorithm, critic: Critic | None) -> Problems:
+    if algorithm.advantages == "gae" and critic is None:
+        yield "algorithm.name", "advantages by gae need a critic; add a section `critic: {}`"
+    if algorithm.advantages != "gae" and critic is not None:
+        yield f"algorithm.name={algorithm.name} has no critic; remove the section, or use ppo"
+
+
+@rule("algorithm.group_size", "rollout.group_size")
+def compared(algorithm: Algorithm, rollout: Rollout) -> Problems:
+    if algorithm.compares and rollout.group_size == 1:
+        yield f"{algorithm.says()} compares the rollouts of a prompt, and every advantage would be 0; raise it"
+
+
+@rule("algorithm.greedy", "rollout.sampling")
+def varied(algorithm: Algorithm, rollout: Rollout) -> Problems:
+    compared = algorithm.compares or algorithm.advantages == "remax"  # remax: with the greedy answer itself
+    if not compared or not rollout.sampled:
+        return
+    for key in rollout.sampling.greedy:
+        default = Sampling.model_fields[key].default
+        yield (
+            f"rollout.sampling.{key}",
+            f"all answers to a prompt are the same, and {algorithm.says()} compares them: every advantage would be 0; "
+            f"set it to {default:g} (held-out answers are greedy by themselves, eval.temperature)",
+        )
+
+
+@rule("algorithm.dpo_pairs", "rollout.group_size")
+def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
+    if algorithm.advantages == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):
+        yield (
+            "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and say "
+            "themselves which is chosen; set rollout.group_size=2, reward.function=null and "
+            "rollout.generate=preferences"
+        )
+
+
+@rule("algorithm.dpo_routes", "trainer.moe.routing_replay")
+def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Problems:
+    if algorithm.advantages == "dpo" and trainer.moe.routing_replay != "none":
+        yield "algorithm.advantages=dpo measures a pair's margin before routes are replayed; set it to none"
+
+
+@rule("algorithm.dpo_updates", "schedule.updates_per_step")
+def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Problems:
+    if algorithm.advantages == "dpo" and schedule.updates_per_step > 1:
+        yield (
+            "algorithm.advantages=dpo measures a pair's margin before a step's first update; set it to 1, and "
+            "rollout.prompts_per_step to what one update trains"
+        )
+
+
+@rule("critic.layout", "critic.layout")
+def critic_fits(trainer: Trainer, critic: Critic | None) -> Problems:
+    if critic is not None:
+        critic_trainer(trainer, critic)
+    yield from ()
+
+
+@rule("algorithm.teacher_engine", "algorithm.teacher_engine")
+def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
+    frozen = [group.name for group in rollout.engines if group.frozen]
+    named = {f"algorithm.teacher_engines.{value}": name for value, name in algorithm.teacher_engines.items()}
+    key = "algorithm.teacher_engines"
+    if algorithm.teacher_engine is not None:
+        key = "algorithm.teacher_engine"
+        named[key] = algorithm.teacher_engine
+    for place, name in named.items():
+        if name not in frozen:
+            yield (
+                place,
+                f"rollout.engines has no frozen group {name} ({', '.join(frozen) or 'there is none'}); add one with "
+                "this name, frozen: true and the teacher's model",
+            )
+    for name in ("temperature", "top_p", "top_k") if named else ():
+        value, default = getattr(rollout.sampling, name), Sampling.model_fields[name].default
+        if value != default:
+            yield (
+                key,
+                f"SGLang scores tokens at temperature 1 over the whole vocabulary, not with "
+                f"rollout.sampling.{name}={value:g}; set {name} to {default:g}, or algorithm.teacher, which trainers "
+                "score as the policy samples",
+            )
+
+
+@rule("teacher.architecture", "algorithm.teacher")
+def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems:
+    """Tensors are compared by name and shape, and what they do not show (norm's epsilon, rope's base, experts per
+    token) by Megatron's configuration of both. How long a sequence may be is not compared."""
+    if teacher_weights is None:
+        return
+    from slimx.models.families import read_model
+    from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
+
+    path = str(teacher_weights)
+    teacher = read_model(path, mtp_layers=spec.table.mtp_layers, family=spec.family)
+    here, there = spec.transformer | spec.gpt, teacher.transformer | teacher.gpt
+    for field in sorted((here.keys() | there.keys()) - {"max_sequence_length"}):
+        if here.get(field) != there.get(field):
+            yield (
+                f"algorithm.teacher {path} is not of the architecture of {spec.path}, in whose memory its weights take "
+                f"turns: {field} is {there.get(field)}, not {here.get(field)}; use one of the same sizes"
+            )
+            return
+    CheckpointReader(path).check(spec.table)
+
+
+@rule("teacher.top_k", "algorithm.teacher_top_k")
+def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
+    if algorithm.teacher_top_k > spec.vocab_size:
+        yield f"the vocabulary of {spec.path} has {spec.vocab_size} tokens; set it to that or less"
+
+
+@rule("teacher.vocabulary", "algorithm.teacher_engine")
+def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> Problems:
+    """The group gets the policy's token ids. Of servers that run already the texts are compared when the run starts
+    (`slimx.rollout.client.teacher.check_vocabulary`)."""
+    from slimx.data.tokens import load_tokenizer  # imports transformers, which a plan does without
+
+    for group in rollout.frozen_engines:
+        if group.name not in algorithm.served_teachers or group.urls:
+            continue
+        here, there = tokenizer.get_vocab(), load_tokenizer(group.model).get_vocab()
+        if here != there:
+            token = min((here.items() ^ there.items()), key=lambda item: (item[1], item[0]))[0]
+            yield (
+                f"the teacher {group.name}: {group.model} has another vocabulary than the policy: "
+                f"{token!r} is token {there.get(token)} there and {here.get(token)} here; serve a model with the "
+                "policy's tokenizer"
+            )
+
+
+@rule("reward_model.pairs", "rollout.group_size")
+def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
+    if not algorithm.scores:
+        return
+    needs = "algorithm.loss=bradley_terry learns from pairs of the prompt file (answer, metadata.rejected)"
+    if rollout.engines:
+        yield "rollout.engines", f"{needs}, without engines; set it to []"
+    if reward.given:
+        yield "reward.function", f"{needs}, without rewards; set it to null, and reward.parts to []"
+    if rollout.group_size != 2:
+        yield f"{needs}; set it to 2"
+
+
+@rule("reward_model.eval", "eval.samples")
+def pairs_held_out(algorithm: Algorithm, eval: Eval) -> Problems:
+    if algorithm.scores:
+        for key in ("samples", "temperature"):
+            if getattr(eval, key) != Eval.model_fields[key].default:
+                yield f"eval.{key}", "a reward model scores the held-out pairs as they are; leave it out"
+
+
+@rule("policies.shared_credit", "algorithm.credit")
+def divides(policies: Mapping[str, Policy], algorithm: Algorithm) -> Problems:
+    """The mean of a rollout's rewards does not change where each trajectory has it."""
+    alone = all(policy.shares is not None for policy in policies.values())
+    if algorithm.credit == "shared" and alone and algorithm.advantages in ("grpo", "gpg", "rloo", "opo"):
+        yield (
+            f"advantages by {algorithm.advantages} compare rollouts by the mean reward of their trajectories, and one "
+            "policy is trained: nothing changes; leave it out, or set algorithm.advantages to one that takes each "
+            "trajectory's reward (reinforce, reinforce_baseline, gae)"
+        )

@@ -1,0 +1,196 @@
+"""Rules about the model: its weights, and how it is split over ranks (layers, experts, heads, vocabulary)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slimx.config.rule import Problems, broken, refuse, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic, critic_keys
+from slimx.config.sections.trainer import Trainer
+from slimx.errors import SlimxError
+from slimx.layout.deep_ep import deep_ep_lacks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slimx.layout.ranks import Sizes
+    from slimx.models.families import ModelSpec
+
+
+@rule("layout.divides", "trainer")
+def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Problems:
+    columns = spec.transformer["moe_ffn_hidden_size"] if spec.experts else 0
+    for key, size, what, count in (
+        ("trainer.expert", sizes.expert, "experts", spec.experts),
+        ("trainer.tensor", sizes.tensor, "query groups (num_key_value_heads)", spec.transformer["num_query_groups"]),
+        ("trainer.tensor", sizes.tensor, "vocabulary entries", spec.vocab_size),
+        ("trainer.expert_tensor", sizes.expert_tensor, "columns of an expert", columns),
+    ):
+        if count % size:
+            divisors = [n for n in range(1, count + 1) if count % n == 0]
+            nearest = min(divisors, key=lambda n, size=size: (abs(n - size), n))
+            yield (
+                key,
+                f"{key}={size} does not divide the {count} {what} of {spec.path}; the nearest that does is "
+                f"{key}={nearest}",
+            )
+    if spec.experts and spec.transformer.get("add_bias_linear") and sizes.expert_tensor > 1:
+        yield (
+            "trainer.expert_tensor",
+            f"trainer.expert_tensor={sizes.expert_tensor} splits the experts of {spec.path}, which have biases: "
+            "megatron-core would add them on every rank; set trainer.expert_tensor=1 and trainer.expert to 2 or more",
+        )
+
+
+@rule("layout.delta_net", "trainer.tensor")
+def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
+    from slimx.models.flops import delta_net_layers
+
+    if not delta_net_layers(spec.transformer):
+        return
+    heads = spec.transformer["linear_num_key_heads"]
+    if heads % sizes.tensor:
+        yield f"delta nets of {spec.path} have {heads} key heads; choose a divisor of {heads}"
+    elif heads // sizes.tensor % sizes.context:
+        yield (
+            "trainer.context",
+            f"a rank of trainer.tensor={sizes.tensor} has {heads // sizes.tensor} key heads in each delta net of "
+            f"{spec.path}, for which these ranks exchange tokens; choose a divisor of {heads // sizes.tensor}",
+        )
+
+
+@rule("layout.state_space", "trainer.tensor")
+def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
+    from slimx.models.state_space import layers_of
+
+    if not layers_of(spec.transformer, "M"):
+        return
+    groups = spec.transformer["mamba_num_groups"]
+    if groups % sizes.tensor:
+        yield f"Mamba-2 layers of {spec.path} have {groups} groups; choose a divisor of {groups}"
+    if sizes.context > 1:
+        yield (
+            "trainer.context",
+            f"sequences that are cut were never proven with the Mamba-2 layers of {spec.path}, which megatron-core "
+            "0.19.2 puts together by Transformer Engine; set it to 1",
+        )
+
+
+@rule("layout.hybrid_values", "model.path")
+def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) -> Problems:
+    from slimx.models.state_space import PATTERN
+
+    if spec.transformer.get(PATTERN) and (algorithm.scores or critic is not None):
+        yield (
+            "it has the layers of megatron-core's HybridModel, on which neither critic nor reward model can be built "
+            "here; choose an algorithm without values (algorithm.name)"
+        )
+
+
+@rule("layout.parts", "trainer")
+def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
+    from slimx.layout.megatron import MegatronLayout
+    from slimx.layout.parts import check_coverage
+
+    split = not any(any(each.ask(sizes, spec)) for each in (sizes_divide, shares_key_heads, shares_groups))
+    try:
+        layout = MegatronLayout(spec.table, sizes)
+    except SlimxError as error:
+        # `sizes_divide` names the nearest number that can share the experts.
+        if split or error.code != "layout.experts":
+            raise
+        return
+    if split:
+        check_coverage(spec.table.sources(), layout.parts())
+    yield from ()
+
+
+@rule("layout.freeze", "trainer.freeze")
+def trains_something(trainer: Trainer, spec: ModelSpec) -> Problems:
+    frozen = spec.frozen(trainer.freeze)
+    if trainer.freeze and all(entry.sources in frozen for entry in spec.table.entries()):
+        yield "it matches every parameter of the model, so nothing would train; narrow it"
+
+
+@rule("layout.no_weight_decay", "trainer.optimizer.no_weight_decay")
+def decays_known(trainer: Trainer, spec: ModelSpec) -> Problems:
+    from slimx.layout.patterns import select
+
+    select(spec.table, trainer.optimizer.no_weight_decay, "trainer.optimizer.no_weight_decay")
+    yield from ()
+
+
+@rule("layout.deep_ep", "trainer.moe.dispatcher")
+def dispatches(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Problems:
+    ranks, hidden = sizes.expert * sizes.expert_tensor, spec.transformer["hidden_size"]
+    flex = trainer.moe.dispatcher == "flex" and trainer.moe.flex_backend == "deepep"
+    if flex and spec.experts and ranks > 1 and (lack := deep_ep_lacks(ranks, hidden)):
+        yield f"it is DeepEP, which {lack}; set it to alltoall, or other sizes (trainer.expert x trainer.expert_tensor)"
+
+
+SPLIT = (sizes_divide, shares_key_heads, shares_groups, covers, trains_something, decays_known, dispatches)
+"""Asked of the policy and, with other keys, of the critic."""
+
+
+@rule("critic.split", "critic.layout")
+def critic_splits(
+    critic: Critic | None, critic_view: Trainer | None, critic_spec: ModelSpec | None, critic_sizes: Sizes | None
+) -> Problems:
+    if critic is None:
+        return
+    try:
+        with critic_keys(critic):
+            refuse(broken(SPLIT, {"trainer": critic_view, "spec": critic_spec, "sizes": critic_sizes}))
+    except SlimxError as error:
+        yield error.about, str(error)
+
+
+def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
+    """The trainer's sizes, if the model can be split like that.
+
+    Raises SlimxError with every reason and the nearest size that fits, or for patterns of parameters that match
+    none."""
+    from slimx.layout.ranks import sizes_of
+
+    sizes = sizes_of(trainer)
+    refuse(broken(SPLIT, {"trainer": trainer, "spec": spec, "sizes": sizes}))
+    return sizes
+
+
+@rule("weights.tensors", "trainer.load")
+def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
+    from slimx.models.files.megatron_directory import check_fit, is_megatron
+    from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
+
+    if is_megatron(weights):
+        check_fit(weights, spec.table, prediction=spec.prediction_layers)
+    else:
+        reader = CheckpointReader(weights)
+        reader.check(spec.table)
+        reader.check_copies(spec.table)
+    yield from ()
+
+
+@rule("weights.reward_model", "trainer.load")
+def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
+    from slimx.models.files.megatron_directory import is_megatron
+
+    if algorithm.scores and is_megatron(weights):
+        yield (
+            f"a reward model cannot start from {weights}, which is Megatron-LM's; convert it with `slimx convert` and "
+            "give the Hugging Face directory"
+        )
+
+
+@rule("weights.critic_tensors", "critic.load")
+def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Problems:
+    from slimx.models.files.megatron_directory import is_megatron
+    from slimx.models.files.reader import CheckpointReader
+
+    if critic_spec is None or critic_weights is None:
+        return
+    if is_megatron(critic_weights):
+        yield f"the critic cannot start from {critic_weights}, which is Megatron-LM's; give a Hugging Face directory"
+    else:
+        CheckpointReader(critic_weights).check(critic_spec.table)

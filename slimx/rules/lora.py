@@ -1,0 +1,122 @@
+"""Rules about low-rank adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.engines import Engines
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slimx.layout.ranks import Sizes
+    from slimx.models.families import ModelSpec
+
+
+def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
+    """Keys with which SGLang computes with adapters, and the name of the group that has one."""
+    for group in groups:
+        for name in ("enable_lora", "lora_paths"):
+            if group.sglang.get(name):
+                yield f"rollout.engines.sglang.{name}", group.name
+
+
+@rule("lora.frozen", "trainer.freeze")
+def freezes_itself(trainer: Trainer) -> Problems:
+    if trainer.lora is not None and trainer.freeze:
+        yield "trainer.lora freezes every weight of the base; leave it out, and choose layers by trainer.lora.targets"
+
+
+@rule("lora.targets", "trainer.lora.targets")
+def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
+    if trainer.lora is None:
+        return
+    from slimx.layout.adapters import absent
+
+    for target in absent(trainer.lora.targets or (), spec.table):
+        yield f"{spec.path} has no layers {target}; leave it out"
+    if trainer.lora.targets == ():
+        yield "it is empty, so nothing would train; leave it out, or name layers"
+
+
+@rule("lora.load", "trainer.lora.load")
+def has_adapters(trainer: Trainer, spec: ModelSpec, adapters: Path | None) -> Problems:
+    if trainer.lora is not None and adapters is not None:
+        from slimx.models.files.peft import PeftAdapters
+
+        PeftAdapters(adapters).check(spec.table, trainer.lora)
+    yield from ()
+
+
+@rule("lora.one_kind", "trainer.lora.targets")
+def both_kinds(trainer: Trainer, sizes: Sizes) -> Problems:
+    # One of the two optimizers that megatron-core then has would hold nothing, and 0.19.2 cannot save that.
+    if trainer.lora is None or sizes.expert == 1 or not trainer.lora.targets:
+        return
+    if "experts" not in trainer.lora.targets or set(trainer.lora.targets) == {"experts"}:
+        yield (
+            f"with trainer.expert={sizes.expert} there must be adapters both of experts and of other layers; name "
+            "both, or set trainer.expert=1"
+        )
+
+
+@rule("lora.alone", "publish.adapters")
+def has_some(trainer: Trainer, publish: Publish) -> Problems:
+    if publish.adapters == "alone" and trainer.lora is None:
+        yield "there are none; set trainer.lora, or leave it out"
+
+
+@rule("lora.alone_model", "trainer.lora.targets")
+def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
+    if trainer.lora is None or publish.adapters != "alone":
+        return
+    from slimx.layout.adapters import SERVED, adapts
+
+    names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
+    if any(adapts(("experts",), name) for name in names):
+        yield (
+            "SGLang 0.5.23 computes with adapters of routed experts by Triton, on GPUs alone, and engines never "
+            "served any unmerged: name attention, or leave publish.adapters at merged"
+        )
+    elif others := [name for name in names if not adapts(SERVED, name)]:
+        yield (
+            f"engines have served unmerged adapters of {' and '.join(SERVED)} only, and {others[0]} would have one: "
+            "name these, or leave publish.adapters at merged"
+        )
+
+
+@rule("lora.alone_transport", "publish.transport")
+def brings_adapters(publish: Publish, device: str) -> Problems:
+    """Asked of the transport that is chosen, where the configuration leaves it open."""
+    if publish.adapters == "alone" and publish.transport != "memory":
+        yield (
+            "adapters were published alone by memory only, on one machine; set it so, or leave publish.adapters at "
+            "merged"
+        )
+
+
+@rule("lora.served", "rollout.engines.sglang")
+def serves_merged_weights(rollout: Rollout) -> Problems:
+    for key, group in _serving(rollout.policy_engines):
+        yield (
+            key,
+            f"engine {group} would wrap the layers that are published to, and adapters are published merged "
+            "(trainer.lora); leave it out",
+        )
+
+
+@rule("lora.served_on_cpu", "rollout.engines.sglang")
+def has_a_gpu(rollout: Rollout, device: str) -> Problems:
+    """Refuse what SGLang 0.5.23 ends at: its layers with adapters pin memory (`srt/lora/layers.py`), which torch does
+    with a GPU only."""
+    for key, group in _serving(rollout.frozen_engines if device == "cpu" else ()):
+        yield (
+            key,
+            f"engine {group}: SGLang 0.5.23 serves adapters on GPUs only; merge them into the model that the group "
+            "serves, or leave it out",
+        )

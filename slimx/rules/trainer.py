@@ -1,0 +1,141 @@
+"""Rules about the trainers: their device and optimizer, what data-parallel ranks exchange, activations, routing and
+sparse attention."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.run import Cluster, Numerics
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Muon, Trainer
+
+if TYPE_CHECKING:
+    from slimx.models.families import ModelSpec
+
+
+@rule("cluster.no_gpu", "cluster.device")
+def has_gpu(cluster: Cluster, local_device: str) -> Problems:
+    if cluster.device == "cuda" and cluster.ray_address is None and not _shows_gpu():
+        yield "this machine has no GPU; set it to cpu"
+
+
+def _shows_gpu() -> bool:
+    import pynvml  # where there are GPUs, torch may not have been imported yet
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount() > 0
+    except pynvml.NVMLError:
+        return False
+
+
+@rule("muon.unused", "trainer.optimizer.muon")
+def used(trainer: Trainer) -> Problems:
+    if trainer.optimizer.kind == "adam" and trainer.optimizer.muon != Muon():
+        yield "trainer.optimizer.kind is adam; set that to muon, or leave it out"
+
+
+@rule("muon.distributed", "trainer.distributed_optimizer")
+def whole_matrices(trainer: Trainer) -> Problems:
+    if trainer.optimizer.kind == "muon" and trainer.distributed_optimizer:
+        yield "it cuts matrices into shards, which Muon (trainer.optimizer.kind) cannot orthogonalise; set it to false"
+
+
+@rule("muon.package", "trainer.optimizer.kind")
+def has_muon(trainer: Trainer, local_device: str) -> Problems:
+    if trainer.optimizer.kind == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
+        yield (
+            "the package emerging-optimizers, which has megatron-core's Muon, is not installed here; pip install "
+            "slimx[muon], or set it to adam"
+        )
+
+
+@rule("param_gather.effect", "trainer.overlap_param_gather")
+def gathered_during_a_pass(trainer: Trainer, schedule: Schedule, algorithm: Algorithm) -> Problems:
+    if not trainer.overlap_param_gather:
+        return
+    if not trainer.distributed_optimizer:
+        yield "without trainer.distributed_optimizer every rank updates all weights; leave it out"
+    if schedule.updates_per_step == 1 or algorithm.scores:
+        last = "a reward model scores pairs" if algorithm.scores else "schedule.updates_per_step is 1 and a step ends"
+        yield f"{last} after every update, and that needs whole weights; leave it out"
+
+
+@rule("grad_reduce.dtype", "trainer.grad_reduce_in_fp32")
+def has_short_gradients(trainer: Trainer, numerics: Numerics) -> Problems:
+    if not trainer.grad_reduce_in_fp32 and numerics.dtype == "float32":
+        yield "numerics.dtype is float32 and so are the gradients; leave it out"
+
+
+@rule("activations.recompute", "trainer.recompute.granularity")
+def moves_or_recomputes(trainer: Trainer) -> Problems:
+    if trainer.offload_activations and trainer.recompute.granularity != "none":
+        yield "it was never proven with trainer.offload_activations; set it to none, or leave the other out"
+
+
+@rule("activations.attn_proj", "trainer.offload_activations")
+def moves_the_output_with_the_attention(trainer: Trainer) -> Problems:
+    if "attn_proj" in trainer.offload_activations and "core_attn" not in trainer.offload_activations:
+        yield "attn_proj without core_attn, which keeps the same tensor on the device, frees nothing: name both"
+
+
+@rule("activations.device", "trainer.offload_activations")
+def has_a_device(trainer: Trainer, device: str) -> Problems:
+    if trainer.offload_activations and device != "cuda":
+        yield "activations move from a GPU to the host, and the run is on the CPU (cluster.device); leave it out"
+
+
+@rule("activations.model", "trainer.offload_activations")
+def has_such_modules(trainer: Trainer, spec: ModelSpec) -> Problems:
+    """Every module that is named is one of the model's."""
+    model, recompute = spec.transformer, trainer.recompute
+    experts, latent = spec.experts > 0, bool(model.get("multi_latent_attention"))
+    shared = bool(model.get("moe_shared_expert_intermediate_size"))
+    has = {"expert_fc1": experts, "mla_up_proj": latent, "moe": experts, "moe_act": experts, "shared_experts": shared}
+    for key, named in (
+        ("trainer.offload_activations", trainer.offload_activations),
+        ("trainer.recompute.modules", recompute.modules if recompute.granularity == "selective" else ()),
+    ):
+        for name in named:
+            if not has.get(name, True):
+                yield key, f"{spec.path} has no {name}; take it out"
+
+
+@rule("routing.moe_layers", "trainer.moe")
+def has_routers(trainer: Trainer, spec: ModelSpec) -> Problems:
+    for key in ("routing_replay", "aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+        if getattr(trainer.moe, key) not in (0, "none") and not spec.moe_layers:
+            yield f"trainer.moe.{key}", f"{spec.path} has no MoE layers; leave it at its default"
+
+
+@rule("routing.selection_bias", "trainer.moe.bias_update_rate")
+def has_biases(trainer: Trainer, spec: ModelSpec) -> Problems:
+    biases = spec.transformer.get("moe_router_enable_expert_bias")
+    if trainer.moe.bias_update_rate and spec.moe_layers and not biases:
+        yield f"routers of {spec.path} have no selection biases (e_score_correction_bias); set it to 0"
+
+
+@rule("sparse.indexer_loss", "trainer.megatron.dsa_indexer_loss_coeff")
+def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
+    if trainer.megatron.get("dsa_indexer_loss_coeff") and spec.transformer.get("dsa_indexer_topk"):
+        yield f"the indexer of {spec.path} is not trained: it stays as the checkpoint has it; leave the key out"
+
+
+@rule("sparse.replay", "trainer.indexer_replay")
+def has_indexers(trainer: Trainer, spec: ModelSpec) -> Problems:
+    if trainer.indexer_replay != "none" and not spec.transformer.get("dsa_indexer_topk"):
+        yield f"{spec.path} has no sparse attention; leave it at its default"
+
+
+@rule("sparse.engine_choice", "trainer.indexer_replay")
+def chosen_by_engines(trainer: Trainer) -> Problems:
+    # sglang.srt.layers.attention.dsa.dsa_topk_backend chooses and looks up the page table in one kernel, and
+    # sglang.srt.state_capturer.indexer_topk answers with what that gives.
+    if trainer.indexer_replay == "R3":
+        yield (
+            "SGLang 0.5.23 reports the tokens that an indexer chose as places in its KV cache, not as positions; set "
+            "it to R2 or none"
+        )

@@ -1,0 +1,60 @@
+"""Write the table of docs/support.md that says what was never proven together, from slimx/rules/unproven.py.
+
+    python -m tools.docs.make_unproven
+
+A unit test compares the section with the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import ChainMap
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimx import entry_points
+from slimx.rules.unproven import ARCHITECTURES, LAYERS, UNPROVEN
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+TITLE = "## Never proven together"
+HEAD = """
+
+This section is made from `slimx/rules/unproven.py` by `python -m tools.docs.make_unproven`. A configuration with
+both is refused before anything starts (codes unproven, unproven.architecture, unproven.layers). A key without a value
+stands for all that is not its default, and a key of `rollout.engines` for that of any group of the policy.
+"""
+
+
+def section() -> str:
+    """The whole section, with its title."""
+    return f"{TITLE}{HEAD}{''.join(_lines())}"
+
+
+def _lines() -> Iterator[str]:
+    yield "\n| with | never proven |\n| --- | --- |\n"
+    of_extras = [vars(module).get("UNPROVEN", {}) for module in entry_points.load_all("slimx.rules").values()]
+    for feature, entries in ChainMap(*of_extras, UNPROVEN).items():
+        yield f"| {_cell(feature)} | {', '.join(map(_cell, entries))} |\n"
+    for kind, entries in LAYERS.items():
+        yield f"| layers: {kind} | {', '.join(map(_cell, entries))} |\n"
+    yield "\n| feature | architectures that it was proven with |\n| --- | --- |\n"
+    for feature, architectures in ARCHITECTURES.items():
+        yield f"| {_cell(feature)} | {', '.join(architectures)} |\n"
+
+
+def _cell(entry: str) -> str:
+    key, _, words = re.sub(r"(megatron|sglang)\.", r"\1`: `", entry).partition(" (")
+    return f"`{key}` ({words}" if words else f"`{key}`"
+
+
+def replaced(text: str) -> str:
+    """The page `text` with the section as the tables are now."""
+    text, found = re.subn(rf"{TITLE}\n.*?(?=\n## |\Z)", lambda _: section(), text, flags=re.DOTALL)
+    assert found == 1, PAGE
+    return text
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    PAGE.write_text(replaced(PAGE.read_text()))
