@@ -94,7 +94,7 @@ class BareMegatron:
                     tokens=torch.tensor(batch.tokens)[None],
                     positions=torch.cat([torch.arange(length) for length in batch.lengths])[None],
                     labels=torch.tensor(batch.labels)[None],
-                    weight=torch.tensor(batch.loss_weight)[None],
+                    weight=torch.tensor(batch.weight)[None],
                     advantages=torch.tensor(batch.advantages)[None],
                     old_logprobs=torch.tensor(batch.rollout_logprobs)[None],
                     packed=PackedSeqParams(

@@ -14,6 +14,7 @@ from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
 from slimx.config.schema import Config
 from slimx.data.batch import TrainingRow, make_rows
+from slimx.data.columns import LOSS_COLUMNS
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.errors import SlimxError, raised
@@ -93,7 +94,14 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
         return torch.from_numpy(np.concatenate(arrays)).double()
 
     logprobs, entropy = (joined(arrays).requires_grad_() for arrays in (probe.now, probe.entropy))
-    rollout = joined([row.rollout_logprobs for row in rows])
+    columns = {
+        name: joined([getattr(row, name) for row in rows])
+        for name in LOSS_COLUMNS
+        if getattr(rows[0], name) is not None
+    }
+    if algorithm.taught:
+        columns["teacher_logprobs"] = joined(probe.teacher)
+    rollout = columns["rollout_logprobs"]
     lengths = torch.tensor([len(row) for row in rows])
     number = torch.repeat_interleave(torch.arange(len(rows)), lengths)
 
@@ -106,16 +114,12 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
 
     loss, _ = make_loss(algorithm)(
         LossInputs(
+            **columns,
             logprobs=logprobs,
-            weight=joined([row.loss_weight for row in rows]),
-            advantages=joined([row.advantages for row in rows]),
             old_logprobs=joined(probe.begin) if algorithm.old_logprobs == "recompute" else rollout,
-            rollout_logprobs=rollout,
             reference_logprobs=joined(probe.reference) if algorithm.reference else None,
-            teacher_logprobs=joined(probe.teacher) if algorithm.taught else None,
             top=TopLogprobs(policy[:, :TOP], policy[:, TOP], teacher),
             entropy=entropy,
-            selected=None if rows[0].selected is None else joined([row.selected for row in rows]),
             sequence_sum=sequence_sum,
         )
     )
@@ -154,7 +158,7 @@ def value_gradient(config: Config, probe: Probe) -> np.ndarray:
     now = torch.from_numpy(np.concatenate(probe.values_now)).requires_grad_()
     weight, returns = (
         torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).double()
-        for name in ("loss_weight", "returns")
+        for name in ("weight", "returns")
     )
     old = torch.from_numpy(np.concatenate(probe.values))
     inputs = ValueInputs(values=now, weight=weight, old_values=old, returns=returns)

@@ -47,7 +47,7 @@ class ValuePipeline(Pipeline):
             total, metrics = loss(
                 ValueInputs(
                     values=output[0].float(),
-                    weight=self._tensor(batch.loss_weight),
+                    weight=self._tensor(batch.weight),
                     old_values=self._optional(batch.values),
                     returns=self._optional(batch.returns),
                     slopes=self._tensor(batch.advantages),

@@ -178,7 +178,7 @@ class Rank:
         self.said["grpo_step"] = trainer.train_step(batches, step=0, version=VERSION)
         self.said["trained_tokens"] = trained = []
         for found, batch in zip(*(trainer.trained_tokens() or [[]]), batches, strict=False):
-            measured = (batch.loss_weight > 0) & (batch.versions == VERSION)
+            measured = (batch.weight > 0) & (batch.versions == VERSION)
             gap = np.abs(found["logprobs"] - batch.rollout_logprobs)[measured]
             trained.append(
                 [float(gap.max(initial=0)), float(gap.astype(float).sum()), int(found["other_experts"][measured].sum())]

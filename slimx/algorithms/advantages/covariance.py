@@ -19,7 +19,7 @@ def select_tokens(algorithm: Algorithm, rows: Sequence[TrainingRow], seed: Seque
     depend on packing or layout (the paper's code takes the present policy's, micro-batch by micro-batch). Of n trained
     tokens max(1, `cov_share` x n) are selected: the highest (kl_cov), or at random between `cov_low` and `cov_high`
     (clip_cov), where there may be fewer."""
-    masks = [row.loss_weight > 0 for row in rows]
+    masks = [row.weight > 0 for row in rows]
     logprobs, advantages = (
         np.concatenate([getattr(row, name)[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
         for name in ("rollout_logprobs", "advantages")

@@ -70,5 +70,5 @@ def assign_preferences(
 
 
 def _log_ratio(row: TrainingRow, policy: np.ndarray, reference: np.ndarray) -> float:
-    trained = row.loss_weight > 0
+    trained = row.weight > 0
     return float((policy[trained].astype(np.float64) - reference[trained]).sum())

@@ -83,7 +83,7 @@ def assign_advantages(
     [n]. The policy's log-probs are the engine's: the penalty belongs to the distribution that was sampled from. Without
     a critic an advantage is the discounted sum of the rewards from its token on (REINFORCE++, 2501.03262).
     Advantages are whitened here, over all updates of the step, and the metrics of them are from before."""
-    mask = _padded([row.loss_weight > 0 for row in rows]).bool()
+    mask = _padded([row.weight > 0 for row in rows]).bool()
     kl = None
     if reference is not None:
         estimate = ESTIMATORS[algorithm.kl_reward_estimator]

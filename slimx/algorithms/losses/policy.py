@@ -51,12 +51,12 @@ def policy_loss(
             log_ratio=log_ratio,
             advantages=_advantages(inputs, trained, teacher_coef),
             trained=trained,
-            selected=None if inputs.selected is None else inputs.selected > 0,
+            columns=inputs,
             sequence_sum=inputs.sequence_sum or _one_sequence,
         )
         objective, held = surrogate(tokens)
         weights, metrics = weight, {}
-        gap = inputs.old_logprobs - _rollout(inputs)
+        gap = inputs.old_logprobs - inputs.rollout_logprobs
         if correction is not None:
             factor, outside = correction(gap, trained, tokens.sequence_sum)
             weights = weight * factor
@@ -66,7 +66,7 @@ def policy_loss(
             weights = torch.where(rejected, 0.0, weights)
             metrics["rejection/share"] = (weight * rejected).sum()
         if opsm_delta is not None:
-            drift = inputs.logprobs - _rollout(inputs)
+            drift = inputs.logprobs - inputs.rollout_logprobs
             masked = off_policy_sequences(drift, tokens.advantages, trained, tokens.sequence_sum, delta=opsm_delta)
             weights = torch.where(masked, 0.0, weights)
             metrics["opsm/share"] = (weight * masked).sum()
@@ -104,18 +104,15 @@ def policy_loss(
 
 def kl_from_rollout(inputs: LossInputs, trained: torch.Tensor) -> torch.Tensor:
     """KL(rollout || policy) per token: the tokens come from the rollout's policy, and k3 has its roles accordingly."""
-    difference = torch.where(trained, inputs.logprobs - _rollout(inputs), 0.0)
+    difference = torch.where(trained, inputs.logprobs - inputs.rollout_logprobs, 0.0)
     return k3(torch.zeros_like(difference), difference)
 
 
 def _advantages(inputs: LossInputs, trained: torch.Tensor, teacher_coef: float) -> torch.Tensor:
     if not teacher_coef:
         return inputs.advantages
-    return inputs.advantages + teacher_coef * torch.where(trained, inputs.teacher_logprobs - _rollout(inputs), 0.0)
-
-
-def _rollout(inputs: LossInputs) -> torch.Tensor:
-    return inputs.old_logprobs if inputs.rollout_logprobs is None else inputs.rollout_logprobs
+    difference = torch.where(trained, inputs.teacher_logprobs - inputs.rollout_logprobs, 0.0)
+    return inputs.advantages + teacher_coef * difference
 
 
 def _one_sequence(values: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,11 @@ def batch(seed: int, *, shared_advantages: bool = False) -> Sequences:
     return Sequences(values)
 
 
+def loss_inputs(**fields: torch.Tensor) -> LossInputs:
+    """Inputs whose old log-probs are the engine's unless `rollout_logprobs` differ."""
+    return LossInputs(**{"rollout_logprobs": fields["old_logprobs"]} | fields)
+
+
 def packed(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, LossInputs]:
     """All sequences one after another: log-probs and entropy with gradient, and the inputs made of them."""
     whole = {name: torch.cat(each) for name, each in sequences.values.items()}

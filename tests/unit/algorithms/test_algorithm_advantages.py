@@ -18,6 +18,7 @@ from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group, trajectory
+from tests.unit.algorithms.loss_stand import loss_inputs
 
 
 def rows_of(algorithm: Algorithm, groups: list[Group], aggregation: str = "token") -> list[TrainingRow]:
@@ -250,7 +251,6 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     """-log sigmoid(beta ((c - c_ref) - (r - r_ref))), averaged over pairs, by autograd; and by hand for one pair."""
     import torch
 
-    from slimx.algorithms.inputs import LossInputs
     from slimx.algorithms.losses.objective import make_loss
 
     random = np.random.default_rng(1)
@@ -264,9 +264,9 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     loss = torch.zeros((), dtype=torch.float64)
     for row, lp in zip(rows, leaves, strict=True):
         part, _ = make_loss(algorithm)(
-            LossInputs(
+            loss_inputs(
                 logprobs=lp,
-                weight=torch.from_numpy(row.loss_weight).double(),
+                weight=torch.from_numpy(row.weight).double(),
                 advantages=torch.from_numpy(row.advantages).double(),
                 old_logprobs=lp.detach(),
             )
@@ -275,7 +275,7 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     found = torch.autograd.grad(loss, leaves)
 
     def summed(number: int) -> torch.Tensor:
-        trained = torch.from_numpy(rows[number].loss_weight > 0)
+        trained = torch.from_numpy(rows[number].weight > 0)
         return (leaves[number] - torch.from_numpy(reference[number]))[trained].sum()
 
     pairs = [(1, 0), (2, 3), (5, 4)]  # of group c: rewards 2.0 and 0.3; 0.7 is between
@@ -302,7 +302,7 @@ def test_a_pair_by_hand_and_a_group_without_one():
     assert [row.advantages[0] for row in rows] == pytest.approx([1 / 3, -1 / 3, 0, 0])
     assert metrics["dpo/loss"] == pytest.approx(math.log(1.5))
     assert metrics["dpo/groups_without_pair"] == pytest.approx(2 / 3)
-    assert [row.loss_weight[1:].tolist() for row in rows] == [[0.5] * 3] * 4
+    assert [row.weight[1:].tolist() for row in rows] == [[0.5] * 3] * 4
 
 
 # Selection and weights ------------------------------------------------------------------------------------------------

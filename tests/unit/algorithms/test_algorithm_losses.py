@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.corrections import correction
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.algorithms.losses.objective import make_loss
@@ -28,6 +27,7 @@ from tests.unit.algorithms.loss_stand import (
     agree,
     batch,
     gap_of,
+    loss_inputs,
     minimum,
     packed,
     ratio,
@@ -99,7 +99,7 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_whoever_sampled(estimator, s
     lp = logits.log_softmax(0)
     algorithm = {"reference": True, "kl_coef": 1.0, "kl_estimator": estimator, "kl_unbiased": True}
     loss, _ = make_loss(Algorithm(**algorithm))(
-        LossInputs(
+        loss_inputs(
             logprobs=lp,
             weight=sampled_by,
             advantages=torch.zeros(4, dtype=torch.float64),
@@ -197,7 +197,7 @@ def two_tokens(keys: dict[str, Any], ratios: list[float], advantages: list[float
     old = torch.full((2,), math.log(0.4), dtype=torch.float64)
     lp = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     loss, _ = make_loss(Algorithm(**keys))(
-        LossInputs(
+        loss_inputs(
             logprobs=lp,
             weight=torch.full((2,), 0.5, dtype=torch.float64),
             advantages=torch.tensor(advantages, dtype=torch.float64),
@@ -297,11 +297,11 @@ def test_order_packing_and_microbatches_change_nothing(name):
             assert torch.allclose(found[number], gradient, rtol=0, atol=1e-14), number
 
 
-def test_the_engines_logprobs_are_the_old_ones_where_no_others_are_given():
+def test_a_correction_changes_no_weight_where_the_old_logprobs_are_the_engines():
     _, _, inputs = packed(batch(1))
     loss = policy_loss(
         lambda tokens: (tokens.log_ratio, torch.zeros_like(tokens.trained)),
         correction=partial(correction, kind="truncate", level="token", low=0.0, high=2.0),
     )
-    _, metrics = loss(replace(inputs, rollout_logprobs=None))
+    _, metrics = loss(replace(inputs, rollout_logprobs=inputs.old_logprobs))
     assert metrics["correction/weight"].item() == pytest.approx(inputs.weight.sum().item())

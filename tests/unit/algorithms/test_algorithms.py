@@ -22,6 +22,7 @@ from slimx.data.batch import make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from tests.unit.algorithms.loss_stand import loss_inputs
 
 # One GRPO batch by hand. Clip to [0.8, 1.3]; eps 0.5, so that a standard deviation of 0.5 divides by exactly 1.
 #
@@ -101,12 +102,12 @@ def test_loss_of_the_batch_by_hand_however_it_is_packed(aggregation, loss, clipp
         row.labels = np.arange(at, at := at + len(row))
     total, metrics, gradient = 0.0, {"loss/policy": 0.0, "loss/clip_fraction": 0.0}, [math.nan] * 11
     for micro in (micro for shard in pack(rows, data_size=ranks, max_tokens=limit).shards for micro in shard):
-        token = np.where(micro.loss_weight > 0, micro.labels, 0)
+        token = np.where(micro.weight > 0, micro.labels, 0)
         lp = torch.tensor([new[t] for t in token], dtype=torch.float64, requires_grad=True)
         part, added = make_loss(ALGORITHM)(
-            LossInputs(
+            loss_inputs(
                 logprobs=lp,
-                weight=torch.from_numpy(micro.loss_weight).double(),
+                weight=torch.from_numpy(micro.weight).double(),
                 advantages=torch.from_numpy(micro.advantages).double(),
                 old_logprobs=torch.from_numpy(micro.rollout_logprobs).double(),
             )
@@ -114,7 +115,7 @@ def test_loss_of_the_batch_by_hand_however_it_is_packed(aggregation, loss, clipp
         part.backward()
         total += part.item()
         metrics = {name: value + added[name].item() for name, value in metrics.items()}
-        for index, weight, value in zip(token, micro.loss_weight, lp.grad.tolist(), strict=True):
+        for index, weight, value in zip(token, micro.weight, lp.grad.tolist(), strict=True):
             if weight:
                 gradient[index] = value
     assert total == pytest.approx(loss, abs=1e-7)
@@ -132,7 +133,7 @@ def random_inputs(seed: int, n: int = 64) -> LossInputs:
     g = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(n, generator=g, dtype=torch.float64)
     weight = torch.rand(n, generator=g, dtype=torch.float64) * (torch.rand(n, generator=g) > 0.3)
-    return LossInputs(
+    return loss_inputs(
         logprobs=(old + 0.6 * torch.randn(n, generator=g, dtype=torch.float64)).requires_grad_(),
         weight=weight / weight.sum(),
         advantages=torch.randn(n, generator=g, dtype=torch.float64),
@@ -178,7 +179,7 @@ def test_a_metric_and_a_loss_of_a_batch_are_the_sums_over_its_parts():
     loss = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=0.1)
     whole, metrics = loss(inputs)
     names = ("logprobs", "weight", "advantages", "old_logprobs", "reference_logprobs")
-    parts = [loss(LossInputs(**{n: getattr(inputs, n)[p] for n in names})) for p in (slice(0, 13), slice(13, 64))]
+    parts = [loss(loss_inputs(**{n: getattr(inputs, n)[p] for n in names})) for p in (slice(0, 13), slice(13, 64))]
     assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item(), abs=1e-12)
     assert metrics.keys() == {"loss/policy", "loss/clip_fraction", "loss/kl", "kl/rollout", "kl/reference"}
     for name, value in metrics.items():
@@ -200,7 +201,9 @@ def test_untrained_tokens_with_huge_differences_change_nothing(huge, dtype):
             "reference_logprobs": [reference, -1.5, -0.5, reference],
         }
         lp = torch.tensor([-1.0, -1.1, -1.2, -1.0], dtype=dtype)[keep].requires_grad_()
-        total, metrics = loss(LossInputs(logprobs=lp, **{n: torch.tensor(values[n], dtype=dtype)[keep] for n in names}))
+        total, metrics = loss(
+            loss_inputs(logprobs=lp, **{n: torch.tensor(values[n], dtype=dtype)[keep] for n in names})
+        )
         total.backward()
         return total, lp.grad, metrics
 
@@ -216,7 +219,7 @@ def test_cross_entropy_by_hand():
     lp = torch.tensor([0.5, 0.01, 0.25, 1.0], dtype=torch.float64).log().requires_grad_()
     weight = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
     zeros = torch.zeros(4, dtype=torch.float64)
-    loss, metrics = sft_loss(LossInputs(logprobs=lp, weight=weight, advantages=zeros, old_logprobs=zeros))
+    loss, metrics = sft_loss(loss_inputs(logprobs=lp, weight=weight, advantages=zeros, old_logprobs=zeros))
     loss.backward()
     assert loss.item() == metrics["loss/sft"].item() == pytest.approx(math.log(2), abs=1e-12)
     assert lp.grad.tolist() == [-0.5, 0.0, -0.25, -0.25]
@@ -249,7 +252,7 @@ def test_k3_is_the_kl_in_expectation_over_the_policys_tokens_and_precise_near_ze
 
 def metric_of(name: str, *, sampled_by: torch.Tensor, policy: torch.Tensor, **others: torch.Tensor) -> float:
     """A metric in expectation over all tokens of a small vocabulary, each weighted by how often it is sampled."""
-    inputs = LossInputs(logprobs=policy.log(), weight=sampled_by, advantages=torch.ones(4).double(), **others)
+    inputs = loss_inputs(logprobs=policy.log(), weight=sampled_by, advantages=torch.ones(4).double(), **others)
     return policy_loss(partial(clip, low=0.2, high=0.2))(inputs)[1][name].item()
 
 
@@ -325,9 +328,9 @@ def test_what_is_measured_compares_with_the_engine_the_teacher_and_the_entropy_a
     engine, teacher, entropy = (torch.randn(n, dtype=inputs.weight.dtype) for _ in range(3))
     fields = {name: getattr(inputs, name) for name in ("logprobs", "weight", "advantages", "old_logprobs")}
     loss = policy_loss(partial(clip, low=0.2, high=0.2))
-    bare, _ = loss(LossInputs(**fields))
+    bare, _ = loss(loss_inputs(**fields))
     total, metrics = loss(
-        LossInputs(**fields, rollout_logprobs=engine, teacher_logprobs=teacher, entropy=entropy.requires_grad_())
+        loss_inputs(**fields, rollout_logprobs=engine, teacher_logprobs=teacher, entropy=entropy.requires_grad_())
     )
     assert torch.equal(total, bare) and not any(metric.requires_grad for metric in metrics.values())
     logprobs, weight = inputs.logprobs.detach(), inputs.weight

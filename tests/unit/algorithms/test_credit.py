@@ -73,7 +73,7 @@ def test_rewards_of_tokens_are_the_credited_ones(name: str) -> None:
     )
     values = [np.zeros(len(row), np.float32) for row in rows]
     finish_advantages(algorithm, given, [rows], values=values, seed=(0,))  # which is told what was earned
-    assert [row.advantages[row.loss_weight > 0].tolist() for row in rows] == [
+    assert [row.advantages[row.weight > 0].tolist() for row in rows] == [
         pytest.approx([reward] * 2) for reward in (0.5, 2 / 3)
     ]
 

@@ -240,7 +240,8 @@ def test_hooks_are_tried_on_invented_rollouts_before_a_run():
 
 def inputs() -> LossInputs:
     lp = torch.tensor([-1.0, -2.0], requires_grad=True)
-    return LossInputs(logprobs=lp, weight=torch.ones(2), advantages=torch.ones(2), old_logprobs=lp.detach())
+    old, ones = lp.detach(), torch.ones(2)
+    return LossInputs(logprobs=lp, weight=ones, advantages=ones, old_logprobs=old, rollout_logprobs=old)
 
 
 def test_an_own_loss_is_the_whole_loss():
