@@ -3,6 +3,7 @@ configuration: what `slimx doctor --effects` compares."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,17 +91,10 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
         for row in rows:
             row.advantages = np.zeros_like(row.advantages)
 
-    def joined(arrays: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).double()
-
-    logprobs, entropy = (joined(arrays).requires_grad_() for arrays in (probe.now, probe.entropy))
-    columns = {
-        name: joined([getattr(row, name) for row in rows])
-        for name in LOSS_COLUMNS
-        if getattr(rows[0], name) is not None
-    }
+    logprobs, entropy = (_joined(arrays).requires_grad_() for arrays in (probe.now, probe.entropy))
+    columns = _columns(rows)
     if algorithm.taught:
-        columns["teacher_logprobs"] = joined(probe.teacher)
+        columns["teacher_logprobs"] = _joined(probe.teacher)
     rollout = columns["rollout_logprobs"]
     lengths = torch.tensor([len(row) for row in rows])
     number = torch.repeat_interleave(torch.arange(len(rows)), lengths)
@@ -116,8 +110,8 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
         LossInputs(
             **columns,
             logprobs=logprobs,
-            old_logprobs=joined(probe.begin) if algorithm.old_logprobs == "recompute" else rollout,
-            reference_logprobs=joined(probe.reference) if algorithm.reference else None,
+            old_logprobs=_joined(probe.begin) if algorithm.old_logprobs == "recompute" else rollout,
+            reference_logprobs=_joined(probe.reference) if algorithm.reference else None,
             top=TopLogprobs(policy[:, :TOP], policy[:, TOP], teacher),
             entropy=entropy,
             sequence_sum=sequence_sum,
@@ -155,20 +149,24 @@ def value_gradient(config: Config, probe: Probe) -> np.ndarray:
     finish_advantages(
         config.algorithm, probe.groups, [rows], reference=probe.reference, values=probe.values, seed=(0, 0)
     )
-    now = torch.from_numpy(np.concatenate(probe.values_now)).requires_grad_()
-    weight, returns = (
-        torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).double()
-        for name in ("weight", "returns")
-    )
-    old = torch.from_numpy(np.concatenate(probe.values))
-    inputs = ValueInputs(values=now, weight=weight, old_values=old, returns=returns)
-    loss, _ = value_loss(clip=config.critic.value_clip)(inputs)
+    now = _joined(probe.values_now).requires_grad_()
+    loss, _ = value_loss(ValueInputs(predicted=now, **_columns(rows)), clip=config.critic.value_clip)
     return torch.autograd.grad(loss, now)[0].numpy()
 
 
 def _difference(random: np.random.Generator, count: int, deviation: float) -> np.ndarray:
     outliers = random.random(count) < OUTLIERS
     return np.where(outliers, OUTLIER, deviation) * random.normal(size=count)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).double()
+
+
+def _columns(rows: Sequence[TrainingRow]) -> dict[str, torch.Tensor]:
+    """Fields of `LossColumns` that the rows have, one row after another, float64."""
+    names = [name for name in LOSS_COLUMNS if getattr(rows[0], name) is not None]
+    return {name: _joined([getattr(row, name) for row in rows]) for name in names}
 
 
 def _rows(config: Config, probe: Probe) -> list[TrainingRow]:

@@ -96,7 +96,7 @@ class Rank:
         self.spec, self.sizes = read_model(self.job["model"]), self.parallel.sizes
 
     def config(self, *, algorithm: str, optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
-        grpo = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.3, "reference": True, "kl_coef": 0.5}
+        grpo = {"name": "grpo", "loss": {"low": 0.2, "high": 0.3}, "reference": True, "kl_coef": 0.5}
         return Config.model_validate(
             {
                 "run": {"dir": str(self.out)},

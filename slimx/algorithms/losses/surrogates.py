@@ -88,15 +88,17 @@ def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Obj
     return gate * tokens.advantages, torch.zeros_like(tokens.trained)
 
 
-def clip_cov(tokens: LossTokens, *, low: float, high: float) -> Objective:
-    """The clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617)."""
+def clip_cov(tokens: LossTokens, *, low: float, high: float, **selection: float) -> Objective:
+    """The clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617). `selection`: parameters by which they
+    were selected (`slimx.algorithms.advantages.covariance`)."""
     value, held = _clipped(tokens.log_ratio, tokens.advantages, low, high)
     selected = tokens.columns.selected > 0
     return torch.where(selected, 0.0, value), held | selected
 
 
-def kl_cov(tokens: LossTokens, *, coef: float) -> Objective:
-    """The objective ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617)."""
+def kl_cov(tokens: LossTokens, *, coef: float, **selection: float) -> Objective:
+    """The objective ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617). `selection`: as of
+    `clip_cov`."""
     value, selected = bounded_ratio(tokens.log_ratio) * tokens.advantages, tokens.columns.selected > 0
     return value - coef * torch.where(selected, tokens.log_ratio.abs(), 0.0), selected
 

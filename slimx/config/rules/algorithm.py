@@ -14,7 +14,7 @@ from slimx.config.sections.trainer import Trainer
 
 
 def _demonstrated(algorithm: Algorithm) -> bool:
-    return algorithm.loss == "sft" or algorithm.scores or algorithm.advantages == "dpo"
+    return algorithm.loss.kind == "sft" or algorithm.scores or algorithm.advantages.kind == "dpo"
 
 
 @rule("algorithm.engines", about="rollout.engines")
@@ -26,16 +26,16 @@ def engines(algorithm: Algorithm, rollout: Rollout) -> Iterator[str]:
 
 @rule("algorithm.reward", about="reward.function")
 def rewarded(algorithm: Algorithm, reward: Reward) -> Iterator[str]:
-    if not _demonstrated(algorithm) and algorithm.advantages != "none" and not reward.given:
+    if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.given:
         yield f"algorithm.name is {algorithm.name} but reward.function is null; name a reward hook"
 
 
 @rule("algorithm.critic", about="critic")
 def has_critic(algorithm: Algorithm, critic: Critic | None) -> Iterator[Told]:
     name = algorithm.name
-    if algorithm.advantages == "gae" and critic is None:
+    if algorithm.advantages.kind == "gae" and critic is None:
         yield "algorithm.name", f"algorithm.name is {name}, which needs a critic; add a section `critic: {{}}`"
-    if algorithm.advantages != "gae" and critic is not None:
+    if algorithm.advantages.kind != "gae" and critic is not None:
         yield f"critic is given but algorithm.name is {name}, which has none; remove it or use ppo"
 
 
@@ -50,7 +50,7 @@ def compared(algorithm: Algorithm, rollout: Rollout) -> Iterator[str]:
 
 @rule("algorithm.greedy", about="rollout.sampling")
 def varied(algorithm: Algorithm, rollout: Rollout) -> Iterator[Told]:
-    compared = algorithm.compares or algorithm.advantages == "remax"  # remax: with the greedy answer itself
+    compared = algorithm.compares or algorithm.advantages.kind == "remax"  # remax: with the greedy answer itself
     if not compared or not rollout.sampled:
         return
     for key, value in rollout.sampling.greedy.items():
@@ -65,7 +65,7 @@ def varied(algorithm: Algorithm, rollout: Rollout) -> Iterator[Told]:
 
 @rule("algorithm.dpo_pairs", about="rollout.group_size")
 def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Iterator[str]:
-    if algorithm.advantages == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):
+    if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):
         yield (
             "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and say "
             "themselves which is chosen; set rollout.group_size=2, reward.function=null and "
@@ -75,7 +75,7 @@ def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Iterator[st
 
 @rule("algorithm.dpo_routes", about="trainer.moe.routing_replay")
 def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Iterator[str]:
-    if algorithm.advantages == "dpo" and trainer.moe.routing_replay != "none":
+    if algorithm.advantages.kind == "dpo" and trainer.moe.routing_replay != "none":
         yield (
             f"algorithm.advantages is dpo and trainer.moe.routing_replay {trainer.moe.routing_replay}: a pair's margin "
             "is measured before routes are replayed; set trainer.moe.routing_replay=none"
@@ -84,7 +84,7 @@ def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Iterator[str
 
 @rule("algorithm.dpo_updates", about="schedule.updates_per_step")
 def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Iterator[str]:
-    if algorithm.advantages == "dpo" and schedule.updates_per_step > 1:
+    if algorithm.advantages.kind == "dpo" and schedule.updates_per_step > 1:
         yield (
             f"algorithm.advantages is dpo and schedule.updates_per_step {schedule.updates_per_step}: the margin of a "
             "pair is that of the weights before a step's first update; set it to 1, and rollout.prompts_per_step to "

@@ -41,8 +41,8 @@ def proven(
         ("rollout.engines", not rollout.sampled),
         ("rollout.engines.urls", any(group.urls for group in rollout.policy_engines)),
         ("rollout.replay", rollout.replay is not None),
-        ("algorithm.advantages", algorithm.needs_whole_step or algorithm.advantages == "remax"),
-        ("algorithm.loss", algorithm.loss in ("sft", "bradley_terry")),
+        ("algorithm.advantages", algorithm.needs_whole_step or algorithm.advantages.kind == "remax"),
+        ("algorithm.loss", algorithm.loss.kind in ("sft", "bradley_terry")),
         ("algorithm.teacher", algorithm.taught),
         ("algorithm.reference_refresh", algorithm.reference_refresh > 0),
         ("critic", critic is not None),
@@ -99,7 +99,7 @@ def fits_engines(name: str, own: Mapping[str, Any], run: Mapping[str, Any]) -> l
 def divides(policies: Mapping[str, Policy], algorithm: Algorithm) -> Iterator[str]:
     """The mean of a rollout's rewards does not change where each trajectory has it."""
     alone = all(policy.shares is not None for policy in policies.values())
-    if algorithm.credit == "shared" and alone and algorithm.advantages in ("grpo", "gpg", "rloo", "opo"):
+    if algorithm.credit == "shared" and alone and algorithm.advantages.kind in ("grpo", "gpg", "rloo", "opo"):
         yield (
             f"algorithm.credit=shared changes nothing: advantages by {algorithm.advantages} compare rollouts by the "
             "mean reward of their trajectories, and one policy is trained; leave it out, or set algorithm.advantages "

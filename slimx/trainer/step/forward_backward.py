@@ -83,7 +83,7 @@ class Pipeline:
 
         def compute(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
             logprobs, entropy, *top = output
-            columns = {name: self._optional(getattr(batch, name)) for name in LOSS_COLUMNS}
+            columns = self._columns(batch)
             scored = {"old_logprobs": columns["rollout_logprobs"]} | others[next(number)]
             inputs = LossInputs(
                 **columns | scored,
@@ -157,6 +157,10 @@ class Pipeline:
                 **learned,
             )
         return output, partial(loss, batch)
+
+    def _columns(self, batch: MicroBatch) -> dict[str, torch.Tensor | None]:
+        """Fields of `LossColumns` on the device."""
+        return {name: self._optional(getattr(batch, name)) for name in LOSS_COLUMNS}
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return to_device(array, self.device)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from slimx.algorithms.losses.kl import ESTIMATORS
-from slimx.algorithms.losses.objective import make_loss
-from slimx.algorithms.losses.policy import policy_loss
+from slimx.algorithms.losses.objective import make_loss, policy_loss
 from slimx.algorithms.losses.surrogates import Surrogate, cispo, clip, kl_cov, sapo
-from slimx.config.sections.algorithm import LOSSES, Algorithm
-from slimx.config.sections.presets import PRESETS
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.objectives import LOSSES, PRESETS
 from tests.unit.algorithms.loss_stand import loss_inputs
 
 FAR = 1000.0
@@ -28,8 +27,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         if name != "bradley_terry"
     },
     **{f"loss {loss}": {"loss": loss} for loss in LOSSES if loss not in ("sft", "bradley_terry")},
-    "dual clip": {"dual_clip": 3.0},
-    "wide clip": {"clip_low": 1.0, "clip_high": 1e9},
+    "dual clip": {"loss": {"dual": 3.0}},
+    "wide clip": {"loss": {"low": 1.0, "high": 1e9}},
     **{f"kl {name}": {**KL, "kl_estimator": name} for name in ("k2", "k3", "low_variance")},
     **{f"unbiased kl {name}": {**KL, "kl_estimator": name, "kl_unbiased": True} for name in ESTIMATORS},
     **{
@@ -113,7 +112,7 @@ def test_within_the_bound_values_and_gradients_are_unchanged_to_the_bit(name):
 
     def run(objective: Surrogate) -> tuple[float, torch.Tensor]:
         logprobs = (old + shift).requires_grad_()
-        loss, _ = policy_loss(objective)(loss_inputs(logprobs=logprobs, **inputs))
+        loss, _ = policy_loss(loss_inputs(logprobs=logprobs, **inputs), objective, Algorithm())
         return loss.item(), torch.autograd.grad(loss, logprobs)[0]
 
     found, wanted = (

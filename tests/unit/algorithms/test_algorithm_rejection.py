@@ -14,7 +14,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
 from tests.unit.algorithms.loss_stand import CLIP, Number, Token, agree, batch, gap_of, loss_inputs, three_tokens
 
-KEYS: dict[str, Any] = {"clip_high": 0.28, "old_logprobs": "recompute"}
+KEYS: dict[str, Any] = {"loss": {"high": 0.28}, "old_logprobs": "recompute"}
 
 
 def weighted(factors: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.algorithms.advantages.group import grpo
 from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.kl import k3
-from slimx.algorithms.losses.objective import make_loss
-from slimx.algorithms.losses.policy import policy_loss, sft_loss
-from slimx.algorithms.losses.surrogates import clip
+from slimx.algorithms.losses.objective import make_loss, sft_loss
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import make_rows
 from slimx.data.loss_weights import loss_weights
@@ -47,7 +44,7 @@ TOKEN_LOSS, TOKEN_CLIPPED = 0.56715729 / 11, 2 / 11
 SAMPLE_LOSS, SAMPLE_CLIPPED = 0.00857864 / 5, (1 / 2 + 1 / 3) / 5
 # d loss / d logprob = -weight x ratio x A, and 0 where the clipped term is the smaller one.
 GRADIENT = [[0, -0.25], [0, 0.75, 0.5], [0, 0], [-B, -1.25 * B], [B, 0.9 * B]]
-ALGORITHM = Algorithm(clip_low=0.2, clip_high=0.3, advantage_eps=0.5)
+ALGORITHM = Algorithm(loss={"low": 0.2, "high": 0.3}, advantages={"eps": 0.5})
 
 
 def rollout(group: str, index: int, reward: float, sampled: int, **changes: Any) -> Trajectory:
@@ -159,7 +156,7 @@ def naive(inputs: LossInputs, low: float, high: float, kl_coef: float) -> torch.
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_are_those_of_the_naive_formula(seed, kl_coef):
     inputs = random_inputs(seed)
-    loss, metrics = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=kl_coef)(inputs)
+    loss, metrics = make_loss(Algorithm(loss={"high": 0.3}, reference=True, kl_coef=kl_coef))(inputs)
     expected = naive(inputs, 0.2, 0.3, kl_coef)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
     (wanted,) = torch.autograd.grad(expected, inputs.logprobs)
@@ -176,7 +173,7 @@ def test_loss_and_gradient_are_those_of_the_naive_formula(seed, kl_coef):
 
 def test_a_metric_and_a_loss_of_a_batch_are_the_sums_over_its_parts():
     inputs = random_inputs(11)
-    loss = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=0.1)
+    loss = make_loss(Algorithm(loss={"high": 0.3}, reference=True, kl_coef=0.1))
     whole, metrics = loss(inputs)
     names = ("logprobs", "weight", "advantages", "old_logprobs", "reference_logprobs")
     parts = [loss(loss_inputs(**{n: getattr(inputs, n)[p] for n in names})) for p in (slice(0, 13), slice(13, 64))]
@@ -190,7 +187,7 @@ def test_a_metric_and_a_loss_of_a_batch_are_the_sums_over_its_parts():
 @pytest.mark.parametrize("huge", [1e4, -1e4, math.inf, -math.inf])
 def test_untrained_tokens_with_huge_differences_change_nothing(huge, dtype):
     """Prompt tokens and tools' answers have no log-prob of their own; whatever stands there must not reach the loss."""
-    loss = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=0.5)
+    loss = make_loss(Algorithm(loss={"high": 0.3}, reference=True, kl_coef=0.5))
     names = ("weight", "advantages", "old_logprobs", "reference_logprobs")
 
     def run(keep: slice, old: float, reference: float) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -253,7 +250,7 @@ def test_k3_is_the_kl_in_expectation_over_the_policys_tokens_and_precise_near_ze
 def metric_of(name: str, *, sampled_by: torch.Tensor, policy: torch.Tensor, **others: torch.Tensor) -> float:
     """A metric in expectation over all tokens of a small vocabulary, each weighted by how often it is sampled."""
     inputs = loss_inputs(logprobs=policy.log(), weight=sampled_by, advantages=torch.ones(4).double(), **others)
-    return policy_loss(partial(clip, low=0.2, high=0.2))(inputs)[1][name].item()
+    return make_loss(Algorithm())(inputs)[1][name].item()
 
 
 def test_kl_to_the_reference_is_that_of_the_policy():
@@ -281,7 +278,7 @@ def test_kl_between_rollout_and_policy_is_zero_where_they_agree():
 
 def test_advantages_without_the_standard_deviation_are_deviations_from_the_mean():
     assert grpo([1.0, 0.0, 0.5], normalize_std=False).tolist() == [0.5, -0.5, 0.0]
-    algorithm = Algorithm(normalize_std=False)
+    algorithm = Algorithm(advantages={"normalize_std": False})
     assert group_advantages(algorithm, by_hand()[1]) == [1.0, -1.0]
 
 
@@ -308,7 +305,7 @@ def test_a_rollout_of_several_trajectories_counts_once_and_shares_its_advantage(
         rollout("g", 2, 1.0, 2, rollout_id="r2"),
     ]
     group = Group(id="g", prompt=Prompt(id="p", token_ids=[10]), trajectories=trajectories)
-    values = group_advantages(Algorithm(advantage_eps=1e-9), group)
+    values = group_advantages(Algorithm(advantages={"eps": 1e-9}), group)
     assert values == pytest.approx([-1.0, 1.0, -1.0, 0.0], abs=1e-6)
     # eps 0.5 belongs beside the standard deviation: 0.5 / (0.5 + 0.5).
     assert group_advantages(ALGORITHM, group) == pytest.approx([-0.5, 0.5, -0.5, 0.0], abs=1e-7)
@@ -327,7 +324,7 @@ def test_what_is_measured_compares_with_the_engine_the_teacher_and_the_entropy_a
     n = len(inputs.weight)
     engine, teacher, entropy = (torch.randn(n, dtype=inputs.weight.dtype) for _ in range(3))
     fields = {name: getattr(inputs, name) for name in ("logprobs", "weight", "advantages", "old_logprobs")}
-    loss = policy_loss(partial(clip, low=0.2, high=0.2))
+    loss = make_loss(Algorithm())
     bare, _ = loss(loss_inputs(**fields))
     total, metrics = loss(
         loss_inputs(**fields, rollout_logprobs=engine, teacher_logprobs=teacher, entropy=entropy.requires_grad_())

@@ -66,7 +66,8 @@ def test_the_gradient_by_every_score_is_that_of_torch_and_so_is_the_loss():
     assert metrics["preference/margin"] == pytest.approx((1.5 - 0.5 + 100) / 3)
     for row, value, expected in zip(rows, values, gradient.tolist(), strict=True):
         given = torch.tensor(value, requires_grad=True)
-        inputs = ValueInputs(values=given, weight=torch.from_numpy(row.weight), slopes=torch.from_numpy(row.advantages))
+        columns = {name: torch.from_numpy(getattr(row, name)) for name in ("weight", "advantages", "rollout_logprobs")}
+        inputs = ValueInputs(predicted=given, **columns)
         loss, said = score_loss(inputs)
         (found,) = torch.autograd.grad(loss, given)
         assert found[-1].item() == pytest.approx(expected, rel=1e-6, abs=1e-12) and not found[:-1].any() and said == {}
@@ -74,7 +75,9 @@ def test_the_gradient_by_every_score_is_that_of_torch_and_so_is_the_loss():
 
 def test_a_score_that_is_not_trained_may_be_anything():
     values = torch.tensor([float("inf"), float("nan"), 2.0])
-    loss, _ = score_loss(ValueInputs(values=values, weight=torch.tensor([0.0, 0, 1]), slopes=torch.ones(3)))
+    ones = torch.ones(3)
+    inputs = ValueInputs(predicted=values, weight=torch.tensor([0.0, 0, 1]), advantages=ones, rollout_logprobs=-ones)
+    loss, _ = score_loss(inputs)
     assert loss.item() == -2.0
 
 

@@ -106,7 +106,10 @@ async def test_a_critic_is_sent_nothing_that_only_a_policy_reads():
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_rows_get_the_advantages_of_their_own_scores_values_and_penalties(whiten, kl_coef):
     algorithm = Algorithm(
-        name="ppo", gamma=0.95, gae_lambda=0.8, whiten=whiten, kl_reward_coef=kl_coef, reference=kl_coef > 0
+        name="ppo",
+        advantages={"gamma": 0.95, "lam": 0.8, "whiten": whiten},
+        kl_reward_coef=kl_coef,
+        reference=kl_coef > 0,
     )
     given, random = rows(), np.random.default_rng(5)
     scores = random.normal(size=len(given)).tolist()
@@ -154,7 +157,7 @@ def config(**sections: Any) -> Config:
             "critic.layout",
             "critic.layout",
         ),
-        ({"algorithm": {"gae_lambda": 0.9}}, "algorithm.unused", "algorithm.gae_lambda"),
+        ({"algorithm": {"advantages": {"lam": 0.9}}}, "algorithm.unused", "algorithm.advantages.lam"),
         (
             {"algorithm": {"name": "ppo", "kl_reward_coef": 0.1}, "critic": {}},
             "algorithm.reference",
