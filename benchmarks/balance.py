@@ -76,11 +76,11 @@ def make_row(length: int, random: np.random.Generator) -> TrainingRow:
     return TrainingRow(
         tokens=tokens[:-1],
         labels=tokens[1:],
-        loss_weight=np.full(length, 1e-5, np.float32),
+        weight=np.full(length, 1e-5, np.float32),
         advantages=zeros,
         rollout_logprobs=zeros,
         versions=np.full(length, -1),
-        temperature=1.0,
+        temperature=np.ones(length, np.float32),
         routed_experts=None,
     )
 

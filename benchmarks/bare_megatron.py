@@ -94,7 +94,7 @@ class BareMegatron:
                     tokens=torch.tensor(batch.tokens)[None],
                     positions=torch.cat([torch.arange(length) for length in batch.lengths])[None],
                     labels=torch.tensor(batch.labels)[None],
-                    weight=torch.tensor(batch.loss_weight)[None],
+                    weight=torch.tensor(batch.weight)[None],
                     advantages=torch.tensor(batch.advantages)[None],
                     old_logprobs=torch.tensor(batch.rollout_logprobs)[None],
                     packed=PackedSeqParams(
@@ -133,7 +133,7 @@ class BareMegatron:
         def grpo(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             # Old log-probs stand for sampled tokens only.
             ratio = torch.where(batch.weight > 0, -losses - batch.old_logprobs, 0.0).exp()
-            clipped = ratio.clamp(1 - self.algorithm.clip_low, 1 + self.algorithm.clip_high)
+            clipped = ratio.clamp(1 - self.algorithm.loss.low, 1 + self.algorithm.loss.high)
             surrogate = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
             return -(batch.weight * surrogate).sum(), torch.zeros((), dtype=torch.int), {}
 

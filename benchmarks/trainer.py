@@ -59,11 +59,11 @@ def make_shards(ranks: int, count: int = ROWS, limit: int = LIMIT) -> list[list[
             TrainingRow(
                 tokens=tokens[:-1],
                 labels=tokens[1:],
-                loss_weight=np.full(length, 1 / (count * MEAN), np.float32),
+                weight=np.full(length, 1 / (count * MEAN), np.float32),
                 advantages=np.full(length, random.normal(), np.float32),
                 rollout_logprobs=random.normal(-4.6, 0.1, length).astype(np.float32),
                 versions=np.full(length, VERSION),
-                temperature=1.0,
+                temperature=np.ones(length, np.float32),
                 routed_experts=None,
             )
         )

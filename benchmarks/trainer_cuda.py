@@ -99,11 +99,11 @@ def rollouts(count: int, lengths: tuple[int, int], vocab_size: int, max_tokens: 
             TrainingRow(
                 tokens=tokens[:-1],
                 labels=tokens[1:],
-                loss_weight=(trained / 1e3).astype(np.float32),
+                weight=(trained / 1e3).astype(np.float32),
                 advantages=np.full(length, random.normal(), np.float32),
                 rollout_logprobs=np.full(length, -np.log(vocab_size), np.float32),
                 versions=np.where(trained, VERSION, -1),
-                temperature=1.0,
+                temperature=np.ones(length, np.float32),
                 routed_experts=None,
             )
         )

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from slimx.data.columns import LossColumns
+
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]
 """[T] -> [T]: at every token the sum over all tokens of its sequence, also those that context parallelism gave to other
 ranks. Collective there, no gradient."""
@@ -24,30 +26,21 @@ class TopLogprobs(NamedTuple):
     """[T, k]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossInputs:
-    """Per-token tensors of one micro-batch, each [T]; log-probs are of the label under softmax(logits / temperature),
-    over the tokens that top-k and top-p kept when it was sampled."""
+@dataclass(slots=True, kw_only=True)
+class LossInputs(LossColumns[torch.Tensor]):
+    """Columns and computed tensors of one micro-batch, each [T]; log-probs are of the label under
+    softmax(logits / temperature), over the tokens that top-k and top-p kept when it was sampled."""
 
     logprobs: torch.Tensor
     """The policy's, with gradient."""
-    weight: torch.Tensor
-    """Loss weight with the denominators of the whole update inside (`slimx.data.loss_weights`); 0 where not trained."""
-    advantages: torch.Tensor
     old_logprobs: torch.Tensor
     """Denominator of the ratio: the engine's, or the trainer's own before the step (algorithm.old_logprobs)."""
-    rollout_logprobs: torch.Tensor | None = None
-    """The engine's; None: `old_logprobs` are."""
     reference_logprobs: torch.Tensor | None = None
     """The reference's (algorithm.reference)."""
-    teacher_logprobs: torch.Tensor | None = None
-    """Another model's (algorithm.teacher, algorithm.teacher_engine, algorithm.teacher_engines)."""
     top: TopLogprobs | None = None
     """Log-probs at the teacher's likeliest tokens (algorithm.teacher_top_k)."""
     entropy: torch.Tensor | None = None
     """Entropy of the distribution that each label is from, in nats, with gradient."""
-    selected: torch.Tensor | None = None
-    """1 at the tokens that were chosen by their covariance (`slimx.algorithms.advantages.covariance`), else 0."""
     sequence_sum: SequenceSum | None = None
     """None: the whole micro-batch is one sequence on one rank."""
 

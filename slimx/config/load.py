@@ -17,6 +17,7 @@ from slimx.config.names import to_known_names
 from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
 from slimx.config.section import echoed
+from slimx.config.sections.objectives import OBJECTIVES
 from slimx.errors import SlimxError
 
 
@@ -100,6 +101,8 @@ def _merged(tree: DictConfig, override: dict[str, Any], where: str) -> DictConfi
         return OmegaConf.create(base)
     if value is None and suggestions.is_list(Config, path):
         functools.reduce(_inner, above, override)[last] = []
+    if isinstance(section, str) and above[-2:-1] == ["algorithm"] and above[-1] in OBJECTIVES:
+        OmegaConf.update(tree, ".".join(above), {"kind": section})
     try:
         return OmegaConf.merge(tree, OmegaConf.create(_listed(override, base, (), where)))
     except (OmegaConfBaseException, TypeError) as error:

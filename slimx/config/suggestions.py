@@ -84,13 +84,11 @@ def for_entry(model: type[BaseModel], path: Sequence[str], value: Any) -> str:
 def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
     """The field of the key at `path`, whose digits are places in lists; None: there is none."""
     *section, last = [part for part in path if not part.isdigit()] or [""]
+    models = [model]
     for part in section:
-        field = model.model_fields.get(part)
-        inner = None if field is None else next((each for each, _ in _models(field.annotation)), None)
-        if inner is None:
-            return None
-        model = inner
-    return model.model_fields.get(last)
+        fields = [each.model_fields[part] for each in models if part in each.model_fields]
+        models = [inner for field in fields for inner, _ in _models(field.annotation)]
+    return next((each.model_fields[last] for each in models if last in each.model_fields), None)
 
 
 def default_list(model: type[BaseModel], path: Sequence[str]) -> list[Any] | None:
@@ -164,7 +162,7 @@ def _keys(
 def _walk(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
         inner = list(_models(field.annotation))
-        if not inner:
+        if len(inner) != 1:  # none, or an objective, whose kind can stand alone
             yield name, field.annotation
         for part, listed in inner:
             yield from ((f"{name}{'.*' * listed}.{key}", annotation) for key, annotation in _walk(part))

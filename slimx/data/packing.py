@@ -12,23 +12,10 @@ import numpy as np
 
 from slimx.data.balance import balance, greedy_with_room
 from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
+from slimx.data.columns import COLUMNS
 from slimx.data.support import Support
 from slimx.errors import SlimxError
 
-_ARRAYS: dict[str, tuple[type, float]] = {
-    "tokens": (np.int64, 0),
-    "labels": (np.int64, 0),
-    "loss_weight": (np.float32, 0),
-    "advantages": (np.float32, 0),
-    "rollout_logprobs": (np.float32, 0),
-    "versions": (np.int64, -1),
-}
-"""Arrays of a row, their dtype in a micro-batch, and what stands in its padding."""
-_OPTIONAL: dict[str, type] = {
-    **dict.fromkeys(("values", "returns", "selected", "teacher_logprobs", "teacher_top_logprobs"), np.float32),
-    "teacher_top_ids": np.int64,
-}
-"""Arrays that all rows of a batch have, or none of them."""
 Split = list[list[list[int]]]
 """`split[d][k]`: the rows of micro-batch k of data-parallel rank d."""
 
@@ -84,7 +71,7 @@ def pack(
     return TrainBatch(
         shards=lay_out(rows, split, multiple_of=multiple_of, sequence_multiple=sequence_multiple),
         tokens=sum(len(row) for row in rows),
-        trained_tokens=int(sum((row.loss_weight > 0).sum() for row in rows)),
+        trained_tokens=int(sum((row.weight > 0).sum() for row in rows)),
         imbalance=slowdown(split, costs, lockstep=lockstep) - 1,
     )
 
@@ -196,15 +183,14 @@ def _pack_rows(
         return out
 
     routes, routed = _joined_routes(rows, joined)
-
-    arrays = {name: joined([getattr(row, name) for row in rows], dtype, pad) for name, (dtype, pad) in _ARRAYS.items()}
-    for name, dtype in _OPTIONAL.items():
+    arrays = {}
+    for name, column in COLUMNS.items():
         first = getattr(all_rows[0], name)
-        parts = [getattr(row, name) for row in rows]
-        arrays[name] = None if first is None else joined(parts, dtype, shape=first.shape[1:])
+        if first is not None:
+            parts = [getattr(row, name) for row in rows]
+            arrays[name] = joined(parts, column.dtype, column.fill, shape=first.shape[1:])
     return MicroBatch(
         **arrays,
-        temperature=joined([np.full(len(row), row.temperature) for row in rows], np.float32, 1),
         lengths=lengths,
         padding=joined([np.zeros(len(row), bool) for row in rows], bool, True),
         routed_experts=routes,

@@ -6,7 +6,7 @@ L is the number of tokens of a trajectory, prompt included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -123,11 +123,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        names = ("loss_mask", "logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs", "support")
-        wanted = dict.fromkeys(names, length)
-        for name, count in (wanted | {"routed_experts": length - 1}).items():
-            values = getattr(self, name)
-            if values is not None and len(values) != count:
+        for name in (item.name for item in fields(self)):
+            values, count = getattr(self, name), length - (name == "routed_experts")
+            if isinstance(values, np.ndarray | Support) and len(values) != count:
                 raise ValueError(
                     f"trajectory {self.id}: {name} has {len(values)} entries for {length} tokens, expected {count}"
                 )

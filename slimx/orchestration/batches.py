@@ -14,10 +14,9 @@ from itertools import islice
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import TrainBatch, TrainingRow, make_rows
+from slimx.data.batch import TrainBatch, TrainingRow, make_rows, pair_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
-from slimx.data.pairs import pair_rows
 from slimx.data.records import Group
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
@@ -66,9 +65,7 @@ def make_update_rows(
         weights = loss_weights(
             trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens
         )
-        taught = bool(config.algorithm.served_teachers)
-        own = list(islice(values, len(trajectories)))
-        out.append(make_rows(trajectories, own, weights, taught=taught, top=config.algorithm.teacher_top_k))
+        out.append(make_rows(trajectories, list(islice(values, len(trajectories))), weights, config.algorithm))
     return out
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slimx.algorithms.credit import credited
-from slimx.config.sections.algorithm import ADVANTAGES, CREDITS
+from slimx.config.sections.algorithm import CREDITS
+from slimx.config.sections.objectives import ADVANTAGES
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
@@ -206,7 +207,7 @@ class Run:
         algorithm = self.config.algorithm
         credits = credited(groups, algorithm.credit)
         rows = {name: policy.updates(credits) for name, policy in self.policies.items()}
-        for hook, known in ((algorithm.credit, CREDITS), (algorithm.advantages, ADVANTAGES)):
+        for hook, known in ((algorithm.credit, CREDITS), (algorithm.advantages.kind, ADVANTAGES)):
             for group in groups if hook not in known else ():
                 self.maker.check(group, hook)
         return rows

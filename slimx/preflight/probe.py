@@ -3,6 +3,7 @@ configuration: what `slimx doctor --effects` compares."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
 from slimx.config.schema import Config
 from slimx.data.batch import TrainingRow, make_rows
+from slimx.data.columns import LOSS_COLUMNS
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.errors import SlimxError, raised
@@ -89,11 +91,11 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
         for row in rows:
             row.advantages = np.zeros_like(row.advantages)
 
-    def joined(arrays: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).double()
-
-    logprobs, entropy = (joined(arrays).requires_grad_() for arrays in (probe.now, probe.entropy))
-    rollout = joined([row.rollout_logprobs for row in rows])
+    logprobs, entropy = (_joined(arrays).requires_grad_() for arrays in (probe.now, probe.entropy))
+    columns = _columns(rows)
+    if algorithm.taught:
+        columns["teacher_logprobs"] = _joined(probe.teacher)
+    rollout = columns["rollout_logprobs"]
     lengths = torch.tensor([len(row) for row in rows])
     number = torch.repeat_interleave(torch.arange(len(rows)), lengths)
 
@@ -106,16 +108,12 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
 
     loss, _ = make_loss(algorithm)(
         LossInputs(
+            **columns,
             logprobs=logprobs,
-            weight=joined([row.loss_weight for row in rows]),
-            advantages=joined([row.advantages for row in rows]),
-            old_logprobs=joined(probe.begin) if algorithm.old_logprobs == "recompute" else rollout,
-            rollout_logprobs=rollout,
-            reference_logprobs=joined(probe.reference) if algorithm.reference else None,
-            teacher_logprobs=joined(probe.teacher) if algorithm.taught else None,
+            old_logprobs=_joined(probe.begin) if algorithm.old_logprobs == "recompute" else rollout,
+            reference_logprobs=_joined(probe.reference) if algorithm.reference else None,
             top=TopLogprobs(policy[:, :TOP], policy[:, TOP], teacher),
             entropy=entropy,
-            selected=None if rows[0].selected is None else joined([row.selected for row in rows]),
             sequence_sum=sequence_sum,
         )
     )
@@ -151,20 +149,24 @@ def value_gradient(config: Config, probe: Probe) -> np.ndarray:
     finish_advantages(
         config.algorithm, probe.groups, [rows], reference=probe.reference, values=probe.values, seed=(0, 0)
     )
-    now = torch.from_numpy(np.concatenate(probe.values_now)).requires_grad_()
-    weight, returns = (
-        torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).double()
-        for name in ("loss_weight", "returns")
-    )
-    old = torch.from_numpy(np.concatenate(probe.values))
-    inputs = ValueInputs(values=now, weight=weight, old_values=old, returns=returns)
-    loss, _ = value_loss(clip=config.critic.value_clip)(inputs)
+    now = _joined(probe.values_now).requires_grad_()
+    loss, _ = value_loss(ValueInputs(predicted=now, **_columns(rows)), clip=config.critic.value_clip)
     return torch.autograd.grad(loss, now)[0].numpy()
 
 
 def _difference(random: np.random.Generator, count: int, deviation: float) -> np.ndarray:
     outliers = random.random(count) < OUTLIERS
     return np.where(outliers, OUTLIER, deviation) * random.normal(size=count)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).double()
+
+
+def _columns(rows: Sequence[TrainingRow]) -> dict[str, torch.Tensor]:
+    """Fields of `LossColumns` that the rows have, one row after another, float64."""
+    names = [name for name in LOSS_COLUMNS if getattr(rows[0], name) is not None]
+    return {name: _joined([getattr(row, name) for row in rows]) for name in names}
 
 
 def _rows(config: Config, probe: Probe) -> list[TrainingRow]:

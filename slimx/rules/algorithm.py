@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _demonstrated(algorithm: Algorithm) -> bool:
-    return algorithm.loss == "sft" or algorithm.scores or algorithm.advantages == "dpo"
+    return algorithm.loss.kind == "sft" or algorithm.scores or algorithm.advantages.kind == "dpo"
 
 
 @rule("algorithm.engines", "rollout.engines")
@@ -32,41 +32,44 @@ def engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
 
 @rule("algorithm.reward", "reward.function")
 def rewarded(algorithm: Algorithm, reward: Reward) -> Problems:
-    if not _demonstrated(algorithm) and algorithm.advantages != "none" and not reward.given:
+    if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.given:
         yield f"algorithm.name={algorithm.name} needs rewards, and there are none; name a reward hook"
 
 
 @rule("algorithm.critic", "critic")
 def has_critic(algorithm: Algorithm, critic: Critic | None) -> Problems:
-    if algorithm.advantages == "gae" and critic is None:
+    if algorithm.advantages.kind == "gae" and critic is None:
         yield "algorithm.name", "advantages by gae need a critic; add a section `critic: {}`"
-    if algorithm.advantages != "gae" and critic is not None:
+    if algorithm.advantages.kind != "gae" and critic is not None:
         yield f"algorithm.name={algorithm.name} has no critic; remove the section, or use ppo"
 
 
 @rule("algorithm.group_size", "rollout.group_size")
 def compared(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if algorithm.compares and rollout.group_size == 1:
-        yield f"{algorithm.says()} compares the rollouts of a prompt, and every advantage would be 0; raise it"
+        yield (
+            f"algorithm.advantages={algorithm.advantages} compares the rollouts of a prompt, and every advantage would "
+            "be 0; raise it"
+        )
 
 
 @rule("algorithm.greedy", "rollout.sampling")
 def varied(algorithm: Algorithm, rollout: Rollout) -> Problems:
-    compared = algorithm.compares or algorithm.advantages == "remax"  # remax: with the greedy answer itself
+    compared = algorithm.compares or algorithm.advantages.kind == "remax"  # remax: with the greedy answer itself
     if not compared or not rollout.sampled:
         return
     for key in rollout.sampling.greedy:
         default = Sampling.model_fields[key].default
         yield (
             f"rollout.sampling.{key}",
-            f"all answers to a prompt are the same, and {algorithm.says()} compares them: every advantage would be 0; "
-            f"set it to {default:g} (held-out answers are greedy by themselves, eval.temperature)",
+            f"all answers to a prompt are the same, and algorithm.advantages={algorithm.advantages} compares them: "
+            f"every advantage would be 0; set it to {default:g} (held-out answers are greedy by themselves, eval.temperature)",
         )
 
 
 @rule("algorithm.dpo_pairs", "rollout.group_size")
 def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
-    if algorithm.advantages == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):
+    if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):
         yield (
             "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and say "
             "themselves which is chosen; set rollout.group_size=2, reward.function=null and "
@@ -76,13 +79,13 @@ def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
 
 @rule("algorithm.dpo_routes", "trainer.moe.routing_replay")
 def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Problems:
-    if algorithm.advantages == "dpo" and trainer.moe.routing_replay != "none":
+    if algorithm.advantages.kind == "dpo" and trainer.moe.routing_replay != "none":
         yield "algorithm.advantages=dpo measures a pair's margin before routes are replayed; set it to none"
 
 
 @rule("algorithm.dpo_updates", "schedule.updates_per_step")
 def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Problems:
-    if algorithm.advantages == "dpo" and schedule.updates_per_step > 1:
+    if algorithm.advantages.kind == "dpo" and schedule.updates_per_step > 1:
         yield (
             "algorithm.advantages=dpo measures a pair's margin before a step's first update; set it to 1, and "
             "rollout.prompts_per_step to what one update trains"
@@ -194,7 +197,7 @@ def pairs_held_out(algorithm: Algorithm, eval: Eval) -> Problems:
 def divides(policies: Mapping[str, Policy], algorithm: Algorithm) -> Problems:
     """The mean of a rollout's rewards does not change where each trajectory has it."""
     alone = all(policy.shares is not None for policy in policies.values())
-    if algorithm.credit == "shared" and alone and algorithm.advantages in ("grpo", "gpg", "rloo", "opo"):
+    if algorithm.credit == "shared" and alone and algorithm.advantages.kind in ("grpo", "gpg", "rloo", "opo"):
         yield (
             f"advantages by {algorithm.advantages} compare rollouts by the mean reward of their trajectories, and one "
             "policy is trained: nothing changes; leave it out, or set algorithm.advantages to one that takes each "

@@ -147,7 +147,7 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     ),
     "rollout.engines (none that samples)": lambda sections: not sections["rollout"].sampled,
     "algorithm.advantages (that need the whole step, and remax)": lambda sections: (
-        sections["algorithm"].needs_whole_step or sections["algorithm"].advantages == "remax"
+        sections["algorithm"].needs_whole_step or sections["algorithm"].advantages.kind == "remax"
     ),
     "algorithm.teacher (in trainers or engines)": lambda sections: sections["algorithm"].taught,
     "publish.transport (all but memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from slimx.algorithms.losses.value_loss import value_loss
 from slimx.config.schema import Config
 from slimx.models.trunk import read_trunk
@@ -19,7 +21,7 @@ class CriticTrainer(ValueTrainer):
             config.as_critic(),
             read_trunk(config.model),
             parallel,
-            value_loss(clip=critic.value_clip),
+            partial(value_loss, clip=critic.value_clip),
             head=critic.head,
             key="critic.optimizer",
             metrics="critic",

@@ -243,7 +243,7 @@ class PolicyTrainer(TrainedModel):
             return reduce(values, self.parallel.token_group)
         weight, versions, rollout = (
             torch.from_numpy(np.concatenate([getattr(batch, name) for batch in batches])).to(device)
-            for name in ("loss_weight", "versions", "rollout_logprobs")
+            for name in ("weight", "versions", "rollout_logprobs")
         )
         logprobs = torch.cat([logprobs for _, logprobs in results])
         if mismatch:

@@ -45,15 +45,7 @@ class ValuePipeline(Pipeline):
         """Accumulate gradients; per micro-batch the loss's metrics (last stage only)."""
 
         def compute(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            total, metrics = loss(
-                ValueInputs(
-                    values=output[0].float(),
-                    weight=self._tensor(batch.loss_weight),
-                    old_values=self._optional(batch.values),
-                    returns=self._optional(batch.returns),
-                    slopes=self._tensor(batch.advantages),
-                )
-            )
+            total, metrics = loss(ValueInputs(predicted=output[0].float(), **self._columns(batch)))
             return total, torch.zeros((), dtype=torch.int), metrics
 
         return self._schedule(batches, compute, forward_only=False)

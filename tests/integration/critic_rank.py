@@ -16,10 +16,9 @@ import numpy as np
 
 from slimx.algorithms.advantages.bradley_terry import assign_slopes
 from slimx.config.schema import Config
-from slimx.data.batch import MicroBatch, TrainingRow, make_rows
+from slimx.data.batch import MicroBatch, TrainingRow, make_rows, pair_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
-from slimx.data.pairs import pair_rows
 from slimx.data.records import Group, Prompt
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank, demonstrations, microbatch_tokens

@@ -132,9 +132,7 @@ class Rank:
         packed = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
         )
-        tokens, labels, weight = (
-            torch.from_numpy(getattr(batch, key))[None] for key in ("tokens", "labels", "loss_weight")
-        )
+        tokens, labels, weight = (torch.from_numpy(getattr(batch, key))[None] for key in ("tokens", "labels", "weight"))
         chunk = trainer.chunks[0]
         model = unwrap(chunk)
         chunk.zero_grad_buffer()
@@ -145,7 +143,7 @@ class Rank:
         )
         (logprobs * 0).sum().backward()
         chunk.config.finalize_model_grads_func([chunk])
-        arrays = {"tokens": batch.tokens, "labels": batch.labels, "weight": batch.loss_weight, "lengths": batch.lengths}
+        arrays = {"tokens": batch.tokens, "labels": batch.labels, "weight": batch.weight, "lengths": batch.lengths}
         np.savez(self.out / f"{self.case}.mtp.{self.rank}.npz", logits=recorded[0].numpy(), **arrays)
         self.write_gradients("mtp", trainer)
 

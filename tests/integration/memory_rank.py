@@ -65,11 +65,11 @@ def micro_batches(settings: Config, sizes: Sizes, data: int) -> list[MicroBatch]
         TrainingRow(
             tokens=random.integers(1, 120, length),
             labels=random.integers(1, 120, length),
-            loss_weight=np.full(length, 1 / (length * count), np.float32),
+            weight=np.full(length, 1 / (length * count), np.float32),
             advantages=np.ones(length, np.float32),
             rollout_logprobs=np.zeros(length, np.float32),
             versions=np.zeros(length, np.int64),
-            temperature=1.0,
+            temperature=np.ones(length, np.float32),
             routed_experts=routes,
         )
         for _ in range(count)

@@ -14,7 +14,7 @@ ROWS = 8
 UNCHECKED = {"health": {"interval": 3600, "threshold": 1}, "request_deadline": 4000}
 """Keys of `rollout` for runs that are compared bit for bit: a check is a request too, and in one batch with a rollout's
 it may change the last bit of its logits."""
-PPO = {"name": "ppo", "gae_lambda": 0.95, "reference": True, "kl_reward_coef": 0.05, "reference_refresh": 2}
+PPO = {"name": "ppo", "advantages": {"lam": 0.95}, "reference": True, "kl_reward_coef": 0.05, "reference_refresh": 2}
 CRITIC = {"optimizer": {"lr": 5e-3}, "warmup_steps": 1}
 LOSS = ("loss/policy", "optim/grad_norm", "kl/rollout", "reward/mean", "gap/mean")
 """Columns of the policy; the first step, in which the critic warms up, has no loss."""

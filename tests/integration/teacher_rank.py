@@ -56,7 +56,7 @@ def main() -> None:
     gradients: dict[str, dict[str, np.ndarray]] = {}
     for name, config in configs.items():
         trainer = PolicyTrainer(config, spec, parallel)
-        rows = make_rows(trajectories, nothing, weights, taught=name == "engine")
+        rows = make_rows(trajectories, nothing, weights, config.algorithm)
         batch = make_packer(config, spec, parallel.sizes)(rows)
         if name == "trainer":
             scores = batch.unpack([trainer.logprobs(batch.shards[0], under="teacher")], rows)

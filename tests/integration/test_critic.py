@@ -130,7 +130,7 @@ class ValueOracle:
             old, returns = torch.from_numpy(row.values), torch.from_numpy(row.returns)
             clipped = old + (values - old).clamp(-CLIP, CLIP)
             worst = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
-            total = total + 0.5 * (torch.from_numpy(row.loss_weight) * worst).sum()
+            total = total + 0.5 * (torch.from_numpy(row.weight) * worst).sum()
         return total
 
 

@@ -50,7 +50,7 @@ BOUNDS = {"next": 3e-5}
 # Sums over sequences, which context parallelism cuts: of ratios in the objective, of trainer / engine in weights.
 ALGORITHMS = {
     "qwen": {"old_logprobs": "recompute", "correction": {"kind": "truncate", "level": "geometric", "low": 0.5}},
-    "deepseek": {"name": "gspo", "clip_high": 0.2, "kl_unbiased": True, "entropy_coef": 0.1, "teacher_coef": 0.3},
+    "deepseek": {"name": "gspo", "loss": {"high": 0.2}, "kl_unbiased": True, "entropy_coef": 0.1, "teacher_coef": 0.3},
     "next": {},
     "nemotron": {},
 }

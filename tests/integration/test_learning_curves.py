@@ -21,7 +21,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimx.config.sections.presets import PRESETS
+from slimx.config.sections.objectives import PRESETS
 from tests.integration.conftest import ROOT
 from tests.integration.runs import TrainProcess, completed_steps, steps
 
@@ -36,7 +36,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "gpg": {"schedule": {"updates_per_step": 1}},  # without a ratio it knows its own samples alone
     "gdpo": {"reward": {"function": "tests.integration.hooks.sum_in_parts"}},
     "gigpo": {"rollout": {"generate": "tests.integration.hooks.described_turn"}},
-    "ppo": {"critic": {"optimizer": {"lr": 1e-3}}, "algorithm": {"gae_lambda": 0.95}},
+    "ppo": {"critic": {"optimizer": {"lr": 1e-3}}, "algorithm": {"advantages": {"lam": 0.95}}},
     "distillation": {"algorithm": {"teacher": str(PLACE / "teacher" / "hf")}},
 }
 """What a run needs beside the name of its algorithm. All others: the quickstart's configuration as it is."""

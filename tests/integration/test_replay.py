@@ -60,7 +60,7 @@ CASES = {
     "experts of each token, two updates, a critic": {
         "trainer": ROUTED,
         "schedule": {"steps": 3, "updates_per_step": 2},
-        "algorithm": {"name": "ppo", "gae_lambda": 0.95, "reference": True, "kl_reward_coef": 0.05},
+        "algorithm": {"name": "ppo", "advantages": {"lam": 0.95}, "reference": True, "kl_reward_coef": 0.05},
         "critic": {"optimizer": {"lr": 5e-3}, "warmup_steps": 1},
     },
     "old log-probs of the trainers, partial rollouts of two versions": {

@@ -17,8 +17,7 @@ def test_penalised_rewards_and_selected_tokens_in_a_run(tiny_model, task_of_sums
         task_of_sums / "train.jsonl",
         algorithm={
             "name": "reinforce_pp_baseline",
-            "loss": "kl_cov",
-            "cov_share": 0.2,
+            "loss": {"kind": "kl_cov", "share": 0.2},
             "reference": True,
             "kl_reward_coef": 0.05,
         },

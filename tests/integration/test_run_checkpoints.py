@@ -95,7 +95,7 @@ def test_where_the_optimizer_cannot_go_weights_alone_do_and_learn_preferences(ru
             "sampling": {},
         },
         reward={"function": None},
-        algorithm={"name": "dpo", "dpo_beta": 0.5},
+        algorithm={"name": "dpo", "advantages": {"beta": 0.5}},
         schedule={"steps": 3 + 6},
         checkpoint={"load_optimizer": False},
     )

@@ -219,7 +219,7 @@ def test_a_grpo_step_of_one_rank_is_the_formula_over_transformers_logprobs(labor
     policy, reference = oracles["policy"], oracles["model"]
     policy.model.zero_grad()
     trajectories = [t for group in groups for t in group.trajectories]
-    algorithm = Algorithm(clip_low=0.2, clip_high=0.3)
+    algorithm = Algorithm(loss={"low": 0.2, "high": 0.3})
     advantages = [value for group in groups for value in group_advantages(algorithm, group)]
     surrogate, kl, clipped, gaps, above, below = torch.zeros(()), torch.zeros(()), 0.0, [], 0, 0
     tokens, weights = [t.token_ids for t in trajectories], loss_weights(trajectories, "token")

@@ -96,7 +96,7 @@ class Rank:
         self.spec, self.sizes = read_model(self.job["model"]), self.parallel.sizes
 
     def config(self, *, algorithm: str, optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
-        grpo = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.3, "reference": True, "kl_coef": 0.5}
+        grpo = {"name": "grpo", "loss": {"low": 0.2, "high": 0.3}, "reference": True, "kl_coef": 0.5}
         return Config.model_validate(
             {
                 "run": {"dir": str(self.out)},
@@ -178,7 +178,7 @@ class Rank:
         self.said["grpo_step"] = trainer.train_step(batches, step=0, version=VERSION)
         self.said["trained_tokens"] = trained = []
         for found, batch in zip(*(trainer.trained_tokens() or [[]]), batches, strict=False):
-            measured = (batch.loss_weight > 0) & (batch.versions == VERSION)
+            measured = (batch.weight > 0) & (batch.versions == VERSION)
             gap = np.abs(found["logprobs"] - batch.rollout_logprobs)[measured]
             trained.append(
                 [float(gap.max(initial=0)), float(gap.astype(float).sum()), int(found["other_experts"][measured].sum())]

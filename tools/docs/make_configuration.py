@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pydantic_core import PydanticUndefined
 from slimx.config.names import ALIASES
 from slimx.config.rule import FACTS, Rule, all_rules
 from slimx.config.schema import Config
+from slimx.config.sections.objectives import OBJECTIVES, Objective
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """\
@@ -49,7 +50,8 @@ def page() -> str:
         parts += _table(model, name)
         for key, inner, text in _nested(model, name):
             parts.append(f"\n### {key}\n" + (f"\n{text}\n" if text else ""))
-            parts += _table(inner, key)
+            records = OBJECTIVES.get(key.removeprefix("algorithm."))
+            parts += _objectives(records) if records else _table(inner, key)
     return "".join([*parts, *_other_names(), *_rules()])
 
 
@@ -81,6 +83,21 @@ def _table(model: type[BaseModel], section: str) -> Iterator[str]:
             continue
         cells = (f"`{name}`", _type(field), _default(field), _told(field).replace("|", "\\|"))
         yield f"| {' | '.join(cells)} |\n"
+
+
+def _objectives(records: Mapping[str, type[Objective]]) -> Iterator[str]:
+    """Rows of a key that has a kind: every parameter with the kinds that have it."""
+    kinds: dict[tuple[str, str, str, str], list[str]] = {}
+    for kind, record in records.items():
+        for name, field in record.model_fields.items():
+            if name != "kind":
+                row = (f"`{name}`", _type(field), _default(field), _told(field).replace("|", "\\|"))
+                kinds.setdefault(row, []).append(kind)
+    known = ", ".join(f"`{kind}`" for kind in records)
+    yield "\n| key | type | default | of the kinds | description |\n| --- | --- | --- | --- | --- |\n"
+    yield f"| `kind` | text | `{next(iter(records))}` | all | One of {known}, or the dotted path of a hook. |\n"
+    for (name, words, default, told), owners in kinds.items():
+        yield f"| {name} | {words} | {default} | {', '.join(f'`{owner}`' for owner in owners)} | {told} |\n"
 
 
 def _nested(model: type[BaseModel], section: str) -> Iterator[tuple[str, type[BaseModel], str]]:

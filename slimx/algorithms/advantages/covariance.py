@@ -7,39 +7,38 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.objectives import ClipCov, KlCov
 from slimx.data.batch import TrainingRow
 
 
-def select_tokens(algorithm: Algorithm, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:
+def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:
     """Give the rows of one update their `selected`; metrics.
 
     A trained token's covariance is (log p - mean log p)(A - mean A), with the means over all trained tokens of the
     update and the log-probs of the engine that sampled: known before anything is packed, so that the choice does not
     depend on packing or layout (the paper's code takes the present policy's, micro-batch by micro-batch). Of n trained
-    tokens max(1, `cov_share` x n) are selected: the highest (kl_cov), or at random between `cov_low` and `cov_high`
-    (clip_cov), where there may be fewer."""
-    masks = [row.loss_weight > 0 for row in rows]
+    tokens max(1, `share` x n) are selected: the highest (kl_cov), or at random between `covariance_low` and
+    `covariance_high` (clip_cov), where there may be fewer."""
+    masks = [row.weight > 0 for row in rows]
     logprobs, advantages = (
         np.concatenate([getattr(row, name)[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
         for name in ("rollout_logprobs", "advantages")
     )
     covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
-    count = max(1, int(algorithm.cov_share * len(covariance)))
-    if algorithm.loss == "kl_cov":
+    count = max(1, int(loss.share * len(covariance)))
+    if isinstance(loss, KlCov):
         chosen = np.argsort(-covariance, kind="stable")[:count]
     else:
-        within = np.flatnonzero((covariance > algorithm.cov_low) & (covariance < algorithm.cov_high))
+        within = np.flatnonzero((covariance > loss.covariance_low) & (covariance < loss.covariance_high))
         # Raw output of PCG64: NumPy keeps it the same in every release.
         keys = np.random.PCG64(list(seed)).random_raw(len(within))
         chosen = within[np.argsort(keys, kind="stable")[:count]]
     selected = np.zeros(len(covariance), np.float32)
     selected[chosen] = 1
-    at = 0
-    for row, mask in zip(rows, masks, strict=True):
+    ends = np.cumsum([mask.sum() for mask in masks])
+    for row, mask, part in zip(rows, masks, np.split(selected, ends[:-1]), strict=True):
         row.selected = np.zeros(len(row), np.float32)
-        row.selected[mask] = selected[at : at + mask.sum()]
-        at += int(mask.sum())
+        row.selected[mask] = part
     return {
         "covariance/selected": len(chosen) / len(covariance),
         "covariance/mean": float(covariance.mean()),

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from slimx.algorithms.advantages.group import mean
-from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 
 
 def assign_preferences(
-    algorithm: Algorithm,
+    beta: float,
     groups: Sequence[Group],
     rows: Sequence[TrainingRow],
     policy: Sequence[np.ndarray],
@@ -53,9 +52,9 @@ def assign_preferences(
             sum(_log_ratio(rows[number], policy[number], reference[number]) for number in by_rollout[rollout])
             for rollout in (best, worst)
         )
-        margin = algorithm.dpo_beta * (chosen - rejected)
+        margin = beta * (chosen - rejected)
         margins.append(margin)
-        strength = algorithm.dpo_beta * np.exp(-np.logaddexp(0.0, margin))  # beta sigmoid(-margin)
+        strength = beta * np.exp(-np.logaddexp(0.0, margin))  # beta sigmoid(-margin)
         for rollout, sign in ((best, 1), (worst, -1)):
             for number in by_rollout[rollout]:
                 rows[number].advantages += np.float32(sign * strength)
@@ -70,5 +69,5 @@ def assign_preferences(
 
 
 def _log_ratio(row: TrainingRow, policy: np.ndarray, reference: np.ndarray) -> float:
-    trained = row.loss_weight > 0
+    trained = row.weight > 0
     return float((policy[trained].astype(np.float64) - reference[trained]).sum())

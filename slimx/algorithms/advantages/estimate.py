@@ -12,7 +12,8 @@ from slimx.algorithms.advantages.gigpo import step_advantages
 from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, rloo, standardise
 from slimx.algorithms.advantages.token_rewards import assign_advantages
 from slimx.algorithms.hooks import load_advantages
-from slimx.config.sections.algorithm import ADVANTAGES, TOKEN_REWARDS, Algorithm
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.objectives import ADVANTAGES, ClipCov, Dpo, Gae, Gdpo, Gigpo, KlCov, TokenRewards
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
@@ -25,22 +26,23 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
 
     A rollout counts once, however many trajectories it returned: its reward is their mean, and they share its
     advantage."""
-    if algorithm.loss == "sft":
+    estimator = algorithm.advantages
+    if algorithm.loss.kind == "sft":
         return [1.0] * len(group.trajectories)
-    if algorithm.advantages in ("dpo", "none"):
+    if estimator.kind in ("dpo", "none"):
         return [0.0] * len(group.trajectories)
-    if algorithm.advantages in ("gae", "reinforce"):
+    if estimator.kind in ("gae", "reinforce"):
         return [trajectory.reward for trajectory in group.trajectories]
     if not group.trajectories:
         return []
     rollouts = _by_rollout(group)
     rewards = _rewards(rollouts)
-    if algorithm.advantages == "reinforce_baseline":
+    if estimator.kind == "reinforce_baseline":
         baseline = mean(rewards)
         return [trajectory.reward - baseline for trajectory in group.trajectories]
-    std = {"normalize_std": algorithm.normalize_std, "eps": algorithm.advantage_eps}
-    match algorithm.advantages:
+    match estimator.kind:
         case "grpo" | "gpg" | "gigpo":
+            std = {"normalize_std": estimator.normalize_std, "eps": estimator.eps}
             values = grpo(rewards, **std)
         case "rloo":
             values = rloo(rewards)
@@ -56,27 +58,28 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
                 )
             values = remax(rewards, group.baseline)
         case "gdpo":
-            values = gdpo(_parts(rollouts), algorithm.reward_weights, eps=algorithm.advantage_eps)
+            values = gdpo(_parts(rollouts), estimator.weights, eps=estimator.eps)
         case _:
-            raise AssertionError(f"no estimator is called {algorithm.advantages}")
+            raise AssertionError(f"no estimator is called {estimator}")
     by_rollout = dict(zip(rollouts, values.tolist(), strict=True))
     out: list[float | np.ndarray] = [by_rollout[trajectory.rollout_id] for trajectory in group.trajectories]
-    if algorithm.advantages == "gigpo":
-        steps = step_advantages(group.trajectories, gamma=algorithm.gamma, **std)
-        out = [whole + algorithm.step_coef * step for whole, step in zip(out, steps, strict=True)]
+    if isinstance(estimator, Gigpo):
+        steps = step_advantages(group.trajectories, gamma=estimator.gamma, **std)
+        out = [whole + estimator.step_coef * step for whole, step in zip(out, steps, strict=True)]
     return out
 
 
 def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[float | np.ndarray]:
     """Advantages of every trajectory of a step, group after group, by `group_advantages` or the user's hook; GDPO's
     are normalised over the step's rollouts, GPG's scaled by how many of these have a gradient."""
-    if algorithm.advantages not in ADVANTAGES:
-        return load_advantages(algorithm.advantages)(groups)
+    estimator = algorithm.advantages
+    if estimator.kind not in ADVANTAGES:
+        return load_advantages(estimator.kind)(groups)
     values = [value for group in groups for value in group_advantages(algorithm, group)]
-    if algorithm.advantages == "gpg":
+    if estimator.kind == "gpg":
         share = gradient_share([_rewards(_by_rollout(group)) for group in groups])
         return [value / share for value in values]
-    if algorithm.advantages != "gdpo" or not algorithm.whiten:
+    if not isinstance(estimator, Gdpo) or not estimator.whiten:
         return values
     names = [(group.id, trajectory.rollout_id) for group in groups for trajectory in group.trajectories]
     by_rollout = dict(zip(names, values, strict=True))
@@ -101,15 +104,15 @@ def finish_advantages(
     log-probs [n] under these weights before the step, and `values` a critic's, where the algorithm wants them."""
     rows = [row for update in updates for row in update]
     metrics: dict[str, float] = {}
-    if algorithm.advantages == "dpo":
-        metrics = assign_preferences(algorithm, groups, rows, policy, reference)
-    elif algorithm.advantages in TOKEN_REWARDS:
+    if isinstance(algorithm.advantages, Dpo):
+        metrics = assign_preferences(algorithm.advantages.beta, groups, rows, policy, reference)
+    elif isinstance(algorithm.advantages, TokenRewards):
         # The credited reward, or what it is above the group's mean, falls on a trajectory's last token.
         scores = [float(row.advantages[0]) for row in rows]
-        critic = values if algorithm.advantages == "gae" else None
+        critic = values if isinstance(algorithm.advantages, Gae) else None
         metrics = assign_advantages(algorithm, rows, scores, critic, reference)
-    if algorithm.loss in ("clip_cov", "kl_cov"):
-        chosen = [select_tokens(algorithm, update, (*seed, number)) for number, update in enumerate(updates)]
+    if isinstance(algorithm.loss, ClipCov | KlCov):
+        chosen = [select_tokens(algorithm.loss, update, (*seed, number)) for number, update in enumerate(updates)]
         metrics |= {name: float(np.mean([each[name] for each in chosen])) for name in chosen[0]}
     return metrics
 

@@ -83,15 +83,16 @@ def assign_advantages(
     [n]. The policy's log-probs are the engine's: the penalty belongs to the distribution that was sampled from. Without
     a critic an advantage is the discounted sum of the rewards from its token on (REINFORCE++, 2501.03262).
     Advantages are whitened here, over all updates of the step, and the metrics of them are from before."""
-    mask = _padded([row.loss_weight > 0 for row in rows]).bool()
+    mask = _padded([row.weight > 0 for row in rows]).bool()
     kl = None
     if reference is not None:
         estimate = ESTIMATORS[algorithm.kl_reward_estimator]
         kl = estimate(_padded([row.rollout_logprobs for row in rows]), _padded(reference))
     rewards = token_rewards(torch.tensor(scores, dtype=torch.float64), mask, kl=kl, kl_coef=algorithm.kl_reward_coef)
     value = torch.zeros(mask.shape, dtype=torch.float64) if values is None else _padded(values)
-    lam = 1.0 if values is None else algorithm.gae_lambda
-    advantages, returns = gae(rewards, value, mask, gamma=algorithm.gamma, lam=lam)
+    estimator = algorithm.advantages
+    lam = 1.0 if values is None else estimator.lam
+    advantages, returns = gae(rewards, value, mask, gamma=estimator.gamma, lam=lam)
     metrics = {
         "return/mean": returns[mask].mean().item(),
         "advantage/mean": advantages[mask].mean().item(),
@@ -104,7 +105,7 @@ def assign_advantages(
         for row, v, r in zip(rows, values, returns, strict=True):
             row.values = np.asarray(v, np.float32)
             row.returns = r[: len(row)].numpy().astype(np.float32)
-    if algorithm.whiten:
+    if estimator.whiten:
         advantages = whiten(advantages, mask)
     for row, a in zip(rows, advantages, strict=True):
         row.advantages = a[: len(row)].numpy().astype(np.float32)

@@ -15,6 +15,7 @@ import torch
 
 from slimx.algorithms.inputs import SequenceSum
 from slimx.algorithms.losses.ratios import bounded_ratio
+from slimx.data.columns import LossColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class LossTokens:
     advantages: torch.Tensor
     trained: torch.Tensor
     """bool."""
-    selected: torch.Tensor | None
-    """bool: chosen by covariance."""
+    columns: LossColumns[torch.Tensor]
+    """The micro-batch's, which may have any value where not trained."""
     sequence_sum: SequenceSum
 
 
@@ -87,16 +88,19 @@ def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Obj
     return gate * tokens.advantages, torch.zeros_like(tokens.trained)
 
 
-def clip_cov(tokens: LossTokens, *, low: float, high: float) -> Objective:
-    """The clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617)."""
+def clip_cov(tokens: LossTokens, *, low: float, high: float, **selection: float) -> Objective:
+    """The clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617). `selection`: parameters by which they
+    were selected (`slimx.algorithms.advantages.covariance`)."""
     value, held = _clipped(tokens.log_ratio, tokens.advantages, low, high)
-    return torch.where(tokens.selected, 0.0, value), held | tokens.selected
+    selected = tokens.columns.selected > 0
+    return torch.where(selected, 0.0, value), held | selected
 
 
-def kl_cov(tokens: LossTokens, *, coef: float) -> Objective:
-    """The objective ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617)."""
-    value = bounded_ratio(tokens.log_ratio) * tokens.advantages
-    return value - coef * torch.where(tokens.selected, tokens.log_ratio.abs(), 0.0), tokens.selected
+def kl_cov(tokens: LossTokens, *, coef: float, **selection: float) -> Objective:
+    """The objective ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617). `selection`: as of
+    `clip_cov`."""
+    value, selected = bounded_ratio(tokens.log_ratio) * tokens.advantages, tokens.columns.selected > 0
+    return value - coef * torch.where(selected, tokens.log_ratio.abs(), 0.0), selected
 
 
 def plain(tokens: LossTokens) -> Objective:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from slimx.config.rule import Refusal
-from slimx.config.section import MOST, Count, PathText, Positive, Real, Section, Share, Weight
+from slimx.config.section import Count, PathText, Positive, Real, Section, Weight
 from slimx.config.sections.correction import Correction, Rejection
-from slimx.config.sections.presets import PRESETS, Name
-
-ADVANTAGES = (
-    "grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce",
-    "reinforce_baseline",
-    "remax",
-    "gdpo",
-    "gigpo",
-    "gae",
-    "dpo",
-    "none",
+from slimx.config.sections.objectives import (
+    OBJECTIVES,
+    PRESETS,
+    Advantages,
+    ClipCov,
+    Dpo,
+    Grpo,
+    KlCov,
+    Loss,
+    Name,
+    Objective,
+    TokenRewards,
+    check_kind,
+    read_objective,
 )
-LOSSES = ("clip", "gspo", "cispo", "topr", "sapo", "clip_cov", "kl_cov", "plain", "bradley_terry", "sft")
-WHITENED = ("reinforce", "reinforce_baseline", "gdpo", "gae")
-TOKEN_REWARDS = ("reinforce", "reinforce_baseline", "gae")
-"""Estimators with a reward for every token."""
 
 CREDITS = ("own", "shared")
 """Ways to share out the rewards of a rollout, first the default."""
@@ -39,40 +33,16 @@ CREDITS = ("own", "shared")
 class Algorithm(Section):
     name: Name = "grpo"
     """A published algorithm: default values of the other keys (docs/algorithms.md has the table)."""
-    advantages: str = Field(
-        default="grpo",
-        description=f"Estimator: {', '.join(ADVANTAGES)}; or the dotted path of a hook: advantages(groups) -> "
-        "one number or array [L-1] per trajectory.",
-    )
-    loss: str = Field(
-        default="clip",
-        description=f"Objective of a token: {', '.join(LOSSES)}; or the dotted path of a hook: loss(inputs) -> "
-        "(loss, metrics), which is then the whole loss.",
-    )
-    clip_low: Positive = 0.2
-    """Ratio clipped below 1 - clip_low."""
-    clip_high: Positive = 0.2
-    """Ratio clipped above 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1, le=MOST)
-    """Loss clip: a ratio above this pushes a token with a negative advantage no further; null: no bound."""
-    normalize_std: bool = True
-    """Divide advantages by the group's standard deviation."""
-    advantage_eps: Positive = 1e-6
-    """Added to the standard deviation."""
-    reward_weights: dict[str, Real] = {}
-    """gdpo: weight of each reward part's normalised advantage; parts not named have 1."""
+    advantages: Advantages = Field(default={}, validate_default=True)
+    """Estimator: a kind, or a mapping with `kind` and its parameters; or the dotted path of a hook: advantages(groups)
+    -> one number or array [L-1] per trajectory."""
+    loss: Loss = Field(default={}, validate_default=True)
+    """Objective of a token: a kind, or a mapping with `kind` and its parameters; or the dotted path of a hook:
+    loss(inputs) -> (loss, metrics), which is then the whole loss."""
     credit: str = "own"
     """Division of a rollout's rewards among its trajectories, before advantages. own: each keeps its own; shared:
     all have the mean of the rollout's; a dotted path: credit(group) -> a reward for each trajectory of the group
     (docs/policies.md)."""
-    step_coef: Weight = 1.0
-    """gigpo: weight of the advantage among equal states."""
-    gamma: Share = 1.0
-    """Discount: per trained token (gae, reinforce), or per turn (gigpo)."""
-    gae_lambda: Share = 1.0
-    """gae: decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic."""
-    whiten: bool = False
-    """Advantages of a step get mean 0 and standard deviation 1 over its trained tokens (gdpo: over its rollouts)."""
     aggregation: Literal["token", "sample", "prompt", "constant", "sum"] = "token"
     """The loss of an update is a mean over units. token: all trained tokens; sample: rollouts, each the mean of
     its tokens; prompt: groups, each the mean of the tokens of all its rollouts; constant: rollouts, each the sum of its
@@ -127,147 +97,129 @@ class Algorithm(Section):
     mask_stale_tokens: bool = False
     """Train only the newest version's tokens of a trajectory that several weight versions sampled; the older ones are
     context."""
-    sapo_tau_positive: Positive = 1.0
-    """sapo: temperature where the advantage is positive."""
-    sapo_tau_negative: Positive = 1.05
-    """sapo: temperature where it is not."""
-    cov_share: Share = 2e-4
-    """clip_cov, kl_cov: share of an update's trained tokens that is selected."""
-    cov_low: Real = 1.0
-    """clip_cov: selected tokens have a covariance above this."""
-    cov_high: Real = 5.0
-    """clip_cov: and below this."""
-    cov_kl_coef: Positive = 1.0
-    """kl_cov: weight of |log ratio| at selected tokens."""
-    dpo_beta: Positive = 0.1
-    """dpo: inverse temperature of the preference."""
 
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        name = values.get("name", "grpo")
-        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        preset = PRESETS.get(str(values.get("name")), {})
         merged = {**preset, **values}
-        for key, default in preset.items():
-            if isinstance(default, dict) and isinstance(values.get(key), dict):  # single keys of a subsection
-                merged[key] = {**default, **values[key]}
+        if isinstance(values.get("correction"), dict):
+            merged["correction"] = {**dict(preset.get("correction", ())), **values["correction"]}
         return merged
 
-    @model_validator(mode="after")
-    def _known(self) -> Algorithm:
-        for key, known in (("advantages", ADVANTAGES), ("loss", LOSSES), ("credit", CREDITS)):
-            value = getattr(self, key)
-            if value not in known and "." not in value:
-                near = difflib.get_close_matches(value.lower(), known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise Refusal(
-                    f"algorithm.{key} is {value}, which is none of {', '.join(known)}, and no dotted path of a "
-                    f"hook{hint}",
-                    code="algorithm.unknown",
-                    about=f"algorithm.{key}",
-                )
-        return self
+    @field_validator("advantages", "loss", mode="before")
+    @classmethod
+    def _objective(cls, value: Any, info: ValidationInfo) -> Objective:
+        preset = PRESETS.get(info.data.get("name"), {})
+        return read_objective(info.field_name, value, preset.get(info.field_name, {}))
 
     @model_validator(mode="after")
-    def _used(self) -> Algorithm:
+    def _consistent(self) -> Algorithm:
+        check_kind("credit", self.credit, CREDITS)
+        for code, key, sentence in self._conflicts():
+            raise Refusal(sentence, code=f"algorithm.{code}", about=f"algorithm.{key}")
+        return self
+
+    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """Code, key and sentence of every conflict between keys."""
         for key, (used, where) in NEEDS.items():
             if getattr(self, key) != self.default(key) and not used(self):
-                raise Refusal(
-                    f"algorithm.{key} {where}, and {self.says()}; leave it out",
-                    code="algorithm.unused",
-                    about=f"algorithm.{key}",
+                yield (
+                    "unused",
+                    key,
+                    f"algorithm.{key} {where}, and algorithm.name is {self.name} (loss {self.loss}, advantages "
+                    f"{self.advantages}); leave it out",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _together(self) -> Algorithm:
+        estimator = self.advantages
+        if isinstance(estimator, Grpo) and estimator.eps != Grpo(kind="grpo").eps and not estimator.normalize_std:
+            yield (
+                "unused",
+                "advantages.eps",
+                "algorithm.advantages.eps is added to a standard deviation by which nothing is divided here; leave it "
+                "out",
+            )
         for key in ("kl_coef", "kl_reward_coef"):
             if getattr(self, key) > 0 and not self.reference:
-                raise Refusal(
+                yield (
+                    "reference",
+                    key,
                     f"algorithm.{key} is positive but algorithm.reference is false; set algorithm.reference=true",
-                    code="algorithm.reference",
-                    about=f"algorithm.{key}",
                 )
-        if self.advantages == "dpo" and not self.reference:
-            raise Refusal(
+        if estimator.kind == "dpo" and not self.reference:
+            yield (
+                "dpo_reference",
+                "reference",
                 "algorithm.advantages is dpo, which compares with a reference; set reference=true",
-                code="algorithm.dpo_reference",
-                about="algorithm.reference",
             )
-        if self.advantages == "dpo" and (self.loss, self.aggregation) != ("plain", "sum"):
-            raise Refusal(
+        if estimator.kind == "dpo" and (self.loss.kind, self.aggregation) != ("plain", "sum"):
+            yield (
+                "dpo_loss",
+                "loss",
                 "dpo needs algorithm.advantages=dpo, loss=plain and aggregation=sum together, since its gradient is "
                 "that sum; set algorithm.name=dpo and leave these three out",
-                code="algorithm.dpo_loss",
-                about="algorithm.loss",
             )
-        if self.loss in ("sft", "bradley_terry") and self.advantages != "none":
-            raise Refusal(
+        if not _rolled_out(self) and estimator.kind != "none":
+            yield (
+                "sft_advantages",
+                "advantages",
                 f"algorithm.loss={self.loss} looks at no advantages; set algorithm.name={self.loss}",
-                code="algorithm.sft_advantages",
-                about="algorithm.advantages",
             )
-        if self.advantages == "none" and _policy_gradient(self) and not (self.teacher_coef or self.teacher_kl_coef):
-            raise Refusal(
+        learns = estimator.kind != "none" or self.teacher_coef or self.teacher_kl_coef
+        if _policy_gradient(self) and not learns:
+            yield (
+                "no_advantages",
+                "advantages",
                 "algorithm.advantages is none and algorithm.teacher_coef 0: every advantage would be 0; choose an "
                 "estimator, or algorithm.name=distillation",
-                code="algorithm.no_advantages",
-                about="algorithm.advantages",
             )
         if self.teacher is not None and self.served_teachers:
-            key = "algorithm.teacher_engine" if self.teacher_engine is not None else "algorithm.teacher_engines"
-            raise Refusal(
-                f"algorithm.teacher and {key} name a teacher each; remove one of them",
-                code="algorithm.two_teachers",
-                about=key,
+            key = "teacher_engine" if self.teacher_engine is not None else "teacher_engines"
+            yield (
+                "two_teachers",
+                key,
+                f"algorithm.teacher and algorithm.{key} name a teacher each; remove one of them",
             )
         if self.teacher_coef and not self.taught:
-            raise Refusal(
+            yield (
+                "no_teacher",
+                "teacher_coef",
                 "algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher, "
                 "algorithm.teacher_engine or algorithm.teacher_engines",
-                code="algorithm.no_teacher",
-                about="algorithm.teacher_coef",
             )
         if self.teacher_kl_coef and not (self.teacher_top_k and self.served_teachers):
             missing = "teacher_top_k" if self.served_teachers else "teacher_engine"
-            raise Refusal(
+            yield (
+                "teacher_kl",
+                missing,
                 "algorithm.teacher_kl_coef is positive and compares with the likeliest tokens of a served teacher; set "
                 f"algorithm.{missing} too",
-                code="algorithm.teacher_kl",
-                about=f"algorithm.{missing}",
             )
         for key in ("correction", "rejection"):
             if getattr(self, key).active and self.old_logprobs != "recompute":
-                raise Refusal(
+                yield (
+                    "old_logprobs",
+                    key,
                     f"algorithm.{key} compares the trainer's old log-probs with the engine's, and "
                     "algorithm.old_logprobs is rollout: both would be the same; set algorithm.old_logprobs=recompute",
-                    code="algorithm.old_logprobs",
-                    about=f"algorithm.{key}",
                 )
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
-            raise Refusal(
+            yield (
+                "kl_estimator",
+                "kl_estimator",
                 "algorithm.kl_estimator is k1: in a loss its gradient has mean 0 whatever the reference; use k2 or k3, "
                 "or set algorithm.kl_unbiased=true",
-                code="algorithm.kl_estimator",
-                about="algorithm.kl_estimator",
             )
-        return self
 
     def default(self, key: str) -> Any:
         """The value of `key` under this name where nothing is said."""
-        value = PRESETS[self.name].get(key, type(self).model_fields[key].default)
-        return Correction(**value) if key == "correction" and isinstance(value, dict) else value
-
-    def says(self) -> str:
-        """The algorithm's name, loss and advantages, for a refusal."""
-        return f"algorithm.name is {self.name} (loss {self.loss}, advantages {self.advantages})"
+        return PRESETS[self.name].get(key, type(self).model_fields[key].default)
 
     @property
     def group_relative(self) -> bool:
         """True if an advantage is nothing but a comparison within a group."""
-        return self.advantages in ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo", "dpo")
+        return self.advantages.kind in ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo", "dpo")
 
     @property
     def compares(self) -> bool:
@@ -277,7 +229,7 @@ class Algorithm(Section):
     @property
     def scores(self) -> bool:
         """True if what is trained is a reward model: a trunk with a score in the place of logits."""
-        return self.loss == "bradley_terry"
+        return self.loss.kind == "bradley_terry"
 
     @property
     def taught(self) -> bool:
@@ -293,84 +245,53 @@ class Algorithm(Section):
     @property
     def needs_whole_step(self) -> bool:
         """True if advantages, or the tokens that they are for, are known only from the whole step's rows."""
-        return self.advantages in (*TOKEN_REWARDS, "dpo") or self.loss in ("clip_cov", "kl_cov")
+        return isinstance(self.advantages, TokenRewards | Dpo) or isinstance(self.loss, ClipCov | KlCov)
 
     @property
     def hooks(self) -> list[str]:
         """Keys that name functions of the user's."""
-        known = {"advantages": ADVANTAGES, "loss": LOSSES}
-        return [key for key, names in known.items() if getattr(self, key) not in names]
-
-    @property
-    def own_loss(self) -> bool:
-        """True if the loss is the user's."""
-        return self.loss not in LOSSES
-
-
-def _loss(*names: str) -> tuple[Callable[[Algorithm], bool], str]:
-    return lambda a: a.loss in names, f"belongs to algorithm.loss={' or '.join(names)}"
-
-
-def _advantages(*names: str) -> tuple[Callable[[Algorithm], bool], str]:
-    return lambda a: a.advantages in names, f"belongs to algorithm.advantages={' or '.join(names)}"
+        return [key for key, records in OBJECTIVES.items() if getattr(self, key).kind not in records]
 
 
 def _rolled_out(a: Algorithm) -> bool:
-    return a.loss not in ("sft", "bradley_terry")
+    return a.loss.kind not in ("sft", "bradley_terry")
 
 
 def _policy_gradient(a: Algorithm) -> bool:
-    return _rolled_out(a) and a.advantages != "dpo" and not a.own_loss
+    return _rolled_out(a) and a.advantages.kind != "dpo" and "loss" not in a.hooks
 
 
 NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
-    "clip_low": _loss("clip", "gspo", "cispo", "clip_cov"),
-    "clip_high": _loss("clip", "gspo", "cispo", "clip_cov"),
-    "dual_clip": _loss("clip"),
-    "sapo_tau_positive": _loss("sapo"),
-    "sapo_tau_negative": _loss("sapo"),
-    "cov_share": _loss("clip_cov", "kl_cov"),
-    "cov_low": _loss("clip_cov"),
-    "cov_high": _loss("clip_cov"),
-    "cov_kl_coef": _loss("kl_cov"),
-    "normalize_std": _advantages("grpo", "gpg", "gigpo"),
-    "advantage_eps": (
-        lambda a: a.advantages == "gdpo" or (a.advantages in ("grpo", "gpg", "gigpo") and a.normalize_std),
-        "is added to a standard deviation by which nothing is divided here",
+    **dict.fromkeys(
+        ("kl_coef", "entropy_coef", "teacher_coef", "teacher_kl_coef"),
+        (_policy_gradient, "is a term of the policy-gradient losses"),
     ),
-    "reward_weights": _advantages("gdpo"),
+    **dict.fromkeys(
+        ("reference", "teacher", "teacher_engine", "teacher_engines"),
+        (_rolled_out, "is compared with a policy's rollouts"),
+    ),
     "credit": (
-        lambda a: _rolled_out(a) and a.advantages not in ("gdpo", "dpo", "none", "remax"),
+        lambda a: _rolled_out(a) and a.advantages.kind not in ("gdpo", "dpo", "none", "remax"),
         "shares out rewards of trajectories, and advantages come of something else, or are compared with a reward that "
         "has no credit",
     ),
-    "step_coef": _advantages("gigpo"),
-    "gamma": _advantages("gae", "reinforce", "reinforce_baseline", "gigpo"),
-    "gae_lambda": _advantages("gae"),
-    "whiten": _advantages(*WHITENED),
-    "dpo_beta": _advantages("dpo"),
     "aggregation": (lambda a: not a.scores, "weighs tokens, and a reward model has one score for each answer"),
-    "kl_reward_coef": _advantages(*TOKEN_REWARDS),
+    "kl_reward_coef": (
+        lambda a: isinstance(a.advantages, TokenRewards),
+        "is for advantages with a reward for every token: reinforce, reinforce_baseline and gae",
+    ),
     "kl_reward_estimator": (lambda a: a.kl_reward_coef > 0, "needs a positive algorithm.kl_reward_coef"),
-    "kl_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
     "kl_estimator": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
     "kl_unbiased": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
-    "entropy_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
-    "reference": (_rolled_out, "is compared with a policy's rollouts"),
     "reference_refresh": (lambda a: a.reference, "needs algorithm.reference=true"),
-    "teacher": (_rolled_out, "is compared with a policy's rollouts"),
-    "teacher_engine": (_rolled_out, "is compared with a policy's rollouts"),
-    "teacher_engines": (_rolled_out, "is compared with a policy's rollouts"),
     "teacher_field": (lambda a: bool(a.teacher_engines), "chooses among algorithm.teacher_engines"),
-    "teacher_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
-    "teacher_kl_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
     "teacher_kl": (lambda a: a.teacher_kl_coef > 0, "needs a positive algorithm.teacher_kl_coef"),
     "teacher_top_k": (lambda a: a.teacher_kl_coef > 0, "is for a positive algorithm.teacher_kl_coef"),
     "old_logprobs": (
-        lambda a: _rolled_out(a) and a.advantages != "dpo",
+        lambda a: _rolled_out(a) and a.advantages.kind != "dpo",
         "is what the ratio compares with, and there is none",
     ),
-    "mask_stale_tokens": (lambda a: _rolled_out(a) and a.advantages != "dpo", "leaves tokens of a policy out"),
+    "mask_stale_tokens": (lambda a: _rolled_out(a) and a.advantages.kind != "dpo", "leaves tokens of a policy out"),
     "correction": (_policy_gradient, "weighs the policy-gradient losses"),
     "rejection": (_policy_gradient, "leaves tokens of a policy out"),
     "opsm_delta": (_policy_gradient, "leaves sequences of a policy out"),

@@ -24,6 +24,7 @@ SHORT: Table = {
     ),
     "trainer.steps": "schedule.steps",
     "trainer.gpus": "trainer.world_size",
+    "algorithm.beta": "algorithm.kl_coef",
     "epochs": Meaning("schedule.steps", note="prompts * epochs over rollout.prompts_per_step"),
     "batch_size": "rollout.prompts_per_step",
     "gpus": "trainer.world_size",
@@ -36,10 +37,30 @@ SHORT: Table = {
     "dir": "run.dir",
 }
 """Short names that are unique."""
+MOVED: Table = {
+    "algorithm.clip_low": "algorithm.loss.low",
+    "algorithm.clip_high": "algorithm.loss.high",
+    "algorithm.dual_clip": "algorithm.loss.dual",
+    "algorithm.sapo_tau_positive": "algorithm.loss.tau_positive",
+    "algorithm.sapo_tau_negative": "algorithm.loss.tau_negative",
+    "algorithm.cov_share": "algorithm.loss.share",
+    "algorithm.cov_low": "algorithm.loss.covariance_low",
+    "algorithm.cov_high": "algorithm.loss.covariance_high",
+    "algorithm.cov_kl_coef": "algorithm.loss.coef",
+    "algorithm.normalize_std": "algorithm.advantages.normalize_std",
+    "algorithm.advantage_eps": "algorithm.advantages.eps",
+    "algorithm.reward_weights": "algorithm.advantages.weights",
+    "algorithm.step_coef": "algorithm.advantages.step_coef",
+    "algorithm.gamma": "algorithm.advantages.gamma",
+    "algorithm.gae_lambda": "algorithm.advantages.lam",
+    "algorithm.whiten": "algorithm.advantages.whiten",
+    "algorithm.dpo_beta": "algorithm.advantages.beta",
+}
+"""Parameters of losses and estimators where section algorithm would have them, each with its key."""
 FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT)
 """Flags, which say the same in whatever section they are written. Flags that are called as a key is, such as --lr, are
 not repeated here (slimx.config.suggestions)."""
-PATHS: Sequence[Table] = (VERL, SHORT)
+PATHS: Sequence[Table] = (VERL, SHORT, MOVED)
 """Dotted keys, which mean something only where they stand."""
 
 

@@ -74,7 +74,7 @@ _PAIRS: dict[tuple[str, ...], str | Meaning] = {
     ("algo.kl.use_loss",): KL_ON,
     ("algo.kl.estimator", "kl_estimator"): Meaning("algorithm.kl_estimator", KL_KINDS),
     ("algo.advantage.estimator",): Meaning("algorithm.name", ALGORITHMS),
-    ("algo.advantage.gamma",): "algorithm.gamma",
+    ("algo.advantage.gamma",): "algorithm.advantages.gamma",
     ("algo.advantage.is_correction_enable", "enable_vllm_is_correction"): _CORRECTION,
     ("algo.dynamic_filtering_enable", "dynamic_filtering"): switched("rollout.filter", "examples.varied.keep"),
     ("algo.dynamic_filtering_range", "dynamic_filtering_reward_range"): worked_out("rollout.filter", "keep(group)"),
@@ -84,7 +84,7 @@ _PAIRS: dict[tuple[str, ...], str | Meaning] = {
     ("reward.remote_url", "remote_rm_url"): worked_out(
         "reward.options", "of remote: {url: VALUE}; for a file of Python reward.function"
     ),
-    ("reward.normalize_enable", "normalize_reward"): "algorithm.whiten",
+    ("reward.normalize_enable", "normalize_reward"): "algorithm.advantages.whiten",
     ("ckpt.output_dir", "save_path", "ckpt.path", "ckpt_path"): "run.dir",
     ("ckpt.save_steps",): "checkpoint.every",
     ("ckpt.save_hf", "save_hf_ckpt"): switched("checkpoint.export_hf", "true"),

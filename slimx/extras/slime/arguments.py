@@ -44,7 +44,7 @@ class RunFacts:
     @classmethod
     def of(cls, config: Config) -> RunFacts:
         """Take the facts of a configuration. ReMax's greedy rollout has a place in its group too."""
-        greedy = config.algorithm.advantages == "remax"
+        greedy = config.algorithm.advantages.kind == "remax"
         return cls(_values(config), config.rollout.group_size + greedy, config.eval.samples)
 
     def indices(self, group_id: str, index: int) -> tuple[int | None, int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from slimx.config.schema import Config
 from slimx.data.batch import TrainingRow
+from slimx.data.columns import COLUMNS
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.group import RankGroup
@@ -56,7 +57,7 @@ class CriticGroup:
 
 
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """Without what only a policy reads: the engine's experts (a critic has routers of its own), kept tokens, what a
-    teacher said."""
-    unread = ("routed_experts", "support", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
-    return [replace(row, **dict.fromkeys(unread)) for row in rows]
+    """Copies without columns for the policy alone: a teacher's, kept tokens, and the engine's experts (a critic has
+    routers of its own)."""
+    needed = [name for name, column in COLUMNS.items() if column.needed is not None]
+    return [replace(row, **dict.fromkeys((*needed, "routed_experts", "support"))) for row in rows]

@@ -107,9 +107,10 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
     for row, trajectory in zip(rows, trajectories, strict=True):
         scores = await actor.client.score(trajectory.token_ids, routed_experts=options.routed_experts)
-        row.rollout_logprobs, row.routed_experts, row.temperature = scores.logprobs, scores.routed_experts, 1.0
+        row.rollout_logprobs, row.routed_experts = scores.logprobs, scores.routed_experts
+        row.temperature = np.ones_like(row.temperature)
         row.support = None  # an engine scores over the whole vocabulary
-        row.versions = np.where(row.loss_weight > 0, scores.version, -1).astype(np.int64)
+        row.versions = np.where(row.weight > 0, scores.version, -1).astype(np.int64)
     version = run.version
     async with run.trainers_turn():
         batch = actor.packer(rows)

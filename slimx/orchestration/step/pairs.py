@@ -8,8 +8,7 @@ import numpy as np
 
 from slimx.algorithms.advantages.bradley_terry import MARGIN, assign_slopes, preference_metrics
 from slimx.config.sections.policies import ACTOR
-from slimx.data.batch import TrainingRow
-from slimx.data.pairs import pair_rows
+from slimx.data.batch import TrainingRow, pair_rows
 from slimx.data.records import Group
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run

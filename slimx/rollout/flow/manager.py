@@ -81,7 +81,7 @@ class RolloutManager:
 
     @property
     def _rollouts_per_group(self) -> int:
-        return self.config.rollout.group_size + (self.config.algorithm.advantages == "remax")
+        return self.config.rollout.group_size + (self.config.algorithm.advantages.kind == "remax")
 
     async def next_batch(self) -> Batch:
         """The next `prompts_per_step` groups, waiting for them.

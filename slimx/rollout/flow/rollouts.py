@@ -142,7 +142,7 @@ class GroupMaker:
         size = self.config.eval.samples if judged else self.config.rollout.group_size
         ids = {name: PromptIds(with_template(each.tokenizer, prompt.template)) for name, each in self.speakers.items()}
         rollouts = [self._rollout(prompt, ids, group_id, number, i, evaluation, progress) for i in range(size)]
-        if self.config.algorithm.advantages == "remax" and not evaluation:
+        if self.config.algorithm.advantages.kind == "remax" and not evaluation:
             rollouts.append(self._rollout(prompt, ids, group_id, number, size, evaluation, progress, greedy=True))
         results = await asyncio.gather(*rollouts)
         greedy = results.pop() if len(results) > size else []

@@ -18,6 +18,7 @@ from slimx.adapters.megatron.activation_offload import offloading
 from slimx.adapters.megatron.sparse import ChosenTokens, SparseSequences
 from slimx.algorithms.inputs import Loss, LossInputs, TopLogprobs
 from slimx.data.batch import MicroBatch
+from slimx.data.columns import LOSS_COLUMNS
 from slimx.trainer.device.transfer import to_device
 from slimx.trainer.model.logprobs import KeptTokens, Targets
 from slimx.trainer.moe.routing import Routing
@@ -82,20 +83,16 @@ class Pipeline:
 
         def compute(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
             logprobs, entropy, *top = output
-            rollout = self._tensor(batch.rollout_logprobs)
-            given = {
-                "logprobs": logprobs,
-                "entropy": entropy,
-                "weight": self._tensor(batch.loss_weight),
-                "advantages": self._tensor(batch.advantages),
-                "old_logprobs": rollout,
-                "rollout_logprobs": rollout,
-                "teacher_logprobs": self._optional(batch.teacher_logprobs),
-                "top": TopLogprobs(*top, self._tensor(batch.teacher_top_logprobs)) if top else None,
-                "selected": self._optional(batch.selected),
-                "sequence_sum": self._sequence_sum and partial(self._sequence_sum, lengths=batch.lengths),
-            }
-            total, metrics = loss(LossInputs(**{**given, **others[next(number)]}))
+            columns = self._columns(batch)
+            scored = {"old_logprobs": columns["rollout_logprobs"]} | others[next(number)]
+            inputs = LossInputs(
+                **columns | scored,
+                logprobs=logprobs,
+                entropy=entropy,
+                top=TopLogprobs(*top, self._tensor(batch.teacher_top_logprobs)) if top else None,
+                sequence_sum=self._sequence_sum and partial(self._sequence_sum, lengths=batch.lengths),
+            )
+            total, metrics = loss(inputs)
             return total, torch.zeros((), dtype=torch.int), (metrics, logprobs.detach())
 
         return self._schedule(batches, compute, chosen, forward_only=False)
@@ -149,7 +146,7 @@ class Pipeline:
             top=self._optional(batch.teacher_top_ids) if training else None,
         )
         # What layers of multi-token prediction, if there are any, learn from (slimx.trainer.model.policy_model).
-        learned = {"loss_mask": self._tensor(batch.loss_weight).unsqueeze(0)} if training else {}
+        learned = {"loss_mask": self._tensor(batch.weight).unsqueeze(0)} if training else {}
         with nullcontext() if self._routing is None else self._routing.microbatch(self.chunks.index(model)):
             output = model(
                 self._tensor(batch.tokens).unsqueeze(0),
@@ -160,6 +157,10 @@ class Pipeline:
                 **learned,
             )
         return output, partial(loss, batch)
+
+    def _columns(self, batch: MicroBatch) -> dict[str, torch.Tensor | None]:
+        """Fields of `LossColumns` on the device."""
+        return {name: self._optional(getattr(batch, name)) for name in LOSS_COLUMNS}
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return to_device(array, self.device)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from slimx.cli import app
 from slimx.config.schema import Config
-from slimx.config.sections.presets import PRESETS
+from slimx.config.sections.objectives import PRESETS
 from slimx.config.sections.run import Model
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.doctor.effects.effects import Effect, effects
@@ -32,14 +32,16 @@ def test_every_term_of_a_preset_changes_the_gradient_where_the_policy_moves_in_a
     assert found
     assert [effect for effect in found if not effect.share] == []
     # What the preset sets beside GRPO's defaults is looked at.
-    looked = by_key(found).keys() | {"loss", "reference", "cov_share", "low", "high"}
-    neutral = {"normalize_std": False, "advantages": "none", "clip_low": 1.0}
-    assert {key for key, value in PRESETS[name].items() if neutral.get(key) != value} <= looked
+    looked = by_key(found).keys() | {"loss", "reference", "kind"}
+    neutral = {"normalize_std": False, "advantages": "none", "low": 1.0}
+    keys = [(key, value) for key, value in PRESETS[name].items() if not isinstance(value, dict)]
+    keys += [pair for value in PRESETS[name].values() if isinstance(value, dict) for pair in value.items()]
+    assert {key for key, value in keys if neutral.get(key) != value} <= looked
 
 
 def test_every_optional_term_changes_the_gradient():
     algorithm = {
-        "dual_clip": 1.5,
+        "loss": {"dual": 1.5},
         "reference": True,
         "kl_coef": 0.1,
         "kl_unbiased": True,
@@ -54,21 +56,21 @@ def test_every_optional_term_changes_the_gradient():
         "mask_stale_tokens": True,
     }
     found = by_key(effects(config(algorithm, updates_per_step=2, max_staleness=1)))
-    assert {*algorithm, "kl_estimator"} - {"reference", "teacher"} <= found.keys()
+    assert {*algorithm, "dual", "kl_estimator"} - {"loss", "reference", "teacher"} <= found.keys()
     assert all(effect.share for effect in found.values())
-    rewards = {"name": "ppo", "reference": True, "kl_reward_coef": 0.1, "gamma": 0.9, "gae_lambda": 0.9}
+    rewards = {"name": "ppo", "reference": True, "kl_reward_coef": 0.1, "advantages": {"gamma": 0.9, "lam": 0.9}}
     found = by_key(effects(config(rewards, updates_per_step=2)))
-    assert {"kl_reward_coef", "gamma", "gae_lambda", "whiten", "value_clip"} <= found.keys()
+    assert {"kl_reward_coef", "gamma", "lam", "whiten", "value_clip"} <= found.keys()
     assert all(effect.share for effect in found.values())
 
 
 def test_what_cannot_act_is_named_with_its_reason():
     """One update on recomputed log-probs: the ratio is 1, the values are the old ones."""
-    algorithm = {"name": "ppo", "old_logprobs": "recompute", "dual_clip": 3.0, "entropy_coef": 0.1}
+    algorithm = {"name": "ppo", "old_logprobs": "recompute", "loss": {"dual": 3.0}, "entropy_coef": 0.1}
     found = by_key(effects(config(algorithm)))
     silent = {key for key, effect in found.items() if not effect.share}
-    assert silent == {"clip_low", "clip_high", "dual_clip", "value_clip"}
-    assert "ratio is 1" in found["dual_clip"].reason and found["dual_clip"].chosen
+    assert silent == {"low", "high", "dual", "value_clip"}
+    assert "ratio is 1" in found["dual"].reason and found["dual"].chosen
     assert "old" in found["value_clip"].reason and not found["value_clip"].chosen
     assert not any(by_key(effects(config(algorithm, updates_per_step=2)))[key].share == 0 for key in silent)
 
@@ -134,9 +136,9 @@ def test_the_users_own_functions_are_looked_at():
 def test_the_command_says_it_and_fails_for_a_chosen_term_that_does_nothing():
     runner = CliRunner()
     whole = runner.invoke(app, ["doctor", str(CONFIGS / "quickstart.yaml"), "--effects"])
-    assert whole.exit_code == 0 and "NOTHING" not in whole.stdout and "algorithm.clip_high" in whole.stdout
-    overrides = ["algorithm.old_logprobs=recompute", "algorithm.dual_clip=3"]
+    assert whole.exit_code == 0 and "NOTHING" not in whole.stdout and "algorithm.loss.high" in whole.stdout
+    overrides = ["algorithm.old_logprobs=recompute", "algorithm.loss.dual=3"]
     told = runner.invoke(app, ["doctor", str(CONFIGS / "quickstart.yaml"), "--effects", *overrides])
     assert told.exit_code == 1
-    (line,) = [line for line in told.stdout.splitlines() if "dual_clip" in line]
+    (line,) = [line for line in told.stdout.splitlines() if "loss.dual" in line]
     assert "NOTHING: with algorithm.old_logprobs=recompute" in line

@@ -262,7 +262,7 @@ def test_batches_that_recovery_keeps_are_counted_by_their_own_bytes(tmp_path):
     spec = read_model(tmp_path)
     kinds = {
         np.int64: ("tokens", "labels", "versions"),
-        np.float32: ("loss_weight", "advantages", "rollout_logprobs", "temperature"),
+        np.float32: ("weight", "advantages", "rollout_logprobs", "temperature"),
         bool: ("padding",),
     }
     arrays = {name: np.zeros(3, kind) for kind, names in kinds.items() for name in names}

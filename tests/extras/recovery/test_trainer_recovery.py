@@ -147,7 +147,7 @@ def test_batches_are_kept_until_a_checkpoint_holds_their_step() -> None:
     arrays = {
         "tokens": np.zeros(4, np.int64),
         "labels": np.zeros(4, np.int64),
-        "loss_weight": np.zeros(4, np.float32),
+        "weight": np.zeros(4, np.float32),
         "advantages": np.zeros(4, np.float32),
         "rollout_logprobs": np.zeros(4, np.float32),
         "versions": np.zeros(4, np.int64),

@@ -56,6 +56,11 @@ def batch(seed: int, *, shared_advantages: bool = False) -> Sequences:
     return Sequences(values)
 
 
+def loss_inputs(**fields: torch.Tensor) -> LossInputs:
+    """Inputs whose old log-probs are the engine's unless `rollout_logprobs` differ."""
+    return LossInputs(**{"rollout_logprobs": fields["old_logprobs"]} | fields)
+
+
 def packed(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, LossInputs]:
     """All sequences one after another: log-probs and entropy with gradient, and the inputs made of them."""
     whole = {name: torch.cat(each) for name, each in sequences.values.items()}
@@ -118,11 +123,11 @@ def dual(t: Token) -> Number:
 
 
 OBJECTIVES: dict[str, tuple[dict[str, Any], Formula]] = {
-    "clip": ({"clip_high": 0.28}, lambda s: [minimum(ratio(t), t.a, 0.2, 0.28) for t in s]),
-    "dual clip": ({"dual_clip": 1.3}, lambda s: [dual(t) for t in s]),
-    "gspo": ({"loss": "gspo", "clip_low": 0.1, "clip_high": 0.15}, gspo),
+    "clip": ({"loss": {"high": 0.28}}, lambda s: [minimum(ratio(t), t.a, 0.2, 0.28) for t in s]),
+    "dual clip": ({"loss": {"dual": 1.3}}, lambda s: [dual(t) for t in s]),
+    "gspo": ({"loss": {"kind": "gspo", "low": 0.1, "high": 0.15}}, gspo),
     "cispo": (
-        {"loss": "cispo", "clip_low": 0.5, "clip_high": 0.4},
+        {"loss": {"kind": "cispo", "low": 0.5, "high": 0.4}},
         lambda s: [min(max(ratio(t).item(), 0.5), 1.4) * t.a * t.lp for t in s],
     ),
     "topr": ({"loss": "topr"}, topr),
@@ -132,7 +137,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], Formula]] = {
         lambda s: [0 * t.lp if t.selected else minimum(ratio(t), t.a, 0.2, 0.2) for t in s],
     ),
     "kl_cov": (
-        {"loss": "kl_cov", "cov_kl_coef": 0.7},
+        {"loss": {"kind": "kl_cov", "coef": 0.7}},
         lambda s: [ratio(t) * t.a - 0.7 * t.selected * torch.abs(t.lp - t.old) for t in s],
     ),
     "plain": ({"loss": "plain"}, lambda s: [t.a * t.lp for t in s]),

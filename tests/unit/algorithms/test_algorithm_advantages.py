@@ -13,11 +13,13 @@ from slimx.algorithms.advantages.dpo import assign_preferences
 from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages, group_advantages
 from slimx.algorithms.advantages.group import gdpo, remax, rloo
 from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.objectives import ClipCov, KlCov
 from slimx.data.batch import TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group, trajectory
+from tests.unit.algorithms.loss_stand import loss_inputs
 
 
 def rows_of(algorithm: Algorithm, groups: list[Group], aggregation: str = "token") -> list[TrainingRow]:
@@ -76,7 +78,7 @@ def test_gdpo_is_normalised_over_the_rollouts_of_the_step():
         each.reward_parts = values
     deviation = math.sqrt((4 + 4 + 1 + 1 + 0) / 5)
     wanted = [2 / deviation, -2 / deviation, 1 / deviation, -1 / deviation, 0.0]
-    algorithm = Algorithm(name="gdpo", advantage_eps=1e-12)
+    algorithm = Algorithm(name="gdpo", advantages={"eps": 1e-12})
     assert all_advantages(algorithm, groups) == pytest.approx(wanted, abs=1e-5)
     twin = trajectory("a", 0, 1.0, id="a/0b", reward_parts=parts[0])
     groups[0].trajectories.append(twin)
@@ -154,7 +156,9 @@ def test_reinforce_with_kl_in_every_tokens_reward(estimator, name):
         t.logprobs[2:] = -random.random(3)
     groups[0].trajectories[1].logprobs[3] = -4.0
     reference = [-random.random(4).astype(np.float32) for _ in range(5)]
-    algorithm = Algorithm(name=name, reference=True, kl_reward_coef=0.2, kl_reward_estimator=estimator, gamma=0.9)
+    algorithm = Algorithm(
+        name=name, reference=True, kl_reward_coef=0.2, kl_reward_estimator=estimator, advantages={"gamma": 0.9}
+    )
     rows = rows_of(algorithm, groups)
     metrics = finish_advantages(algorithm, groups, [rows[:3], rows[3:]], reference=reference, seed=(0, 0))
     rewards = [1.0, 0.0, 0.5, 2.0, 1.5]
@@ -204,7 +208,7 @@ def test_turns_that_began_in_the_same_state_are_compared_by_hand():
     no turn accounts for falls on its last turn). State "s": 2.5 and 0.5, mean 1.5. "u" and "v" are alone. Episodes 4
     and 1, mean 2.5. The step's weight is 2."""
     members = [episode(0, 4.0, ["s", "u"], [1.0, 3.0]), episode(1, 1.0, ["s", "v"], [0.0, 0.0])]
-    algorithm = Algorithm(name="gigpo", gamma=0.5, normalize_std=False, step_coef=2.0)
+    algorithm = Algorithm(name="gigpo", advantages={"gamma": 0.5, "normalize_std": False, "step_coef": 2.0})
     found = group_advantages(algorithm, Group(id="g", prompt=Prompt(id="g", token_ids=[1]), trajectories=members))
     for array, whole, step in zip(found, (1.5, -1.5), (1.0, -1.0), strict=True):
         both = whole + 2 * step
@@ -218,7 +222,7 @@ def test_turns_are_compared_across_the_group_whatever_their_number_and_order():
         episode(1, 0.0, ["t", "s"], [0.0, 0.0]),
         episode(2, 0.5, ["x"], [0.5]),
     ]
-    algorithm = Algorithm(name="gigpo", gamma=1.0, advantage_eps=1e-9)
+    algorithm = Algorithm(name="gigpo", advantages={"gamma": 1.0, "eps": 1e-9})
     whole = [value - 0.5 for value in (1.0, 0.0, 0.5)]
     deviation = np.std([1.0, 0.0, 0.5], ddof=1)
     # State s: returns 1, 1 of g/0 and 0 of g/1; state t: 1 of g/0 and 0 of g/1.
@@ -250,13 +254,12 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     """-log sigmoid(beta ((c - c_ref) - (r - r_ref))), averaged over pairs, by autograd; and by hand for one pair."""
     import torch
 
-    from slimx.algorithms.inputs import LossInputs
     from slimx.algorithms.losses.objective import make_loss
 
     random = np.random.default_rng(1)
     groups = [group("a", [0.0, 1.0]), group("b", [1.0, 0.0]), group("c", [0.3, 2.0, 0.7])]
     groups[1].trajectories[0] = trajectory("b", 0, 1.0, sampled=6)
-    algorithm = Algorithm(name="dpo", dpo_beta=0.3)
+    algorithm = Algorithm(name="dpo", advantages={"beta": 0.3})
     rows = rows_of(algorithm, groups, "sum")
     policy, reference = ([-2 * random.random(len(row)) for row in rows] for _ in range(2))
     metrics = finish_advantages(algorithm, groups, [rows], policy=policy, reference=reference, seed=(0, 0))
@@ -264,9 +267,9 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     loss = torch.zeros((), dtype=torch.float64)
     for row, lp in zip(rows, leaves, strict=True):
         part, _ = make_loss(algorithm)(
-            LossInputs(
+            loss_inputs(
                 logprobs=lp,
-                weight=torch.from_numpy(row.loss_weight).double(),
+                weight=torch.from_numpy(row.weight).double(),
                 advantages=torch.from_numpy(row.advantages).double(),
                 old_logprobs=lp.detach(),
             )
@@ -275,7 +278,7 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     found = torch.autograd.grad(loss, leaves)
 
     def summed(number: int) -> torch.Tensor:
-        trained = torch.from_numpy(rows[number].loss_weight > 0)
+        trained = torch.from_numpy(rows[number].weight > 0)
         return (leaves[number] - torch.from_numpy(reference[number]))[trained].sum()
 
     pairs = [(1, 0), (2, 3), (5, 4)]  # of group c: rewards 2.0 and 0.3; 0.7 is between
@@ -294,15 +297,14 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
 def test_a_pair_by_hand_and_a_group_without_one():
     """Margin beta (ln 2 - 0) = ln 2 with beta 1: sigmoid(-ln 2) = 1/3, loss ln 1.5."""
     groups = [group("a", [1.0, 0.0]), group("b", [0.5, 0.5]), group("empty", [])]
-    algorithm = Algorithm(name="dpo", dpo_beta=1.0)
-    rows = rows_of(algorithm, groups, "sum")
+    rows = rows_of(Algorithm(name="dpo"), groups, "sum")
     zeros = [np.zeros(len(row)) for row in rows]
     policy = [np.array([7.0, 0.0, 0.0, math.log(2)]), *zeros[1:]]  # the 7 is the prompt's
-    metrics = assign_preferences(algorithm, groups, rows, policy, zeros)
+    metrics = assign_preferences(1.0, groups, rows, policy, zeros)
     assert [row.advantages[0] for row in rows] == pytest.approx([1 / 3, -1 / 3, 0, 0])
     assert metrics["dpo/loss"] == pytest.approx(math.log(1.5))
     assert metrics["dpo/groups_without_pair"] == pytest.approx(2 / 3)
-    assert [row.loss_weight[1:].tolist() for row in rows] == [[0.5] * 3] * 4
+    assert [row.weight[1:].tolist() for row in rows] == [[0.5] * 3] * 4
 
 
 # Selection and weights ------------------------------------------------------------------------------------------------
@@ -329,17 +331,17 @@ def test_tokens_are_selected_by_their_covariance_over_the_whole_update():
     def selected() -> set[tuple[int, int]]:
         return {(i, t) for i, row in enumerate(rows) for t in range(len(row)) if row.selected[t]}
 
-    metrics = select_tokens(Algorithm(name="kl_cov", cov_share=0.1), rows, (0,))
+    metrics = select_tokens(KlCov(kind="kl_cov", share=0.1), rows, (0,))
     assert selected() == set(sorted(trained, key=lambda key: -covariance[key])[:6])
     assert metrics["covariance/selected"] == pytest.approx(0.1)
     within = {key for key in trained if 0.2 < covariance[key] < 1.5}
-    algorithm = Algorithm(name="clip_cov", cov_share=0.1, cov_low=0.2, cov_high=1.5)
-    select_tokens(algorithm, rows, (0,))
+    loss = ClipCov(kind="clip_cov", share=0.1, covariance_low=0.2, covariance_high=1.5)
+    select_tokens(loss, rows, (0,))
     first = selected()
     assert len(first) == 6 and first < within
-    select_tokens(algorithm, rows, (0,))
+    select_tokens(loss, rows, (0,))
     assert selected() == first, "the same in a resumed run"
-    select_tokens(algorithm, rows, (1,))
+    select_tokens(loss, rows, (1,))
     assert selected() != first, "others in another step"
 
 

@@ -38,7 +38,7 @@ def test_gpg_makes_up_for_groups_without_a_gradient():
     alpha = 8 / (8 - 3)
     wanted = [alpha * x for x in (0.5, -0.5, 0.0, 0.0, 0.0, -1.0, -1.0, 2.0)]
     assert all_advantages(Algorithm(name="gpg"), groups) == pytest.approx(wanted)
-    deviation = all_advantages(Algorithm(name="gpg", normalize_std=True, advantage_eps=1e-12), groups)
+    deviation = all_advantages(Algorithm(name="gpg", advantages={"normalize_std": True, "eps": 1e-12}), groups)
     assert deviation[:2] == pytest.approx([alpha * math.sqrt(0.5), -alpha * math.sqrt(0.5)])
     # A second trajectory of a rollout is no further rollout; without any difference nothing is divided by 0.
     twin = trajectory("a", 0, 1.0, id="a/0b")

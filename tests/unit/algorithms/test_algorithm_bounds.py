@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.kl import ESTIMATORS
-from slimx.algorithms.losses.objective import make_loss
-from slimx.algorithms.losses.policy import policy_loss
+from slimx.algorithms.losses.objective import make_loss, policy_loss
 from slimx.algorithms.losses.surrogates import Surrogate, cispo, clip, kl_cov, sapo
-from slimx.config.sections.algorithm import LOSSES, Algorithm
-from slimx.config.sections.presets import PRESETS
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.objectives import LOSSES, PRESETS
+from tests.unit.algorithms.loss_stand import loss_inputs
 
 FAR = 1000.0
 RECOMPUTED: dict[str, Any] = {"old_logprobs": "recompute"}
@@ -28,8 +27,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         if name != "bradley_terry"
     },
     **{f"loss {loss}": {"loss": loss} for loss in LOSSES if loss not in ("sft", "bradley_terry")},
-    "dual clip": {"dual_clip": 3.0},
-    "wide clip": {"clip_low": 1.0, "clip_high": 1e9},
+    "dual clip": {"loss": {"dual": 3.0}},
+    "wide clip": {"loss": {"low": 1.0, "high": 1e9}},
     **{f"kl {name}": {**KL, "kl_estimator": name} for name in ("k2", "k3", "low_variance")},
     **{f"unbiased kl {name}": {**KL, "kl_estimator": name, "kl_unbiased": True} for name in ESTIMATORS},
     **{
@@ -55,12 +54,12 @@ def gradient(algorithm: Algorithm, distance: float) -> tuple[torch.Tensor, torch
         return torch.zeros(3).index_add_(0, sequence, values.detach())[sequence]
 
     loss, metrics = make_loss(algorithm)(
-        LossInputs(
+        loss_inputs(
             logprobs=logprobs,
             weight=torch.tensor([1, 1, 1, 1, 1, 1, 1, 0]) / 7,
             advantages=torch.tensor([1.0, 1, 1, -1, -1, -1, 1, 1]),
             old_logprobs=other,
-            rollout_logprobs=other - shifted if algorithm.old_logprobs == "recompute" else None,
+            rollout_logprobs=other - shifted if algorithm.old_logprobs == "recompute" else other,
             reference_logprobs=other if algorithm.reference else None,
             teacher_logprobs=other if algorithm.taught else None,
             entropy=torch.ones(8),
@@ -97,7 +96,7 @@ FORMULAS: dict[str, tuple[Surrogate, Any]] = {
     ),
     "kl_cov": (
         partial(kl_cov, coef=0.0),
-        lambda t, r: r * t.advantages - 0.0 * torch.where(t.selected, t.log_ratio.abs(), 0.0),
+        lambda t, r: r * t.advantages - 0.0 * torch.where(t.columns.selected > 0, t.log_ratio.abs(), 0.0),
     ),
 }
 
@@ -113,7 +112,7 @@ def test_within_the_bound_values_and_gradients_are_unchanged_to_the_bit(name):
 
     def run(objective: Surrogate) -> tuple[float, torch.Tensor]:
         logprobs = (old + shift).requires_grad_()
-        loss, _ = policy_loss(objective)(LossInputs(logprobs=logprobs, **inputs))
+        loss, _ = policy_loss(loss_inputs(logprobs=logprobs, **inputs), objective, Algorithm())
         return loss.item(), torch.autograd.grad(loss, logprobs)[0]
 
     found, wanted = (
@@ -130,7 +129,7 @@ def test_beyond_the_bound_a_ratio_is_constant():
     for distance in (19.0, 21.0):
         logprobs = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True)
         loss, _ = make_loss(Algorithm())(
-            LossInputs(
+            loss_inputs(
                 logprobs=logprobs,
                 weight=torch.ones(1, dtype=torch.float64),
                 advantages=-torch.ones(1, dtype=torch.float64),

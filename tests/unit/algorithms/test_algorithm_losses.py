@@ -6,18 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from slimx.algorithms.inputs import LossInputs
-from slimx.algorithms.losses.corrections import correction
 from slimx.algorithms.losses.kl import ESTIMATORS
-from slimx.algorithms.losses.objective import make_loss
-from slimx.algorithms.losses.policy import policy_loss
+from slimx.algorithms.losses.objective import make_loss, policy_loss
 from slimx.config.sections.algorithm import Algorithm
 from tests.unit.algorithms.loss_stand import (
     CLIP,
@@ -28,6 +24,7 @@ from tests.unit.algorithms.loss_stand import (
     agree,
     batch,
     gap_of,
+    loss_inputs,
     minimum,
     packed,
     ratio,
@@ -69,7 +66,13 @@ KL: dict[str, Callable[[Number, Number], Number]] = {
 def test_kl_in_the_loss(estimator, unbiased):
     if estimator == "k1" and not unbiased:
         return
-    keys = {"clip_high": 0.28, "reference": True, "kl_coef": 0.3, "kl_estimator": estimator, "kl_unbiased": unbiased}
+    keys = {
+        "loss": {"high": 0.28},
+        "reference": True,
+        "kl_coef": 0.3,
+        "kl_estimator": estimator,
+        "kl_unbiased": unbiased,
+    }
 
     def formula(batch: list[list[Token]]) -> Number:
         total = surrogate_loss(CLIP)(batch)
@@ -99,7 +102,7 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_whoever_sampled(estimator, s
     lp = logits.log_softmax(0)
     algorithm = {"reference": True, "kl_coef": 1.0, "kl_estimator": estimator, "kl_unbiased": True}
     loss, _ = make_loss(Algorithm(**algorithm))(
-        LossInputs(
+        loss_inputs(
             logprobs=lp,
             weight=sampled_by,
             advantages=torch.zeros(4, dtype=torch.float64),
@@ -114,7 +117,7 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_whoever_sampled(estimator, s
 
 def test_entropy_in_the_loss():
     agree(
-        Algorithm(clip_high=0.28, entropy_coef=0.2),
+        Algorithm(loss={"high": 0.28}, entropy_coef=0.2),
         batch(5),
         lambda b: surrogate_loss(CLIP)(b) - 0.2 * sum(t.w * t.entropy for s in b for t in s),
     )
@@ -128,7 +131,7 @@ def test_a_teacher_in_the_advantages():
             t.a = t.a + 0.5 * (t.teacher - t.rollout)
         return surrogate_loss(CLIP)(b)
 
-    agree(Algorithm(clip_high=0.28, teacher="t", teacher_coef=0.5), batch(6), formula)
+    agree(Algorithm(loss={"high": 0.28}, teacher="t", teacher_coef=0.5), batch(6), formula)
     alone = Algorithm(name="distillation", teacher="t")
     sequences = batch(6)
     sequences.values["advantages"] = [0 * a for a in sequences.values["advantages"]]
@@ -163,7 +166,7 @@ def test_corrections_weigh_the_objective(kind, level):
             total = total - sum(f * t.w * x for f, t, x in zip(factors, s, CLIP(s), strict=True))
         return total
 
-    agree(Algorithm(clip_high=0.28, old_logprobs="recompute", correction=keys), sequences, formula)
+    agree(Algorithm(loss={"high": 0.28}, old_logprobs="recompute", correction=keys), sequences, formula)
     assert min(seen) < low and max(seen) > high and any(low < w < high for w in seen), "all three sides must occur"
 
 
@@ -197,7 +200,7 @@ def two_tokens(keys: dict[str, Any], ratios: list[float], advantages: list[float
     old = torch.full((2,), math.log(0.4), dtype=torch.float64)
     lp = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     loss, _ = make_loss(Algorithm(**keys))(
-        LossInputs(
+        loss_inputs(
             logprobs=lp,
             weight=torch.full((2,), 0.5, dtype=torch.float64),
             advantages=torch.tensor(advantages, dtype=torch.float64),
@@ -213,14 +216,14 @@ def two_tokens(keys: dict[str, Any], ratios: list[float], advantages: list[float
     ("keys", "ratios", "advantages", "loss", "gradient"),
     [
         # Ratio 6 with advantage -1: -6 without a bound, -3 with one; 0.5 with -1 is clipped to -0.8.
-        ({"dual_clip": 3.0}, [6.0, 0.5], [-1.0, -1.0], (3 + 0.8) / 2, [0.0, 0.0]),
+        ({"loss": {"dual": 3.0}}, [6.0, 0.5], [-1.0, -1.0], (3 + 0.8) / 2, [0.0, 0.0]),
         ({}, [6.0, 0.5], [-1.0, -1.0], (6 + 0.8) / 2, [3.0, 0.0]),
         # Geometric mean of 4 and 1: 2, above 1.5. Clipped for a positive advantage, free for a negative one.
-        ({"loss": "gspo", "clip_high": 0.5}, [4.0, 1.0], [1.0, 1.0], -1.5, [0.0, 0.0]),
-        ({"loss": "gspo", "clip_high": 0.5}, [4.0, 1.0], [-1.0, -1.0], 2.0, [1.0, 1.0]),
+        ({"loss": {"kind": "gspo", "high": 0.5}}, [4.0, 1.0], [1.0, 1.0], -1.5, [0.0, 0.0]),
+        ({"loss": {"kind": "gspo", "high": 0.5}}, [4.0, 1.0], [-1.0, -1.0], 2.0, [1.0, 1.0]),
         # Weight min(4, 3) = 3 on ln 1.6, 1 on ln 0.4.
         (
-            {"loss": "cispo", "clip_low": 1.0, "clip_high": 2.0},
+            {"loss": {"kind": "cispo", "low": 1.0, "high": 2.0}},
             [4.0, 1.0],
             [1.0, 1.0],
             -(3 * math.log(1.6) + math.log(0.4)) / 2,
@@ -249,7 +252,7 @@ def test_selected_tokens_by_hand():
     selected = torch.tensor([1.0, 0.0])
     loss, gradient = two_tokens({"loss": "clip_cov"}, [1.1, 1.1], [1.0, 1.0], selected=selected)
     assert loss == pytest.approx(-0.55) and gradient == pytest.approx([0.0, -0.55])
-    loss, gradient = two_tokens({"loss": "kl_cov", "cov_kl_coef": 2.0}, [1.1, 1.1], [1.0, 1.0], selected=selected)
+    loss, gradient = two_tokens({"loss": {"kind": "kl_cov", "coef": 2.0}}, [1.1, 1.1], [1.0, 1.0], selected=selected)
     assert loss == pytest.approx(-1.1 + math.log(1.1)) and gradient == pytest.approx([-0.55 + 1.0, -0.55])
 
 
@@ -297,11 +300,11 @@ def test_order_packing_and_microbatches_change_nothing(name):
             assert torch.allclose(found[number], gradient, rtol=0, atol=1e-14), number
 
 
-def test_the_engines_logprobs_are_the_old_ones_where_no_others_are_given():
+def test_a_correction_changes_no_weight_where_the_old_logprobs_are_the_engines():
     _, _, inputs = packed(batch(1))
-    loss = policy_loss(
+    _, metrics = policy_loss(
+        replace(inputs, rollout_logprobs=inputs.old_logprobs),
         lambda tokens: (tokens.log_ratio, torch.zeros_like(tokens.trained)),
-        correction=partial(correction, kind="truncate", level="token", low=0.0, high=2.0),
+        Algorithm(old_logprobs="recompute", correction={"kind": "truncate"}),
     )
-    _, metrics = loss(replace(inputs, rollout_logprobs=None))
     assert metrics["correction/weight"].item() == pytest.approx(inputs.weight.sum().item())

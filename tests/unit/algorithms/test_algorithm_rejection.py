@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.objective import make_loss
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
-from tests.unit.algorithms.loss_stand import CLIP, Number, Token, agree, batch, gap_of, three_tokens
+from tests.unit.algorithms.loss_stand import CLIP, Number, Token, agree, batch, gap_of, loss_inputs, three_tokens
 
-KEYS: dict[str, Any] = {"clip_high": 0.28, "old_logprobs": "recompute"}
+KEYS: dict[str, Any] = {"loss": {"high": 0.28}, "old_logprobs": "recompute"}
 
 
 def weighted(factors: Any) -> Any:
@@ -118,7 +117,7 @@ def test_off_policy_sequence_masking_by_hand():
     the positive advantage counts whatever it is."""
     engine = torch.full((2,), math.log(0.4), dtype=torch.float64)
     policy = engine + torch.tensor([0.5, 1.25], dtype=torch.float64).log()
-    inputs = LossInputs(
+    inputs = loss_inputs(
         logprobs=policy.requires_grad_(),
         weight=torch.full((2,), 0.5, dtype=torch.float64),
         advantages=torch.tensor([-1.0, 1.0], dtype=torch.float64),

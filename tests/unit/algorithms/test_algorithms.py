@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,13 @@ from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.algorithms.advantages.group import grpo
 from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.kl import k3
-from slimx.algorithms.losses.objective import make_loss
-from slimx.algorithms.losses.policy import policy_loss, sft_loss
-from slimx.algorithms.losses.surrogates import clip
+from slimx.algorithms.losses.objective import make_loss, sft_loss
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from tests.unit.algorithms.loss_stand import loss_inputs
 
 # One GRPO batch by hand. Clip to [0.8, 1.3]; eps 0.5, so that a standard deviation of 0.5 divides by exactly 1.
 #
@@ -46,7 +44,7 @@ TOKEN_LOSS, TOKEN_CLIPPED = 0.56715729 / 11, 2 / 11
 SAMPLE_LOSS, SAMPLE_CLIPPED = 0.00857864 / 5, (1 / 2 + 1 / 3) / 5
 # d loss / d logprob = -weight x ratio x A, and 0 where the clipped term is the smaller one.
 GRADIENT = [[0, -0.25], [0, 0.75, 0.5], [0, 0], [-B, -1.25 * B], [B, 0.9 * B]]
-ALGORITHM = Algorithm(clip_low=0.2, clip_high=0.3, advantage_eps=0.5)
+ALGORITHM = Algorithm(loss={"low": 0.2, "high": 0.3}, advantages={"eps": 0.5})
 
 
 def rollout(group: str, index: int, reward: float, sampled: int, **changes: Any) -> Trajectory:
@@ -101,12 +99,12 @@ def test_loss_of_the_batch_by_hand_however_it_is_packed(aggregation, loss, clipp
         row.labels = np.arange(at, at := at + len(row))
     total, metrics, gradient = 0.0, {"loss/policy": 0.0, "loss/clip_fraction": 0.0}, [math.nan] * 11
     for micro in (micro for shard in pack(rows, data_size=ranks, max_tokens=limit).shards for micro in shard):
-        token = np.where(micro.loss_weight > 0, micro.labels, 0)
+        token = np.where(micro.weight > 0, micro.labels, 0)
         lp = torch.tensor([new[t] for t in token], dtype=torch.float64, requires_grad=True)
         part, added = make_loss(ALGORITHM)(
-            LossInputs(
+            loss_inputs(
                 logprobs=lp,
-                weight=torch.from_numpy(micro.loss_weight).double(),
+                weight=torch.from_numpy(micro.weight).double(),
                 advantages=torch.from_numpy(micro.advantages).double(),
                 old_logprobs=torch.from_numpy(micro.rollout_logprobs).double(),
             )
@@ -114,7 +112,7 @@ def test_loss_of_the_batch_by_hand_however_it_is_packed(aggregation, loss, clipp
         part.backward()
         total += part.item()
         metrics = {name: value + added[name].item() for name, value in metrics.items()}
-        for index, weight, value in zip(token, micro.loss_weight, lp.grad.tolist(), strict=True):
+        for index, weight, value in zip(token, micro.weight, lp.grad.tolist(), strict=True):
             if weight:
                 gradient[index] = value
     assert total == pytest.approx(loss, abs=1e-7)
@@ -132,7 +130,7 @@ def random_inputs(seed: int, n: int = 64) -> LossInputs:
     g = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(n, generator=g, dtype=torch.float64)
     weight = torch.rand(n, generator=g, dtype=torch.float64) * (torch.rand(n, generator=g) > 0.3)
-    return LossInputs(
+    return loss_inputs(
         logprobs=(old + 0.6 * torch.randn(n, generator=g, dtype=torch.float64)).requires_grad_(),
         weight=weight / weight.sum(),
         advantages=torch.randn(n, generator=g, dtype=torch.float64),
@@ -158,7 +156,7 @@ def naive(inputs: LossInputs, low: float, high: float, kl_coef: float) -> torch.
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_are_those_of_the_naive_formula(seed, kl_coef):
     inputs = random_inputs(seed)
-    loss, metrics = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=kl_coef)(inputs)
+    loss, metrics = make_loss(Algorithm(loss={"high": 0.3}, reference=True, kl_coef=kl_coef))(inputs)
     expected = naive(inputs, 0.2, 0.3, kl_coef)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
     (wanted,) = torch.autograd.grad(expected, inputs.logprobs)
@@ -175,10 +173,10 @@ def test_loss_and_gradient_are_those_of_the_naive_formula(seed, kl_coef):
 
 def test_a_metric_and_a_loss_of_a_batch_are_the_sums_over_its_parts():
     inputs = random_inputs(11)
-    loss = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=0.1)
+    loss = make_loss(Algorithm(loss={"high": 0.3}, reference=True, kl_coef=0.1))
     whole, metrics = loss(inputs)
     names = ("logprobs", "weight", "advantages", "old_logprobs", "reference_logprobs")
-    parts = [loss(LossInputs(**{n: getattr(inputs, n)[p] for n in names})) for p in (slice(0, 13), slice(13, 64))]
+    parts = [loss(loss_inputs(**{n: getattr(inputs, n)[p] for n in names})) for p in (slice(0, 13), slice(13, 64))]
     assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item(), abs=1e-12)
     assert metrics.keys() == {"loss/policy", "loss/clip_fraction", "loss/kl", "kl/rollout", "kl/reference"}
     for name, value in metrics.items():
@@ -189,7 +187,7 @@ def test_a_metric_and_a_loss_of_a_batch_are_the_sums_over_its_parts():
 @pytest.mark.parametrize("huge", [1e4, -1e4, math.inf, -math.inf])
 def test_untrained_tokens_with_huge_differences_change_nothing(huge, dtype):
     """Prompt tokens and tools' answers have no log-prob of their own; whatever stands there must not reach the loss."""
-    loss = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=0.5)
+    loss = make_loss(Algorithm(loss={"high": 0.3}, reference=True, kl_coef=0.5))
     names = ("weight", "advantages", "old_logprobs", "reference_logprobs")
 
     def run(keep: slice, old: float, reference: float) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -200,7 +198,9 @@ def test_untrained_tokens_with_huge_differences_change_nothing(huge, dtype):
             "reference_logprobs": [reference, -1.5, -0.5, reference],
         }
         lp = torch.tensor([-1.0, -1.1, -1.2, -1.0], dtype=dtype)[keep].requires_grad_()
-        total, metrics = loss(LossInputs(logprobs=lp, **{n: torch.tensor(values[n], dtype=dtype)[keep] for n in names}))
+        total, metrics = loss(
+            loss_inputs(logprobs=lp, **{n: torch.tensor(values[n], dtype=dtype)[keep] for n in names})
+        )
         total.backward()
         return total, lp.grad, metrics
 
@@ -216,7 +216,7 @@ def test_cross_entropy_by_hand():
     lp = torch.tensor([0.5, 0.01, 0.25, 1.0], dtype=torch.float64).log().requires_grad_()
     weight = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
     zeros = torch.zeros(4, dtype=torch.float64)
-    loss, metrics = sft_loss(LossInputs(logprobs=lp, weight=weight, advantages=zeros, old_logprobs=zeros))
+    loss, metrics = sft_loss(loss_inputs(logprobs=lp, weight=weight, advantages=zeros, old_logprobs=zeros))
     loss.backward()
     assert loss.item() == metrics["loss/sft"].item() == pytest.approx(math.log(2), abs=1e-12)
     assert lp.grad.tolist() == [-0.5, 0.0, -0.25, -0.25]
@@ -249,8 +249,8 @@ def test_k3_is_the_kl_in_expectation_over_the_policys_tokens_and_precise_near_ze
 
 def metric_of(name: str, *, sampled_by: torch.Tensor, policy: torch.Tensor, **others: torch.Tensor) -> float:
     """A metric in expectation over all tokens of a small vocabulary, each weighted by how often it is sampled."""
-    inputs = LossInputs(logprobs=policy.log(), weight=sampled_by, advantages=torch.ones(4).double(), **others)
-    return policy_loss(partial(clip, low=0.2, high=0.2))(inputs)[1][name].item()
+    inputs = loss_inputs(logprobs=policy.log(), weight=sampled_by, advantages=torch.ones(4).double(), **others)
+    return make_loss(Algorithm())(inputs)[1][name].item()
 
 
 def test_kl_to_the_reference_is_that_of_the_policy():
@@ -278,7 +278,7 @@ def test_kl_between_rollout_and_policy_is_zero_where_they_agree():
 
 def test_advantages_without_the_standard_deviation_are_deviations_from_the_mean():
     assert grpo([1.0, 0.0, 0.5], normalize_std=False).tolist() == [0.5, -0.5, 0.0]
-    algorithm = Algorithm(normalize_std=False)
+    algorithm = Algorithm(advantages={"normalize_std": False})
     assert group_advantages(algorithm, by_hand()[1]) == [1.0, -1.0]
 
 
@@ -305,7 +305,7 @@ def test_a_rollout_of_several_trajectories_counts_once_and_shares_its_advantage(
         rollout("g", 2, 1.0, 2, rollout_id="r2"),
     ]
     group = Group(id="g", prompt=Prompt(id="p", token_ids=[10]), trajectories=trajectories)
-    values = group_advantages(Algorithm(advantage_eps=1e-9), group)
+    values = group_advantages(Algorithm(advantages={"eps": 1e-9}), group)
     assert values == pytest.approx([-1.0, 1.0, -1.0, 0.0], abs=1e-6)
     # eps 0.5 belongs beside the standard deviation: 0.5 / (0.5 + 0.5).
     assert group_advantages(ALGORITHM, group) == pytest.approx([-0.5, 0.5, -0.5, 0.0], abs=1e-7)
@@ -324,10 +324,10 @@ def test_what_is_measured_compares_with_the_engine_the_teacher_and_the_entropy_a
     n = len(inputs.weight)
     engine, teacher, entropy = (torch.randn(n, dtype=inputs.weight.dtype) for _ in range(3))
     fields = {name: getattr(inputs, name) for name in ("logprobs", "weight", "advantages", "old_logprobs")}
-    loss = policy_loss(partial(clip, low=0.2, high=0.2))
-    bare, _ = loss(LossInputs(**fields))
+    loss = make_loss(Algorithm())
+    bare, _ = loss(loss_inputs(**fields))
     total, metrics = loss(
-        LossInputs(**fields, rollout_logprobs=engine, teacher_logprobs=teacher, entropy=entropy.requires_grad_())
+        loss_inputs(**fields, rollout_logprobs=engine, teacher_logprobs=teacher, entropy=entropy.requires_grad_())
     )
     assert torch.equal(total, bare) and not any(metric.requires_grad for metric in metrics.values())
     logprobs, weight = inputs.logprobs.detach(), inputs.weight

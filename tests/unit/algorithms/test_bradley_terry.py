@@ -8,7 +8,7 @@ import torch
 
 from slimx.algorithms.advantages.bradley_terry import assign_slopes, preference_metrics
 from slimx.algorithms.losses.value_loss import ValueInputs, score_loss
-from slimx.data.pairs import pair_rows
+from slimx.data.batch import pair_rows
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from tests.refusals import refused
 
@@ -45,7 +45,7 @@ def test_a_row_reads_its_last_token_and_weighs_it_alone_chosen_first():
     assert [len(row) for row in rows] == [4, 6, 5, 3, 2, 2]
     for row in rows:
         assert row.tokens.tolist() == list(range(1, len(row) + 1))
-        assert row.loss_weight[-1] == pytest.approx(1 / 3) and not row.loss_weight[:-1].any()
+        assert row.weight[-1] == pytest.approx(1 / 3) and not row.weight[:-1].any()
 
 
 def test_a_group_that_is_no_pair_is_refused_by_name():
@@ -66,9 +66,8 @@ def test_the_gradient_by_every_score_is_that_of_torch_and_so_is_the_loss():
     assert metrics["preference/margin"] == pytest.approx((1.5 - 0.5 + 100) / 3)
     for row, value, expected in zip(rows, values, gradient.tolist(), strict=True):
         given = torch.tensor(value, requires_grad=True)
-        inputs = ValueInputs(
-            values=given, weight=torch.from_numpy(row.loss_weight), slopes=torch.from_numpy(row.advantages)
-        )
+        columns = {name: torch.from_numpy(getattr(row, name)) for name in ("weight", "advantages", "rollout_logprobs")}
+        inputs = ValueInputs(predicted=given, **columns)
         loss, said = score_loss(inputs)
         (found,) = torch.autograd.grad(loss, given)
         assert found[-1].item() == pytest.approx(expected, rel=1e-6, abs=1e-12) and not found[:-1].any() and said == {}
@@ -76,7 +75,9 @@ def test_the_gradient_by_every_score_is_that_of_torch_and_so_is_the_loss():
 
 def test_a_score_that_is_not_trained_may_be_anything():
     values = torch.tensor([float("inf"), float("nan"), 2.0])
-    loss, _ = score_loss(ValueInputs(values=values, weight=torch.tensor([0.0, 0, 1]), slopes=torch.ones(3)))
+    ones = torch.ones(3)
+    inputs = ValueInputs(predicted=values, weight=torch.tensor([0.0, 0, 1]), advantages=ones, rollout_logprobs=-ones)
+    loss, _ = score_loss(inputs)
     assert loss.item() == -2.0
 
 

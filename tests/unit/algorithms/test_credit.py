@@ -54,7 +54,7 @@ def test_own_rewards_stay_and_shared_ones_are_the_mean_of_the_rollouts() -> None
 
 
 def test_each_policy_is_compared_with_itself_alone() -> None:
-    algorithm = Algorithm(normalize_std=False)
+    algorithm = Algorithm(advantages={"normalize_std": False})
     own = all_advantages(algorithm, of_policy([group()], "actor"))
     assert own == pytest.approx([0.5, -0.5])
     # A rollout counts once in a policy, too: the judge's two trajectories have the mean of theirs.
@@ -66,14 +66,14 @@ def test_each_policy_is_compared_with_itself_alone() -> None:
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
 def test_rewards_of_tokens_are_the_credited_ones(name: str) -> None:
-    algorithm = Algorithm(name=name, whiten=False, credit="shared")
+    algorithm = Algorithm(name=name, advantages={"whiten": False}, credit="shared")
     given = of_policy([group()], "actor")
     (rows,) = make_update_rows(
         config_of(), of_policy(credited([group()], "shared"), "actor"), lambda groups: all_advantages(algorithm, groups)
     )
     values = [np.zeros(len(row), np.float32) for row in rows]
     finish_advantages(algorithm, given, [rows], values=values, seed=(0,))  # which is told what was earned
-    assert [row.advantages[row.loss_weight > 0].tolist() for row in rows] == [
+    assert [row.advantages[row.weight > 0].tolist() for row in rows] == [
         pytest.approx([reward] * 2) for reward in (0.5, 2 / 3)
     ]
 

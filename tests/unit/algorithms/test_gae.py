@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,17 +87,24 @@ def inputs(seed: int, n: int = 50) -> ValueInputs:
     old, returns = (torch.randn(n, generator=g, dtype=torch.float64) for _ in range(2))
     values = old + 0.3 * torch.randn(n, generator=g, dtype=torch.float64)
     weight = torch.rand(n, generator=g, dtype=torch.float64) * (torch.rand(n, generator=g) > 0.3)
-    return ValueInputs(values=values.requires_grad_(), weight=weight / weight.sum(), old_values=old, returns=returns)
+    return ValueInputs(
+        predicted=values.requires_grad_(),
+        weight=weight / weight.sum(),
+        values=old,
+        returns=returns,
+        advantages=returns - old,
+        rollout_logprobs=-weight,
+    )
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
 def test_value_loss_and_its_gradient_are_those_of_the_published_formula(clip):
     found = inputs(1)
-    total, metrics = value_loss(clip=clip)(found)
+    total, metrics = value_loss(found, clip=clip)
     total.backward()
     gradient, wanted, clipped = [], 0.0, 0.0
     for w, v, o, r in zip(
-        *(x.tolist() for x in (found.weight, found.values, found.old_values, found.returns)), strict=True
+        *(x.tolist() for x in (found.weight, found.predicted, found.values, found.returns)), strict=True
     ):
         edge = min(max(v, o - clip), o + clip) if clip else v
         beyond = (edge - r) ** 2 > (v - r) ** 2
@@ -105,7 +113,7 @@ def test_value_loss_and_its_gradient_are_those_of_the_published_formula(clip):
         # At the edge the loss does not depend on v.
         gradient.append(0.0 if beyond else w * (v - r))
     assert total.item() == pytest.approx(wanted, abs=1e-12)
-    assert found.values.grad.tolist() == pytest.approx(gradient, abs=1e-12)
+    assert found.predicted.grad.tolist() == pytest.approx(gradient, abs=1e-12)
     assert metrics["value/loss"].item() == pytest.approx(wanted, abs=1e-12)
     assert metrics["value/clip_fraction"].item() == pytest.approx(clipped, abs=1e-12)
     assert (clipped > 0) == (clip > 0)
@@ -114,16 +122,12 @@ def test_value_loss_and_its_gradient_are_those_of_the_published_formula(clip):
 def test_tokens_without_weight_may_hold_anything():
     found = inputs(2)
     idle = found.weight == 0
-    spoiled = [torch.where(idle, math.nan, x.detach()).requires_grad_() for x in (found.values, found.old_values)]
-    other = ValueInputs(
-        values=spoiled[0],
-        weight=found.weight,
-        old_values=spoiled[1],
-        returns=torch.where(idle, math.inf, found.returns),
-    )
-    total, metrics = value_loss(clip=0.2)(other)
+    spoiled = [torch.where(idle, math.nan, x.detach()).requires_grad_() for x in (found.predicted, found.values)]
+    returns = torch.where(idle, math.inf, found.returns)
+    other = replace(found, predicted=spoiled[0], values=spoiled[1], returns=returns)
+    total, metrics = value_loss(other, clip=0.2)
     total.backward()
-    expected, reported = value_loss(clip=0.2)(found)
+    expected, reported = value_loss(found, clip=0.2)
     assert total.item() == expected.item()
     assert all(metrics[name].item() == reported[name].item() for name in reported)
-    assert other.values.grad[idle].eq(0).all()
+    assert other.predicted.grad[idle].eq(0).all()

@@ -6,11 +6,12 @@ import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import yaml
 
 from slimx.config.schema import Config
+from slimx.config.sections.objectives import OBJECTIVES
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
@@ -138,12 +139,12 @@ def _known(model: Any = Config, at: tuple[str, ...] = ()) -> Iterator[tuple[str,
     """Every key of the schema, lists of sections aside."""
     for name, field in model.model_fields.items():
         yield (*at, name)
-        inner = field.annotation
-        if isinstance(inner, type) and hasattr(inner, "model_fields"):
-            yield from _known(inner, (*at, name))
+        for inner in (field.annotation, *(get_args(field.annotation) if name in OBJECTIVES else ())):
+            if isinstance(inner, type) and hasattr(inner, "model_fields"):
+                yield from _known(inner, (*at, name))
 
 
-KNOWN = list(_known())
+KNOWN = list(dict.fromkeys(_known()))
 ENGINE = [
     "count",
     "tensor",

@@ -24,7 +24,7 @@ def config_of(policies: dict[str, Any], **sections: dict[str, Any]) -> Config:
             "engines": [{"count": 2, "model": "fp8-copy"}, {"name": "wise", "frozen": True, "model": "w"}],
         },
         "trainer": {"load": "warm", "world_size": 2, "optimizer": {"lr": 1e-3}},
-        "algorithm": {"name": "grpo", "clip_high": 0.3},
+        "algorithm": {"name": "grpo", "loss": {"high": 0.3}},
     }
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
@@ -34,7 +34,7 @@ def config_of(policies: dict[str, Any], **sections: dict[str, Any]) -> Config:
 def test_a_further_policy_is_the_runs_own_but_for_what_it_says() -> None:
     config = config_of(
         {
-            "judge": {"trainer": {"world_size": 1, "optimizer": {"lr": 1e-4}}, "algorithm": {"clip_low": 0.1}},
+            "judge": {"trainer": {"world_size": 1, "optimizer": {"lr": 1e-4}}, "algorithm": {"loss": {"low": 0.1}}},
             "writer": {"model": {"path": "other"}, "algorithm": {"name": "rloo"}, "engines": [{"name": "w1"}]},
             "solver": {"shares": "actor"},
         }
@@ -46,7 +46,7 @@ def test_a_further_policy_is_the_runs_own_but_for_what_it_says() -> None:
     assert judge.trainer == config.trainer.model_copy(
         update={"world_size": 1, "optimizer": config.trainer.optimizer.model_copy(update={"lr": 1e-4})}
     )
-    assert (judge.algorithm.clip_low, judge.algorithm.clip_high) == (0.1, 0.3)
+    assert (judge.algorithm.loss.low, judge.algorithm.loss.high) == (0.1, 0.3)
     # Frozen engines serve the whole run; those of a policy are named after it.
     assert [(group.name, group.count, group.model) for group in judge.rollout.engines] == [("judge", 2, "fp8-copy")]
     # A model of its own begins with its own weights, and another algorithm with its own defaults.
@@ -88,10 +88,10 @@ UNPROVEN: dict[str, dict[str, dict[str, Any]]] = {
     "numerics.mode": {"numerics": {"mode": "exact"}},
     "trainer.lora": {"trainer": {"lora": {"rank": 4, "alpha": 8}, "load": None}},
     "rollout.engines.urls": {"rollout": {"engines": [{"urls": ["http://127.0.0.1:1"]}]}},
-    "algorithm.advantages": {"algorithm": {"name": "reinforce_pp", "clip_high": 0.2}},
+    "algorithm.advantages": {"algorithm": {"name": "reinforce_pp", "loss": {"high": 0.2}}},
     "algorithm.reference_refresh": {"algorithm": {"reference": True, "reference_refresh": 2}},
     "algorithm.teacher": {"algorithm": {"teacher": "wise"}},
-    "critic": {"critic": {}, "algorithm": {"name": "ppo", "clip_high": 0.2}},
+    "critic": {"critic": {}, "algorithm": {"name": "ppo", "loss": {"high": 0.2}}},
     "schedule.max_staleness": {"schedule": {"max_staleness": 1}},
     "schedule.colocate": {"schedule": {"colocate": True}},
     "publish.transport": {"publish": {"transport": "disk"}},

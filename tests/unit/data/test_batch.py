@@ -7,12 +7,13 @@ import pytest
 
 from slimx.data.balance import balance
 from slimx.data.batch import MicroBatch, TrainingRow, make_rows
+from slimx.data.columns import COLUMNS
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import distribute, pack, slowdown
 from slimx.data.records import Span, Trajectory
 from tests.refusals import refused
 
-ARRAYS = ("tokens", "labels", "loss_weight", "advantages", "rollout_logprobs", "versions", "temperature")
+ARRAYS = ("tokens", "labels", "weight", "advantages", "rollout_logprobs", "versions", "temperature")
 
 
 def trajectory(mask: list[int], **changes: object) -> Trajectory:
@@ -94,22 +95,22 @@ def test_every_array_of_a_row_is_aligned_with_the_token_that_it_predicts():
     (row,) = make_rows([example], [-1.25], loss_weights([example], "token"))
     assert row.tokens.tolist() == [1, 20, 21, 5, 6, 30, 7]
     assert row.labels.tolist() == [20, 21, 5, 6, 30, 7, 3]
-    assert row.loss_weight.tolist() == [0, 0, third, 0, 0, third, third]
+    assert row.weight.tolist() == [0, 0, third, 0, 0, third, third]
     assert row.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, -1.5, -2.0]
     assert row.versions.tolist() == [-1, -1, 3, 3, -1, 4, 4]
     assert row.advantages.tolist() == [-1.25] * 7
-    assert row.temperature == 0.7
+    assert row.temperature.tolist() == [np.float32(0.7)] * 7
     # The experts of position t are those that token t was sent to, whatever it predicts.
     assert row.routed_experts[:, 0, 0].tolist() == [0, 2, 4, 6, 8, 10, 12]
     assert len(row) == 7
     assert [row.tokens.dtype, row.labels.dtype, row.versions.dtype] == [np.int64] * 3
-    assert [row.loss_weight.dtype, row.rollout_logprobs.dtype, row.advantages.dtype] == [np.float32] * 3
+    assert [row.weight.dtype, row.rollout_logprobs.dtype, row.advantages.dtype] == [np.float32] * 3
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": None}])
 def test_greedy_and_unsampled_rows_have_temperature_one(sampling):
     example = trajectory([0, 1], sampling=sampling)
-    assert make_rows([example], [1.0], loss_weights([example], "token"))[0].temperature == 1.0
+    assert make_rows([example], [1.0], loss_weights([example], "token"))[0].temperature.tolist() == [1.0]
 
 
 def test_each_trajectory_keeps_its_own_advantage():
@@ -128,13 +129,22 @@ def numbered_row(number: int, length: int, *, routes: bool) -> TrainingRow:
     return TrainingRow(
         tokens=values,
         labels=values + 1,
-        loss_weight=values.astype(np.float32) / 2**20,
+        weight=values.astype(np.float32) / 2**20,
         advantages=values.astype(np.float32) + 2,
         rollout_logprobs=-values.astype(np.float32),
         versions=values + 3,
-        temperature=number + 1.0,
+        temperature=np.full(length, number + 1.0, np.float32),
         routed_experts=experts if routes else None,
     )
+
+
+def test_every_column_is_packed_with_its_dtype_and_its_fill_in_padding():
+    columns = {name: np.full((3, 2), 7, column.dtype) for name, column in COLUMNS.items()}
+    ((batch,),) = pack([TrainingRow(**columns)], data_size=1, max_tokens=8, multiple_of=4).shards
+    for name, column in COLUMNS.items():
+        packed = getattr(batch, name)
+        assert packed.dtype == column.dtype, name
+        assert packed.tolist() == [[7, 7]] * 3 + [[column.fill] * 2], name
 
 
 def sequences(batch: MicroBatch) -> list[dict[str, np.ndarray]]:
@@ -187,7 +197,7 @@ def test_packing_loses_repeats_and_reorders_nothing_within_its_limits(seed):
             real = np.count_nonzero(part["tokens"])
             assert part["tokens"][:real].all(), "the padding of a row is at its end"
             rest = {name: values[real:] for name, values in part.items()}
-            for name in ("tokens", "labels", "loss_weight", "advantages", "rollout_logprobs"):
+            for name in ("tokens", "labels", "weight", "advantages", "rollout_logprobs"):
                 assert not rest[name].any(), name
             assert (rest["versions"] == -1).all() and (rest["temperature"] == 1).all()
             assert not routes or "routed_experts" not in rest or not rest["routed_experts"].any()
@@ -220,7 +230,7 @@ def test_weights_still_sum_to_one_after_packing():
     for aggregation in ("token", "sample"):
         rows = make_rows(batch, [1.0] * len(batch), loss_weights(batch, aggregation))
         packed = pack(rows, data_size=2, max_tokens=50, multiple_of=2)
-        weights = [micro.loss_weight for shard in packed.shards for micro in shard]
+        weights = [micro.weight for shard in packed.shards for micro in shard]
         assert len(weights) > 4
         assert np.concatenate(weights).astype(np.float64).sum() == pytest.approx(1, abs=1e-6)
         assert packed.trained_tokens == (np.concatenate(weights) > 0).sum() < packed.tokens
@@ -249,7 +259,7 @@ def test_a_rank_with_fewer_rows_than_micro_batches_gets_one_of_padding_only():
     assert [micro.lengths for micro in first] == [[10, 2], [4]]
     assert [micro.lengths for micro in second] == [[6, 2], [6, 2]]
     empty = first[1]
-    assert not empty.loss_weight.any() and empty.temperature.tolist() == [1.0] * 4 and empty.routed_experts is None
+    assert not empty.weight.any() and empty.temperature.tolist() == [1.0] * 4 and empty.routed_experts is None
 
 
 def test_a_trajectory_that_does_not_fit_a_micro_batch_is_refused_with_its_length_and_the_limit():

@@ -150,7 +150,7 @@ def run(config: Config, groups: list[Group], tmp_path_factory: pytest.TempPathFa
             return stand.manager.state()
 
     saves = Saves(directory / "checkpoints", keep=1)
-    state = RunState(2, 2, {}, False, rollouts=asyncio.run(waiting()))
+    state = RunState(2, 2, {}, asyncio.run(waiting()))
     saves.commit(saves.begin(2), state.files(), {})
     return directory
 

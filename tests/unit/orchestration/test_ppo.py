@@ -30,11 +30,11 @@ def row(number: int, length: int) -> TrainingRow:
     return TrainingRow(
         tokens=np.full(length, number + 1),
         labels=np.arange(length),
-        loss_weight=mask.astype(np.float32) / 100,
+        weight=mask.astype(np.float32) / 100,
         advantages=np.zeros(length, np.float32),
         rollout_logprobs=-random.random(length).astype(np.float32),
         versions=np.zeros(length, np.int64),
-        temperature=1.0,
+        temperature=np.ones(length, np.float32),
         routed_experts=None,
     )
 
@@ -106,7 +106,10 @@ async def test_a_critic_is_sent_nothing_that_only_a_policy_reads():
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_rows_get_the_advantages_of_their_own_scores_values_and_penalties(whiten, kl_coef):
     algorithm = Algorithm(
-        name="ppo", gamma=0.95, gae_lambda=0.8, whiten=whiten, kl_reward_coef=kl_coef, reference=kl_coef > 0
+        name="ppo",
+        advantages={"gamma": 0.95, "lam": 0.8, "whiten": whiten},
+        kl_reward_coef=kl_coef,
+        reference=kl_coef > 0,
     )
     given, random = rows(), np.random.default_rng(5)
     scores = random.normal(size=len(given)).tolist()
@@ -115,7 +118,7 @@ def test_rows_get_the_advantages_of_their_own_scores_values_and_penalties(whiten
     metrics = assign_advantages(algorithm, given, scores, values, reference)
     expected, returns = [], []
     for number, one in enumerate(given):
-        mask = (one.loss_weight > 0).tolist()
+        mask = (one.weight > 0).tolist()
         rewards = [0.0] * len(one)
         for t in range(len(one)):
             if mask[t] and reference is not None:
@@ -126,8 +129,8 @@ def test_rows_get_the_advantages_of_their_own_scores_values_and_penalties(whiten
         assert np.array_equal(one.values, values[number])
         expected += [a for a, trained in zip(advantages, mask, strict=True) if trained]
         returns += [r for r, trained in zip(wanted, mask, strict=True) if trained]
-        assert not one.advantages[~(one.loss_weight > 0)].any()
-    found = np.concatenate([one.advantages[one.loss_weight > 0] for one in given])
+        assert not one.advantages[~(one.weight > 0)].any()
+    found = np.concatenate([one.advantages[one.weight > 0] for one in given])
     mean, deviation = np.mean(expected), np.std(expected)
     assert found == pytest.approx((expected - mean) / deviation if whiten else expected, abs=1e-5)
     assert metrics["advantage/mean"] == pytest.approx(mean) and metrics["advantage/std"] == pytest.approx(deviation)
@@ -154,7 +157,7 @@ def config(**sections: Any) -> Config:
             "critic.layout",
             "critic.layout",
         ),
-        ({"algorithm": {"gae_lambda": 0.9}}, "algorithm.unused", "algorithm.gae_lambda"),
+        ({"algorithm": {"advantages": {"lam": 0.9}}}, "algorithm.unused", "algorithm.advantages.lam"),
         (
             {"algorithm": {"name": "ppo", "kl_reward_coef": 0.1}, "critic": {}},
             "algorithm.reference",

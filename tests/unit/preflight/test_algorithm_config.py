@@ -3,19 +3,32 @@ loss are held to their contract."""
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from pydantic import ValidationError
 
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.algorithms.inputs import LossInputs
+from slimx.algorithms.losses import surrogates
 from slimx.algorithms.losses.objective import make_loss
+from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import NEEDS, Algorithm
-from slimx.config.sections.presets import PRESETS
+from slimx.config.sections.objectives import (
+    LOSSES,
+    OBJECTIVES,
+    PRESETS,
+    Clip,
+    Clipped,
+    Objective,
+    Sapo,
+    read_objective,
+)
 from slimx.preflight.probe import try_hooks
 from tests.refusals import invalid, refused
 from tests.unit.algorithms.advantage_stand import group
@@ -26,18 +39,22 @@ BASE: dict[str, Any] = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": 
 @pytest.mark.parametrize(
     ("algorithm", "code", "about"),
     [
-        ({"loss": "sapo", "clip_low": 0.1}, "algorithm.unused", "algorithm.clip_low"),
-        ({"loss": "gspo", "dual_clip": 3.0}, "algorithm.unused", "algorithm.dual_clip"),
-        ({"sapo_tau_positive": 2.0}, "algorithm.unused", "algorithm.sapo_tau_positive"),
-        ({"cov_share": 0.1}, "algorithm.unused", "algorithm.cov_share"),
-        ({"name": "kl_cov", "cov_low": 0.1}, "algorithm.unused", "algorithm.cov_low"),
-        ({"name": "rloo", "normalize_std": False}, "algorithm.unused", "algorithm.normalize_std"),
-        ({"normalize_std": False, "advantage_eps": 0.1}, "algorithm.unused", "algorithm.advantage_eps"),
-        ({"reward_weights": {"a": 2.0}}, "algorithm.unused", "algorithm.reward_weights"),
-        ({"step_coef": 2.0}, "algorithm.unused", "algorithm.step_coef"),
-        ({"name": "reinforce_pp", "gae_lambda": 0.9}, "algorithm.unused", "algorithm.gae_lambda"),
-        ({"gamma": 0.9}, "algorithm.unused", "algorithm.gamma"),
-        ({"whiten": True}, "algorithm.unused", "algorithm.whiten"),
+        ({"loss": {"kind": "sapo", "low": 0.1}}, "algorithm.unused", "algorithm.loss.low"),
+        ({"loss": {"kind": "gspo", "dual": 3.0}}, "algorithm.unused", "algorithm.loss.dual"),
+        ({"loss": {"tau_positive": 2.0}}, "algorithm.unused", "algorithm.loss.tau_positive"),
+        ({"loss": {"share": 0.1}}, "algorithm.unused", "algorithm.loss.share"),
+        ({"name": "kl_cov", "loss": {"covariance_low": 0.1}}, "algorithm.unused", "algorithm.loss.covariance_low"),
+        (
+            {"name": "rloo", "advantages": {"normalize_std": False}},
+            "algorithm.unused",
+            "algorithm.advantages.normalize_std",
+        ),
+        ({"advantages": {"normalize_std": False, "eps": 0.1}}, "algorithm.unused", "algorithm.advantages.eps"),
+        ({"advantages": {"weights": {"a": 2.0}}}, "algorithm.unused", "algorithm.advantages.weights"),
+        ({"advantages": {"step_coef": 2.0}}, "algorithm.unused", "algorithm.advantages.step_coef"),
+        ({"name": "reinforce_pp", "advantages": {"lam": 0.9}}, "algorithm.unused", "algorithm.advantages.lam"),
+        ({"advantages": {"gamma": 0.9}}, "algorithm.unused", "algorithm.advantages.gamma"),
+        ({"advantages": {"whiten": True}}, "algorithm.unused", "algorithm.advantages.whiten"),
         ({"reference": True, "kl_reward_coef": 0.1}, "algorithm.unused", "algorithm.kl_reward_coef"),
         ({"kl_estimator": "k2"}, "algorithm.unused", "algorithm.kl_estimator"),
         ({"kl_unbiased": True}, "algorithm.unused", "algorithm.kl_unbiased"),
@@ -76,6 +93,11 @@ BASE: dict[str, Any] = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": 
         ),
         ({"advantages": "vtrace"}, "algorithm.unknown", "algorithm.advantages"),
         ({"loss": "hinge"}, "algorithm.unknown", "algorithm.loss"),
+        ({"loss": {"kind": "hinge"}}, "algorithm.unknown", "algorithm.loss"),
+        ({"loss": None}, "algorithm.unknown", "algorithm.loss"),
+        ({"loss": {"hihg": 0.3}}, "algorithm.unused", "algorithm.loss.hihg"),
+        ({"loss": {"kind": "my.loss", "high": 0.3}}, "algorithm.unused", "algorithm.loss.high"),
+        ({"credit": "equal"}, "algorithm.unknown", "algorithm.credit"),
         ({"loss": "my.loss", "kl_coef": 0.1, "reference": True}, "algorithm.unused", "algorithm.kl_coef"),
     ],
 )
@@ -151,14 +173,54 @@ def test_held_out_answers_may_be_greedy_and_demonstrations_sample_nothing():
 def test_a_preset_is_its_own_values_and_each_can_be_overridden(name):
     teacher = {"teacher": "t"} if name == "distillation" else {}
     algorithm = Algorithm(name=name, **teacher)
-    for key in PRESETS[name]:
-        assert getattr(algorithm, key) == algorithm.default(key) != type(algorithm).model_fields[key].default
+    for key, value in PRESETS[name].items():
+        expected = read_objective(key, value) if key in OBJECTIVES else value
+        assert getattr(algorithm, key) == expected != getattr(Algorithm(), key)
     # Trainer ranks get the configuration as it was written out, with every key.
     assert Algorithm.model_validate(algorithm.model_dump()) == algorithm
-    assert Algorithm(name="gspo", clip_high=0.1).clip_high == 0.1
+    assert Algorithm(name="gspo", loss={"high": 0.1}).loss == Clipped(kind="gspo", low=3e-4, high=0.1)
     correction = Algorithm(name="decoupled_ppo", correction={"high": 10.0}).correction
     assert (correction.kind, correction.low, correction.high) == ("icepop", 0.0, 10.0)
     assert NEEDS.keys() <= type(algorithm).model_fields.keys()
+
+
+def test_a_kind_takes_from_the_preset_only_the_parameters_that_it_has():
+    assert Algorithm(name="dapo", loss={"low": 0.1}).loss == Clip(kind="clip", low=0.1, high=0.28)
+    assert Algorithm(name="dapo", loss="gspo").loss == Clipped(kind="gspo", high=0.28)
+    assert Algorithm(name="dapo", loss={"kind": "sapo", "tau_positive": 2.0}).loss == Sapo(kind="sapo", tau_positive=2)
+    assert Algorithm(name="dr_grpo", advantages="rloo").advantages == Objective(kind="rloo")
+    assert Algorithm(name="dapo", loss="my.loss").loss == Objective(kind="my.loss")
+
+
+def test_a_loss_takes_the_parameters_of_its_record():
+    for kind, record in LOSSES.items():
+        if kind not in ("sft", "bradley_terry"):
+            parameters = signature(getattr(surrogates, kind)).parameters
+            given = {name for name, each in parameters.items() if each.kind == Parameter.KEYWORD_ONLY}
+            assert given <= {*record.model_fields}, kind
+
+
+@pytest.mark.parametrize(
+    ("loss", "overrides", "expected"),
+    [
+        (None, ["algorithm.loss.high=0.3"], Clip(kind="clip", high=0.3)),
+        ("sapo", ["algorithm.loss.tau_positive=2"], Sapo(kind="sapo", tau_positive=2)),
+        ({"kind": "sapo", "tau_positive": 2}, ["algorithm.loss=gspo"], Clipped(kind="gspo")),
+        ({"high": 0.3}, ["algorithm.loss=sapo", "algorithm.loss.tau_positive=2"], Sapo(kind="sapo", tau_positive=2)),
+        ({"high": 0.3}, ["algorithm.loss=null"], Clip(kind="clip")),
+    ],
+)
+def test_overrides_change_one_parameter_or_the_kind(tmp_path, loss, overrides, expected):
+    algorithm = {} if loss is None else {"algorithm": {"loss": loss}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE | algorithm))
+    assert load_config(tmp_path / "run.yaml", overrides).algorithm.loss == expected
+
+
+def test_an_override_for_another_kind_is_refused_and_blamed_on_the_override(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE | {"algorithm": {"loss": "sapo"}}))
+    with refused("algorithm.unused", about="algorithm.loss.high") as caught:
+        load_config(tmp_path / "run.yaml", ["algorithm.loss.high=0.3"])
+    assert "override 'algorithm.loss.high=0.3'" in str(caught.value)
 
 
 # Hooks ----------------------------------------------------------------------------------------------------------------
@@ -240,7 +302,8 @@ def test_hooks_are_tried_on_invented_rollouts_before_a_run():
 
 def inputs() -> LossInputs:
     lp = torch.tensor([-1.0, -2.0], requires_grad=True)
-    return LossInputs(logprobs=lp, weight=torch.ones(2), advantages=torch.ones(2), old_logprobs=lp.detach())
+    old, ones = lp.detach(), torch.ones(2)
+    return LossInputs(logprobs=lp, weight=ones, advantages=ones, old_logprobs=old, rollout_logprobs=old)
 
 
 def test_an_own_loss_is_the_whole_loss():

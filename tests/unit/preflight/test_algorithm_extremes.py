@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.config.sections.presets import PRESETS
+from slimx.config.sections.objectives import PRESETS
 from slimx.preflight.probe import Probe, make_probe, policy_gradient, value_gradient
 from tests.unit.preflight.effects_stand import config
 
@@ -117,7 +117,7 @@ def test_a_step_at_its_edges_has_a_finite_gradient(name):
             assert np.isfinite(value_gradient(settings, probe)).all(), edge.__name__
         trained = np.concatenate([t.loss_mask[1:] for group in probe.groups for t in group.trajectories]) > 0
         assert not gradient[: len(trained)][~trained].any(), f"{edge.__name__}: an untrained token has a gradient"
-        compares = settings.algorithm.group_relative or settings.algorithm.advantages == "remax"
+        compares = settings.algorithm.group_relative or settings.algorithm.advantages.kind == "remax"
         alone = edge is rewards_are_equal or (edge is groups_have_one and settings.algorithm.group_relative)
         if alone and compares and name not in ("all terms", "kl_cov"):  # which have gradients of their own
             assert np.abs(gradient).max() < 1e-6, f"{edge.__name__}: there is nothing to compare"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from slimx.config.schema import Config
+from slimx.config.suggestions import field_at
 from slimx.extras.foreign.verl import VERL
 from tools.docs import make_architecture, make_foreign, make_metrics, make_unproven
 from tools.docs.make_configuration import PAGE, page
@@ -36,10 +38,10 @@ def test_the_picture_of_the_architecture_is_that_of_the_import_contracts():
 def test_every_key_of_the_schema_has_a_description():
     def bare(model, prefix=""):
         for name, field in model.model_fields.items():
-            inner = field.annotation
-            if hasattr(inner, "model_fields"):
-                yield from bare(inner, f"{prefix}{name}.")
-            elif not field.description:
+            inner = [each for each in (field.annotation, *get_args(field.annotation)) if hasattr(each, "model_fields")]
+            for each in inner:
+                yield from bare(each, f"{prefix}{name}.")
+            if not inner and not field.description:
                 yield prefix + name
 
     assert list(bare(Config)) == []
@@ -61,9 +63,4 @@ def test_keys_in_the_documentation_exist(path):
     named = re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", path.read_text())
     theirs = VERL if path == make_foreign.PAGE else {}
     for key in (key for key in named if key not in theirs):
-        model = Config
-        for part in key.split("."):
-            model = getattr(model, "model_fields", {}).get(part)
-            assert model is not None, f"{key} in {path.name}"
-            arguments = [a for a in getattr(model.annotation, "__args__", ()) if hasattr(a, "model_fields")]
-            model = arguments[0] if arguments else model.annotation
+        assert field_at(Config, key.split(".")) is not None, f"{key} in {path.name}"

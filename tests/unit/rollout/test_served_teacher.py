@@ -117,13 +117,14 @@ async def test_the_likeliest_tokens_of_each_place_are_kept_and_reach_the_trainer
         assert np.isnan(scored.teacher_top_logprobs[:first]).all()
         assert scored.teacher_top_logprobs[first:].tolist() == (-ids / 8).tolist()
     weights = loss_weights(trajectories, "token")
-    rows = make_rows(trajectories, [0.0] * 2, weights, taught=True, top=3)
+    algorithm = config_of(**{**SERVED, **LIKELIEST}).algorithm
+    rows = make_rows(trajectories, [0.0] * 2, weights, algorithm)
     lone = pack(rows[:1], data_size=1, max_tokens=64, count_multiple=2).shards[0]
     assert lone[1].teacher_top_ids.shape == lone[1].teacher_top_logprobs.shape == (1, 3), "padding alone"
     assert lone[0].teacher_top_ids.tolist() == trajectories[0].teacher_top_ids[1:].tolist()
     assert np.isfinite(lone[0].teacher_top_logprobs).all()
-    with refused("data.teacher_top", about=trajectories[0].id):
-        make_rows(trajectories, [0.0] * 2, weights, taught=True, top=4)
+    with refused("data.column", about=trajectories[0].id):
+        make_rows(trajectories, [0.0] * 2, weights, algorithm.model_copy(update={"teacher_top_k": 4}))
 
 
 @pytest.mark.parametrize(
@@ -301,15 +302,16 @@ def test_teachers_that_do_not_fit_are_refused_by_their_entry(changes, code, abou
 def test_scores_reach_the_trainers_where_tokens_are_predicted_and_are_demanded_of_every_rollout():
     given = trajectory([0, 1, 0, 1], teacher_logprobs=np.array([np.nan, -1, np.nan, -3], np.float32))
     weights = loss_weights([given], "token")
-    (row,) = make_rows([given], [0.0], weights, taught=True)
+    algorithm = config_of(**SERVED).algorithm
+    (row,) = make_rows([given], [0.0], weights, algorithm)
     assert row.teacher_logprobs.tolist() == [-1, 0, -3] and row.teacher_logprobs.dtype == np.float32
     assert make_rows([given], [0.0], weights)[0].teacher_logprobs is None
     ((batch,),) = pack([row], data_size=1, max_tokens=8, multiple_of=4).shards
     assert batch.teacher_logprobs.tolist() == [-1, 0, -3, 0]
     for lost in (None, np.array([np.nan, -1, -2, np.nan], np.float32)):
         given.teacher_logprobs = lost
-        with refused("data.teacher_logprobs", about="g/0"):
-            make_rows([given], [0.0], weights, taught=True)
+        with refused("data.column", about="g/0"):
+            make_rows([given], [0.0], weights, algorithm)
     with pytest.raises(ValueError) as caught:
         trajectory([0, 1, 1, 1], teacher_logprobs=np.zeros(2, np.float32))
     assert "teacher_logprobs" in str(caught.value) and numbers(caught.value)[-3:] == [2, 4, 4]

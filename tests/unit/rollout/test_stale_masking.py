@@ -38,9 +38,9 @@ def test_masked_tokens_have_no_weight_and_denominators_count_the_others_alone(ma
     trajectories = [trajectory_of(mixed, [0, 0] + [1] * 6), trajectory_of([prompt, *mixed[1:]], [0, 0] + [1] * 6)]
     group = Group(id="g0", prompt=Prompt(id="p", token_ids=[5, 6, 7]), trajectories=trajectories)
     (rows,) = make_update_rows(config, [group], lambda groups: [1.0, -1.0])
-    counts = [int((row.loss_weight > 0).sum()) for row in rows]
+    counts = [int((row.weight > 0).sum()) for row in rows]
     assert counts == ([2, 2] if masked else [6, 6])
-    assert sum(row.loss_weight.sum() for row in rows) == pytest.approx(1)
+    assert sum(row.weight.sum() for row in rows) == pytest.approx(1)
 
 
 def trajectory_of(spans: list[Span], trained: list[int]) -> Trajectory:

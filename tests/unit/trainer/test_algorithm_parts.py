@@ -168,7 +168,7 @@ class FakeTrainers:
         ({"name": "dpo"}, ["policy", "reference"]),
         ({"name": "reinforce_pp", "reference": True, "kl_reward_coef": 0.1}, ["reference"]),
         ({"name": "reinforce_pp"}, []),
-        ({"name": "kl_cov", "cov_share": 0.2}, []),
+        ({"name": "kl_cov", "loss": {"share": 0.2}}, []),
     ],
 )
 async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(algorithm, asked):
@@ -196,7 +196,7 @@ async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(a
     assert metrics == pytest.approx(expected)
     for row, other in zip(rows, wanted, strict=True):
         assert row.advantages.tolist() == other.advantages.tolist()
-        assert (row.selected is None) == (other.selected is None) == (config.algorithm.loss != "kl_cov")
+        assert (row.selected is None) == (other.selected is None) == (config.algorithm.loss.kind != "kl_cov")
 
 
 class FakeRun:

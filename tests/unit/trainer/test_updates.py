@@ -55,7 +55,7 @@ def test_each_group_is_in_one_update_whole_and_each_update_has_its_own_denominat
     for rows in made:
         update = pack(rows, data_size=1, max_tokens=64)
         batches = [batch for shard in update.shards for batch in shard]
-        assert sum(b.loss_weight.astype(np.float64).sum() for b in batches) == pytest.approx(1, abs=1e-6)
+        assert sum(b.weight.astype(np.float64).sum() for b in batches) == pytest.approx(1, abs=1e-6)
         tokens = np.concatenate([batch.tokens for batch in batches])
         here = sorted(set(tokens.tolist()))
         assert len(tokens) == sum(len(t.token_ids) - 1 for n in here for t in groups[n - 1].trajectories)

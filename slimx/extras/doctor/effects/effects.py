@@ -14,6 +14,7 @@ import numpy as np
 from slimx.config.rule import broken, refuse, rules_in
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import NEEDS, Algorithm, Correction, Rejection
+from slimx.config.sections.objectives import Clip, read_objective
 from slimx.config.sections.schedule import Schedule
 from slimx.extras.doctor.effects.router_probe import RouterSizes, router_gradient
 from slimx.models.families import configured_model
@@ -45,7 +46,8 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A key, and what to put there instead to be without it."""
+    """A key of section algorithm, or a parameter of its loss or estimator, and what to put there instead to be without
+    it."""
 
     key: str
     neutral: Any
@@ -79,15 +81,19 @@ def _nothing_compared(config: Config) -> str | None:
 FAR = 1e9
 
 TERMS = (
-    Term("clip_low", 1.0, _ratio_is_one),
-    Term("clip_high", FAR, _ratio_is_one),
-    Term("dual_clip", None, _ratio_is_one),
-    Term("normalize_std", False),
-    Term("reward_weights", {}),
-    Term("step_coef", 0.0),
-    Term("gamma", 1.0),
-    Term("gae_lambda", 1.0),
-    Term("whiten", False),
+    Term("advantages.normalize_std", False),
+    Term("advantages.weights", {}),
+    Term("advantages.step_coef", 0.0),
+    Term("advantages.gamma", 1.0),
+    Term("advantages.lam", 1.0),
+    Term("advantages.whiten", False),
+    Term("advantages.beta", FAR),
+    Term("loss.low", 1.0, _ratio_is_one),
+    Term("loss.high", FAR, _ratio_is_one),
+    Term("loss.dual", None, _ratio_is_one),
+    Term("loss.tau_positive", FAR, _ratio_is_one),
+    Term("loss.tau_negative", FAR, _ratio_is_one),
+    Term("loss.share", 0.0, _ratio_is_one),
     Term("aggregation", "token"),
     Term("kl_coef", 0.0),
     Term("kl_estimator", "k2"),
@@ -102,10 +108,6 @@ TERMS = (
     Term("rejection", Rejection()),
     Term("opsm_delta", None),
     Term("mask_stale_tokens", False),
-    Term("sapo_tau_positive", FAR, _ratio_is_one),
-    Term("sapo_tau_negative", FAR, _ratio_is_one),
-    Term("cov_share", 0.0, _ratio_is_one),
-    Term("dpo_beta", FAR),
 )
 """In the order of the configuration. Keys that have no effect under an algorithm are refused there
 (`slimx.config.sections.algorithm.NEEDS`) and not looked at here."""
@@ -120,9 +122,11 @@ def effects(config: Config) -> list[Effect]:
     of the model config.json only, where its routers have losses.
 
     Raises SlimxError if they have and there is none, or the model has no routers."""
-    share = max(config.algorithm.cov_share, SELECTED)
-    probe, whole = make_probe(config), config.algorithm
-    config = config.model_copy(update={"algorithm": whole.model_copy(update={"cov_share": share})})
+    probe, algorithm = make_probe(config), config.algorithm
+    share = _value(algorithm, "loss.share")
+    if share is not None:
+        algorithm = _changed(algorithm, "loss.share", max(share, SELECTED))
+        config = config.model_copy(update={"algorithm": algorithm})
     return [*_policy_effects(config, probe), *_value_effects(config, probe), *_router_effects(config, probe)]
 
 
@@ -131,22 +135,21 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     if algorithm.scores:
         return  # of a pair; the probe batch is a policy's
     whole = policy_gradient(config, probe)
-    if algorithm.loss == "sft" or algorithm.own_loss:
+    if algorithm.loss.kind == "sft" or "loss" in algorithm.hooks:
         share = _share(whole, np.zeros_like(whole))
-        yield Effect("algorithm.loss", algorithm.loss, share, True, None if share else "its gradient is 0")
-    if algorithm.loss != "sft" and algorithm.advantages != "none":
+        yield Effect("algorithm.loss", algorithm.loss.kind, share, True, None if share else "its gradient is 0")
+    if algorithm.loss.kind != "sft" and algorithm.advantages.kind != "none":
         share = _share(whole, policy_gradient(config, probe, without_advantages=True))
         reason = None if share else _nothing_compared(config) or "every advantage of the probe batch is 0"
-        yield Effect("algorithm.advantages", algorithm.advantages, share, True, reason)
-    for term in () if algorithm.loss == "sft" else TERMS:
-        value = getattr(algorithm, term.key)
-        if value == term.neutral or not _belongs(algorithm, term.key):
+        yield Effect("algorithm.advantages", algorithm.advantages.kind, share, True, reason)
+    for term in () if algorithm.loss.kind == "sft" else TERMS:
+        value = _value(algorithm, term.key)
+        if value in (None, term.neutral) or not _belongs(algorithm, term.key):
             continue
         other = config.model_copy(update={"algorithm": _without(algorithm, term)})
         share = _share(whole, policy_gradient(other, probe))
         reason = None if share else term.reason(config) or "the gradient of the probe batch is the same without it"
-        chosen = value != algorithm.default(term.key)
-        yield Effect(f"algorithm.{term.key}", _shown(value), share, chosen, reason)
+        yield Effect(f"algorithm.{term.key}", _shown(value), share, value != _default(algorithm, term.key), reason)
 
 
 def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
@@ -185,15 +188,38 @@ def _belongs(algorithm: Algorithm, key: str) -> bool:
     return key not in NEEDS or NEEDS[key][0](algorithm)
 
 
+def _value(algorithm: Algorithm, key: str) -> Any:
+    """The value of a key such as `kl_coef` or `loss.low`; None where the loss or estimator has no such parameter."""
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(algorithm, section) if section else algorithm, name, None)
+
+
+def _default(algorithm: Algorithm, key: str) -> Any:
+    """The value of `key` under this algorithm's name, for its kind of loss and estimator, where nothing is said."""
+    section, _, name = key.rpartition(".")
+    if not section:
+        return algorithm.default(name)
+    kind = getattr(algorithm, section).kind
+    return getattr(read_objective(section, {"kind": kind}, algorithm.default(section)), name)
+
+
+def _changed(algorithm: Algorithm, key: str, value: Any) -> Algorithm:
+    """`algorithm` with another value; not checked again, since some neutral values are refused by name."""
+    section, _, name = key.rpartition(".")
+    if section:
+        name, value = section, getattr(algorithm, section).model_copy(update={name: value})
+    return algorithm.model_copy(update={name: value})
+
+
 def _without(algorithm: Algorithm, term: Term) -> Algorithm:
-    """`algorithm` with the neutral value; not checked again, since some neutral values are refused by name."""
-    changes: dict[str, Any] = {term.key: term.neutral}
-    if term.key == "cov_share":  # one token is selected at least: without it means without the selection
-        changes = {"loss": "clip", "clip_low": algorithm.clip_low if algorithm.loss == "clip_cov" else 1.0}
-        changes["clip_high"] = algorithm.clip_high if algorithm.loss == "clip_cov" else FAR
+    """`algorithm` with the neutral value."""
+    if term.key == "loss.share":  # one token is selected at least: without it means without the selection
+        bounds = {"low": 1.0, "high": FAR, "dual": None}
+        given = {name: value for name, value in algorithm.loss if name in bounds}
+        return algorithm.model_copy(update={"loss": Clip(kind="clip", **(bounds | given))})
     if term.key == "old_logprobs":  # what compares the two has nothing to compare
-        changes |= {"correction": Correction(), "rejection": Rejection()}
-    return algorithm.model_copy(update=changes)
+        algorithm = algorithm.model_copy(update={"correction": Correction(), "rejection": Rejection()})
+    return _changed(algorithm, term.key, term.neutral)
 
 
 def _share(with_it: np.ndarray, without: np.ndarray) -> float:

@@ -1,0 +1,203 @@
+"""Objectives of section algorithm: losses and estimators of advantages, each with its parameters, and the published
+algorithms that combine them.
+
+The fields of a loss, but for `kind`, are the keyword arguments of the function of that name in
+`slimx.algorithms.losses.surrogates`. Where a preset's number comes from is in docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, Union
+
+from pydantic import Field
+
+from slimx.config.rule import Refusal
+from slimx.config.section import MOST, Positive, Real, Section, Share, Weight
+from slimx.config.sections.correction import Correction
+
+
+class Objective(Section):
+    """An objective without parameters, or a user's hook."""
+
+    kind: str
+    """Name, or the dotted path of a hook."""
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+class Clipped(Objective):
+    low: Positive = 0.2
+    """Ratio clipped below 1 - low."""
+    high: Positive = 0.2
+    """Ratio clipped above 1 + high."""
+
+
+class Clip(Clipped):
+    dual: float | None = Field(default=None, gt=1, le=MOST)
+    """A ratio above this pushes a token with a negative advantage no further; null: no bound."""
+
+
+class Sapo(Objective):
+    tau_positive: Positive = 1.0
+    """Temperature where the advantage is positive."""
+    tau_negative: Positive = 1.05
+    """Temperature where it is not."""
+
+
+class ClipCov(Clipped):
+    share: Share = 2e-4
+    """Share of an update's trained tokens that is selected."""
+    covariance_low: Real = 1.0
+    """Selected tokens have a covariance above this."""
+    covariance_high: Real = 5.0
+    """Selected tokens have a covariance below this."""
+
+
+class KlCov(Objective):
+    share: Share = 2e-4
+    """Share of an update's trained tokens that is selected."""
+    coef: Positive = 1.0
+    """Weight of |log ratio| at selected tokens."""
+
+
+class Grpo(Objective):
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation."""
+    eps: Positive = 1e-6
+    """Added to the standard deviation."""
+
+
+class Gigpo(Grpo):
+    gamma: Share = 1.0
+    """Discount per turn."""
+    step_coef: Weight = 1.0
+    """Weight of the advantage among equal states."""
+
+
+class Gdpo(Objective):
+    weights: dict[str, Real] = {}
+    """Weight of each reward part's normalised advantage; parts not named have 1."""
+    eps: Positive = 1e-6
+    """Added to the standard deviation."""
+    whiten: bool = False
+    """Advantages of a step get mean 0 and standard deviation 1 over its rollouts."""
+
+
+class TokenRewards(Objective):
+    """Estimators with a reward for every token."""
+
+    gamma: Share = 1.0
+    """Discount per trained token."""
+    whiten: bool = False
+    """Advantages of a step get mean 0 and standard deviation 1 over its trained tokens."""
+
+
+class Gae(TokenRewards):
+    lam: Share = 1.0
+    """Decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic."""
+
+
+class Dpo(Objective):
+    beta: Positive = 0.1
+    """Inverse temperature of the preference."""
+
+
+ADVANTAGES: dict[str, type[Objective]] = {
+    "grpo": Grpo,
+    "rloo": Objective,
+    "opo": Objective,
+    "gpg": Grpo,
+    "reinforce": TokenRewards,
+    "reinforce_baseline": TokenRewards,
+    "remax": Objective,
+    "gdpo": Gdpo,
+    "gigpo": Gigpo,
+    "gae": Gae,
+    "dpo": Dpo,
+    "none": Objective,
+}
+LOSSES: dict[str, type[Objective]] = {
+    "clip": Clip,
+    "gspo": Clipped,
+    "cispo": Clipped,
+    "topr": Objective,
+    "sapo": Sapo,
+    "clip_cov": ClipCov,
+    "kl_cov": KlCov,
+    "plain": Objective,
+    "bradley_terry": Objective,
+    "sft": Objective,
+}
+OBJECTIVES = {"advantages": ADVANTAGES, "loss": LOSSES}
+"""Classes by key of section algorithm and by kind, first the default kind."""
+Advantages = Union[*ADVANTAGES.values()]
+Loss = Union[*LOSSES.values()]
+
+
+def check_kind(key: str, kind: str, known: Collection[str]) -> None:
+    """Raise Refusal if `kind`, the value of algorithm.KEY, is neither known nor a dotted path."""
+    if kind in known or "." in kind:
+        return
+    near = difflib.get_close_matches(kind.lower(), known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise Refusal(
+        f"algorithm.{key} is {kind}, which is none of {', '.join(known)}, and no dotted path of a hook{hint}",
+        code="algorithm.unknown",
+        about=f"algorithm.{key}",
+    )
+
+
+def read_objective(key: str, value: Any, preset: str | Mapping[str, Any] = {}) -> Objective:
+    """Return the record for `value` of algorithm.KEY: a kind, a hook's dotted path, or a mapping of parameters that may
+    have a kind. Defaults come from `preset`, of the same form, for the parameters that this kind has.
+
+    Raises Refusal naming an unknown kind, or a parameter that it does not have."""
+    if isinstance(value, Objective):
+        return value
+    records, where = OBJECTIVES[key], f"algorithm.{key}"
+    values, defaults = (part if isinstance(part, Mapping) else {"kind": part} for part in (value, preset))
+    kind = str({"kind": next(iter(records)), **defaults, **values}["kind"])
+    check_kind(key, kind, records)
+    record = records.get(kind, Objective)
+    for name in values.keys() - record.model_fields.keys():
+        known = ", ".join(record.model_fields)
+        raise Refusal(
+            f"{where}.{name} is no parameter of {kind}, which has {known}; leave it out, or set {where}.kind",
+            code="algorithm.unused",
+            about=f"{where}.{name}",
+        )
+    shared = {name: default for name, default in defaults.items() if name in record.model_fields}
+    return record.model_validate({**shared, **values, "kind": kind})
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantages": {"normalize_std": False}, "aggregation": "constant"},
+    "dapo": {"loss": {"high": 0.28}},
+    "gspo": {"loss": {"kind": "gspo", "low": 3e-4, "high": 4e-4}, "aggregation": "sample"},
+    "cispo": {"loss": {"kind": "cispo", "low": 1.0, "high": 4.0}},
+    "topr": {"loss": "topr", "advantages": {"normalize_std": False}},
+    "sapo": {"loss": "sapo", "aggregation": "sample"},
+    "clip_cov": {"loss": "clip_cov"},
+    "kl_cov": {"loss": {"kind": "kl_cov", "share": 2e-3}},
+    "rloo": {"advantages": "rloo"},
+    "opo": {"advantages": "opo"},
+    "gpg": {"advantages": {"kind": "gpg", "normalize_std": False}, "loss": "plain"},
+    "reinforce_pp": {"advantages": {"kind": "reinforce", "whiten": True}},
+    "reinforce_pp_baseline": {"advantages": {"kind": "reinforce_baseline", "whiten": True}},
+    "remax": {"advantages": "remax"},
+    "gdpo": {"advantages": {"kind": "gdpo", "whiten": True}},
+    "gigpo": {"advantages": {"kind": "gigpo", "gamma": 0.95}},
+    "decoupled_ppo": {"old_logprobs": "recompute", "correction": Correction(kind="icepop", high=5.0)},
+    "ppo": {"advantages": {"kind": "gae", "whiten": True}},
+    "distillation": {"advantages": "none", "teacher_coef": 1.0},
+    "dpo": {"advantages": "dpo", "loss": "plain", "aggregation": "sum", "reference": True},
+    "bradley_terry": {"advantages": "none", "loss": "bradley_terry"},
+    "sft": {"advantages": "none", "loss": "sft"},
+}
+"""Values of `algorithm` keys by name; what is not here keeps the section's default."""
+
+Name = Literal[*PRESETS]
