@@ -202,6 +202,7 @@ def _inner(owner: Any, name: str) -> tuple[Any, Any]:
 
 
 SECTIONS = {key_of(entry).partition(".")[0] for entry in (*UNPROVEN, *chain.from_iterable(UNPROVEN.values()))}
+"""Sections that have a key of the table."""
 
 
 @rule("unproven", "run", facts=SECTIONS)
