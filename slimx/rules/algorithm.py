@@ -63,7 +63,8 @@ def varied(algorithm: Algorithm, rollout: Rollout) -> Problems:
         yield (
             f"rollout.sampling.{key}",
             f"all answers to a prompt are the same, and algorithm.advantages={algorithm.advantages} compares them: "
-            f"every advantage would be 0; set it to {default:g} (held-out answers are greedy by themselves, eval.temperature)",
+            f"every advantage would be 0; set it to {default:g} (held-out answers are greedy by themselves, "
+            "eval.temperature)",
         )
 
 
