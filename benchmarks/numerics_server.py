@@ -26,7 +26,6 @@ from slimx.engines.server.keys import bearer
 from slimx.engines.server.spec import EngineSpec
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
-from slimx.runtime.ports import free_port
 
 PROMPT = 32
 START_S = 120
@@ -57,16 +56,15 @@ async def serve(
 ) -> list[float]:
     """Tokens per second for each of `batches` of one server, which is started and stopped here."""
     spec = EngineSpec(
-        *("measured", str(model), dtype, "cpu", free_port()),
+        *("measured", str(model), dtype, "cpu"),
         max_total_tokens=16384,
         routed_experts=moe,
         exact_leaves=leaves,
     )
     engine = Engine(spec, log)
-    engine.start()
     try:
-        await engine.wait_ready(START_S)
-        return [await throughput(spec, batch, tokens, ids) for batch in batches]
+        await engine.start(START_S)
+        return [await throughput(engine.spec, batch, tokens, ids) for batch in batches]
     finally:
         await engine.stop()
 

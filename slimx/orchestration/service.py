@@ -22,9 +22,8 @@ from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.rollout import Proxy
-from slimx.engines.fleet.group import EngineGroup, tell_restarts
+from slimx.engines.fleet.group import EngineGroup, follow, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
-from slimx.engines.fleet.roster import follow
 from slimx.engines.outage import Outages
 from slimx.errors import SlimxError
 from slimx.orchestration.frozen import FrozenEngines

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from slimx.engines.delivery.deliveries import MemoryDelivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
-from slimx.engines.server.control import EngineControl
+from slimx.engines.server.wire import Wire
 from slimx.errors import LOST
 from slimx.models.families import read_model
 from slimx.reshard.outcome import Publication
@@ -76,7 +76,7 @@ class Stand:
 
 async def process_of(engine: EngineHandle) -> int:
     """The server's scheduler, which holds the model."""
-    return (await EngineControl(engine.url, keys=engine.keys).attest())[0]["pid"]
+    return (await Wire(engine.url, keys=engine.keys).ask("attest"))[0]["pid"]
 
 
 @asynccontextmanager

@@ -10,15 +10,15 @@ from typing import Any
 
 from slimx.cluster.calls import kill
 from slimx.cluster.waiting import ActorDied, gather
-from slimx.engines.fleet.actor import ANSWER_S, STOP_S
-from slimx.engines.server.engine import State
 from slimx.engines.server.keys import NO_KEYS, Keys
+from slimx.engines.server.server import ANSWER_S, STOP_S
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import ReceiverLost
 
 
 class Standing(StrEnum):
-    """The standing of an engine in the run; its server's own state is `slimx.engines.server.engine.State`."""
+    """The standing of an engine in the run, which it has without any process; what its server may do is the `State` of
+    `slimx.engines.server.engine`."""
 
     OUT = "out"
     """Not started yet, or being stopped and started again: no request and no publication reaches it."""
@@ -44,8 +44,8 @@ class EngineHandle:
         nodes: int = 1,
         keys: Keys = NO_KEYS,
     ):
-        """`make_actor` gives a new EngineActor; `deadline_s`: seconds for one call to it; `nodes`: machines that the
-        server spans; `keys`: that it asks for."""
+        """`make_actor` gives a new actor of `slimx.engines.server.engine.Engine`. `deadline_s`: seconds for one call to
+        it. `nodes`: machines that the server spans. `keys`: that it asks for."""
         self.name, self.make_actor, self.log, self.deadline_s = name, make_actor, log, deadline_s
         self.role, self.nodes, self.keys = role, nodes, keys
         self.bootstrap_port: int | None = None
@@ -55,11 +55,8 @@ class EngineHandle:
         self.url = ""
         self.standing = Standing.OUT
         self.incarnation = 0
-        self.epoch = -1
-        """Newest epoch of which a publication had begun on the server when it joined: an earlier run's, if it is a
-        server that runs already."""
-        self.kernels = ""
-        """Kernels that the server attested when it started last, in words; of a server that attests none, nothing."""
+        self.attestation: list[dict[str, Any]] = []
+        """By rank what the server attested when it started last; of one that attests nothing, nothing."""
         self._lost: asyncio.Future[SlimxError] | None = None
         """Done when this incarnation is lost: then nobody waits for its answers any more."""
 
@@ -77,8 +74,7 @@ class EngineHandle:
             await self.stop(grace_s=0)
             raise
         self.url, self.bootstrap_port = started["url"], started["bootstrap_port"]
-        self.epoch = max((rank["epoch"] for rank in started["attestation"]), default=-1)
-        self.kernels = kernels_of(started["attestation"])
+        self.attestation = started["attestation"]
         self.standing = Standing.JOINING
 
     def mark(self, text: str) -> None:
@@ -99,7 +95,7 @@ class EngineHandle:
         if self.actor is None:
             return
         try:
-            await self._wait("its state", self.actor.state.remote(), ANSWER_S)
+            await self._wait("its state", self.actor.serves.remote(), ANSWER_S)
             await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
         except SlimxError:
             await kill([self.actor])
@@ -114,42 +110,9 @@ class EngineHandle:
         except SlimxError:
             return None
 
-    async def check_health(self, deadline_s: float) -> None:
-        """Raise SlimxError if the server has ended or, while it serves, does not generate."""
-        await self.perform("check_health", None, deadline_s, deadline_s=deadline_s + ANSWER_S)
-
-    async def state(self) -> State:
-        return State(await self._answer("its state", self._living.state.remote(), self.deadline_s))
-
-    async def serves(self) -> bool:
-        """Returns True if the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
-        return await self.state() is State.READY
-
-    async def interrupt(self) -> None:
-        """End all requests of the server now; each brings what it has."""
-        await self.perform("interrupt", None)
-
-    async def trace(self, on: bool) -> dict[str, list[str]]:
-        """Begin or end noting what goes through its model."""
-        return await self.perform("trace", None, on)
-
-    async def sleep(self) -> None:
-        """Release the memory of weights and KV cache (nothing on the CPU)."""
-        await self.perform("pause", None)
-        await self.perform("sleep", None)
-
-    async def wake(self) -> None:
-        """Hold the memory of the weights alone, without their values: a publication follows, and takes back the rest
-        when the trainers' part is done."""
-        state = await self.state()
-        if state is State.READY:  # it has started since the publication before
-            await self.sleep()
-        if state in (State.READY, State.ASLEEP):
-            await self.perform("wake", None, ("weights",))
-
     async def perform(self, verb: str, epoch: int | None, *arguments: Any, deadline_s: float | None = None) -> Any:
         """Have the engine do a verb of a publication (`slimx.reshard.parties.Receiver`) in membership `epoch`; with
-        epoch None any method of Engine, at any time.
+        epoch None any method of `slimx.engines.server.engine.Engine`, at any time.
 
         Raises ReceiverLost if the engine or its actor is gone, or does not answer in time.
         """

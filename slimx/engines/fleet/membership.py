@@ -25,6 +25,7 @@ from slimx.engines.fleet.router_keeper import RouterKeeper
 from slimx.engines.fleet.turn import EnginesTurn
 from slimx.engines.outage import Outage
 from slimx.engines.server.router import Router
+from slimx.engines.server.server import ANSWER_S
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import Pace, cancelled
@@ -249,7 +250,7 @@ class Membership:
         incarnation, error = engine.incarnation, None
         for _ in range(2):
             try:
-                if not await engine.serves():
+                if not await engine.perform("serves", None):
                     return
                 async with asyncio.timeout(self.health.timeout):
                     await self.probe(engine)
@@ -262,7 +263,7 @@ class Membership:
             # A server whose scheduler has died breaks connections for a second before it ends itself.
             if engine.incarnation != incarnation or await self._quarantine_if_ended(engine):
                 return
-            if await engine.serves():
+            if await engine.perform("serves", None):
                 said = f"engine {engine.name} fails requests: {error}; log {engine.log}"
                 await self.quarantine(engine, ReceiverLost(said, code="engine.useless", about=engine.name))
 
@@ -282,7 +283,8 @@ class Membership:
                 continue
             incarnation = engine.incarnation
             try:
-                await engine.check_health(self.health.timeout)
+                limit = self.health.timeout
+                await engine.perform("check_health", None, limit, deadline_s=limit + ANSWER_S)
                 failures = 0
             except SlimxError as error:
                 failures += 1

@@ -1,34 +1,45 @@
-"""One engine: a supervised SGLang server with a state, so that it never serves weights that were not verified.
+"""One engine: a SGLang server with a state, so that it never serves weights that were not verified.
 
-    STARTING --ready, attested--> READY <--resume/pause--> PAUSED --load--> DIRTY --verified--> PAUSED
-                                                             |  ^             ^
-                                                        sleep|  |wake         |wake of weights (their values are gone)
-                                                             v  |             |
-                                                            ASLEEP -----------+            any --ended, failed--> DEAD
-
-No Ray in here: the actor that owns an Engine is `slimx.engines.fleet.actor.EngineActor`.
+STARTING --ready, attested--> READY <--resume/pause--> PAUSED --load--> DIRTY --verified--> PAUSED
+                                                         |  ^             ^
+                                                    sleep|  |wake         |wake of weights (their values are gone)
+                                                         v  |             |
+                                                        ASLEEP -----------+            any --ended, failed--> DEAD
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-from collections.abc import AsyncIterator
+import pickle
+import socket
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, Literal
 
-from slimx.engines.server.answers import Json
-from slimx.engines.server.attestation import attested
-from slimx.engines.server.control import EngineControl, PauseMode, Tag
-from slimx.engines.server.external import ForeignProcess, close_open
-from slimx.engines.server.spec import EngineSpec, server_argv, server_env
-from slimx.engines.server.stamp import stamp
+from slimx.cluster.place import Placement
+from slimx.engines.server.nodes import DirectEnd, FilesEnd, Nodes
+from slimx.engines.server.ranks import check_copied, check_staged, forms_of, verified_by
+from slimx.engines.server.server import ENDING_S, PortTaken, Server
+from slimx.engines.server.spec import EngineSpec
+from slimx.engines.server.wire import RECEIVER, Json, stamp
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Staging
-from slimx.runtime.logs import how_ended, quoted
-from slimx.runtime.process import ServerProcess, SupervisedProcess
+from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost, Staging
+from slimx.runtime.logs import marked
+from slimx.runtime.ports import LOOPBACK, claimed_port, own_address
+
+PauseMode = Literal["retract", "in_place", "abort"]
+Tag = Literal["weights", "kv_cache", "cuda_graph"]
+
+PORTS = 3
+"""Ports that a start tries when other programs take them."""
+NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
+"""The body that /update_weights_from_tensor must carry although our tensors are staged: a pickled empty list."""
 
 
 class State(StrEnum):
@@ -52,22 +63,37 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 class Engine:
-    """A server process, its control client and its state. One owner calls it, one call at a time."""
+    """One server through all its starts, in a process on the server's own (first) machine, so that it can start, watch
+    and end it: a Ray actor that the driver calls through `slimx.engines.fleet.handle`."""
 
-    def __init__(self, spec: EngineSpec, log_path: Path | str) -> None:
-        self.spec = spec
-        self.process: ServerProcess = (
-            ForeignProcess(spec.url)
-            if spec.external
-            else SupervisedProcess(
-                f"engine {spec.name}", server_argv(spec), log_path, server_env(spec), spec.keys.to_bytes()
-            )
-        )
-        self.control = EngineControl(spec.url, spec.name, spec.keys)
+    def __init__(
+        self,
+        spec: EngineSpec,
+        log_path: Path,
+        deadline_s: float = 60.0,
+        *,
+        network: str | None = LOOPBACK,
+        places: Sequence[Placement] = (),
+        end: DirectEnd | FilesEnd | None = None,
+    ) -> None:
+        """`spec`: without what differs between starts. `deadline_s`: seconds for one call to the server. `network`: in
+        which it takes its address (`slimx.runtime.ports.own_address`). `places`: of a server on several machines, all
+        but the first. `end`: at which buckets arrive; None: the server opens them where they are."""
+        self.planned, self.log_path, self.deadline_s = spec, log_path, deadline_s
+        self.network, self.host, self.places, self.end = network, own_address(network), places, end
         self.state = State.DEAD
+        self.server: Server | None = None
+        """The last start."""
+        self.epoch = -1
+        """Membership epoch of the publication that was begun last."""
+        self._claims: list[socket.socket] = []
+        """Claims on the ports of the present server; those of the one before are given back."""
+        self._begin_afresh()
+
+    def _begin_afresh(self) -> None:
+        """Know nothing of what a server holds."""
         self.asleep: set[Tag] = set()
         """Tags whose memory is released."""
-        self.attestation: list[Json] = []
         self.pause_mode: PauseMode = "retract"
         self.versions: dict[str, int] = {}
         """Version of the verified weights, or adapters, of each policy that was published here."""
@@ -76,6 +102,11 @@ class Engine:
         self.staging: Staging = "model"
         self.updating = False
         """True while SGLang's weight update is open: from the first load of a publication to its verification."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The specification of the last start."""
+        return self.planned if self.server is None else self.server.spec
 
     def move(self, to: State) -> None:
         """Change the state, or refuse a change that the table does not allow."""
@@ -99,32 +130,50 @@ class Engine:
 
     # Life -----------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the server process; `wait_ready` next."""
-        self.move(State.STARTING)
-        self.asleep.clear()
-        self.versions, self.publication = {}, None
-        self.updating = False
-        self.process.start()
+    async def start(self, deadline_s: float) -> dict[str, Any]:
+        """Start a server and wait until it attests the plugin; its URL and attestation. On any failure it is stopped.
 
-    async def wait_ready(self, deadline_s: float) -> None:
-        """Wait until the server generates and attests the plugin. On any failure it is stopped and DEAD.
-
-        A frozen model of somebody else's server need not attest anything: nothing is published to it.
+        Each start takes a port of its own: what was sent to an earlier server cannot reach the new one. Another program
+        may take that port while the server imports its modules: up to `PORTS` are tried.
         """
-        self.require("wait_ready", State.STARTING)
-        try:
-            if self.spec.external and not self.spec.frozen:
-                await close_open(self.control, paused=True)
-            await self.control.wait_ready(deadline_s, self.process)
-            if not (self.spec.external and self.spec.frozen):
-                self.attestation = await attested(self.control, self.spec, self.process)
-            if not self.spec.external:
-                await self.control.freeze_gc()
-        except BaseException:
-            await self.stop()
-            raise
+        for left in reversed(range(PORTS)):
+            try:
+                await self._start(deadline_s)
+                break
+            except PortTaken:
+                await self.stop(ENDING_S)
+                if not left:
+                    raise
+            except BaseException:
+                await self.stop()
+                raise
+        spec = self.spec
+        return {"url": spec.url, "bootstrap_port": spec.bootstrap_port, "attestation": self.server.attestation}
+
+    async def _start(self, deadline_s: float) -> None:
+        self.move(State.STARTING)
+        self._begin_afresh()
+        nodes = None
+        if self.places:
+            nodes = Nodes(self.planned, self.log_path, self.network, self.places, self.end, self.deadline_s)
+        self.server = Server(self._placed(), self.log_path, self.deadline_s, nodes)
+        await self.server.start(deadline_s)
+        if self.end is not None:
+            await self.end.prepare()
+        await self.server.wait_ready(deadline_s)
         self.move(State.READY)
+
+    def _placed(self) -> EngineSpec:
+        """The specification of the next server, with ports of its own."""
+        if self.planned.external:
+            return self.planned
+        prefill = self.planned.role == "prefill"
+        before, claimed = self._claims, [claimed_port(self.host) for _ in range(1 + prefill)]
+        self._claims = [claim for _, claim in claimed]
+        for claim in before:
+            claim.close()
+        (port, *others) = (port for port, _ in claimed)
+        return replace(self.planned, port=port, host=self.host, bootstrap_port=others[0] if prefill else None)
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the server with its whole process tree; DEAD afterwards. May be called in any state.
@@ -132,38 +181,69 @@ class Engine:
         Somebody else's server is not ended, but left.
         """
         before, self.state = self.state, State.DEAD
-        if self.spec.external and not self.spec.frozen and before is not State.DEAD:
-            await close_open(self.control, paused=before is State.PAUSED)
-        await asyncio.to_thread(self.process.stop, grace_s)
+        if self.server is None:
+            return
+        if before is not State.DEAD:
+            await self.server.release(paused=before is State.PAUSED)
+        await self.server.stop(grace_s)
+
+    def mark(self, text: str) -> None:
+        """Write into the server's log what the lines that follow belong to."""
+        with self.log_path.open("a") as log:
+            print(marked(f"engine {self.spec.name}, {text}"), file=log)
+
+    async def ended(self) -> str | None:
+        """The end of the server in words; None while it runs."""
+        return await self.server.ended()
 
     async def check_health(self, deadline_s: float) -> None:
-        """Raise if the process ended or, while READY, does not generate. The state stays: the owner counts failures.
+        """Raise SlimxError if the server has ended or, while READY, does not generate. The state stays: the owner
+        counts failures.
 
-        A paused or sleeping server cannot answer /health_generate (and would call itself unhealthy), so only its
-        process is looked at.
+        A paused or sleeping server cannot answer /health_generate (and would call itself unhealthy).
         """
-        if (status := self.process.poll()) is not None:
-            raise SlimxError(
-                f"engine {self.spec.name} {how_ended(status)}; {quoted(self.process.log_path, self.process.tail())}",
-                code="engine.ended",
-                about=self.spec.name,
-            )
         if self.state is State.READY:
-            await self.control.health(deadline_s)
+            await self.server.check_generation(deadline_s)
+        elif (end := await self.ended()) is not None:
+            raise SlimxError(end, code="engine.ended", about=self.spec.name)
 
-    async def trace(self, on: bool) -> dict[str, list[str]]:
-        """Begin or end noting what goes through the model (`EngineControl.trace`)."""
-        self.require("trace", State.READY)
-        return await self.control.trace(on)
+    async def serves(self) -> bool:
+        """True if the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
+        return self.state is State.READY
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: Any) -> Any:
+        """Do a verb of `slimx.reshard.parties.Receiver`, as a step of the publication of membership `epoch`, or, with
+        epoch None, any method. Refuses steps of an older publication than the newest."""
+        if epoch is not None:
+            self._enter(verb, epoch)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await getattr(self, verb)(*arguments)
+        except TimeoutError:
+            raise DeadlineError(verb, deadline_s, f"engine {self.spec.name}") from None
+
+    def _enter(self, verb: str, epoch: int) -> None:
+        if epoch < self.epoch or (epoch > self.epoch and verb not in BEFORE_BEGIN):
+            raise SlimxError(
+                f"engine {self.spec.name}: {verb} of epoch {epoch} is late; a publication of epoch {self.epoch} "
+                "has begun",
+                code="engine.late",
+                about=verb,
+            )
+        if verb == "begin":
+            self.epoch = epoch
 
     # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating, unless that has been done."""
+        """Stop generating, unless that has been done. `retract` drops the KV of running requests, which is computed
+        again later; `in_place` keeps it."""
         if self.state in (State.PAUSED, State.DIRTY, State.ASLEEP):
             return
         self.require("pause", State.READY)
-        await self.control.pause(mode)
+        await self.server.call("/pause_generation", {"mode": mode})
         self.pause_mode = mode
         self.move(State.PAUSED)
 
@@ -172,19 +252,29 @@ class Engine:
         self.require("resume", State.PAUSED)
         if self.asleep:
             await self.wake()
-        await self.control.resume()
+        await self.server.call("/continue_generation", {})
         self.move(State.READY)
 
     async def interrupt(self) -> None:
         """End every request now; each brings what it has, with finish reason "abort"."""
-        await self.control.abort_all()
+        await self.server.call("/abort_request", {"abort_all": True})
 
     async def sleep(self, tags: tuple[Tag, ...] = ("kv_cache", "weights", "cuda_graph")) -> None:
-        """Release the memory of `tags`; that of CUDA graphs is copied to host memory, if it can be released."""
+        """Release the memory of `tags`; that of CUDA graphs is copied to host memory, if it can be released. Without a
+        memory saver (CPU) nothing is freed."""
+        await self.pause()
         self.require("sleep", State.PAUSED)
-        await self.control.sleep(tags)
+        await self.server.call("/release_memory_occupation", {"tags": list(tags)})
         self.asleep |= set(tags)
         self.move(State.ASLEEP)
+
+    async def hold_weights(self) -> None:
+        """Take back the memory of the weights alone, without their values, for the publication that follows. An engine
+        that is paused, or DIRTY, has it."""
+        if self.state is State.READY:  # it has started since the publication before
+            await self.sleep()
+        if self.state is State.ASLEEP:
+            await self.wake(("weights",))
 
     async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
         """Take memory back, all or `tags`. With weights back the engine is DIRTY until a publication is verified."""
@@ -195,39 +285,23 @@ class Engine:
                 code="engine.awake",
                 about=self.spec.name,
             )
-        await self.control.wake(wanted)
+        await self.server.call("/resume_memory_occupation", {"tags": list(wanted)})
         self.asleep -= set(wanted)
         if "weights" in wanted:
             self.move(State.DIRTY)
         elif not self.asleep and self.state is State.ASLEEP:
             self.move(State.PAUSED)
 
+    async def trace(self, on: bool) -> dict[str, list[str]]:
+        """Begin (`on`) or end noting digests of the residual stream; at the end the first rank's, by point."""
+        self.require("trace", State.READY)
+        return (await self.server.ask("trace", on=on))[0]
+
     # Publication (the verbs of slimx.reshard.parties.Receiver) --------------------------------------------------------
 
     async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:
         """Names and forms of all that a publication must bring: one list per rank for "local", else one for all."""
-        name, ranks = self.spec.name, await self.control.ask("slimx.inventory", {"encoding": encoding})
-        for number, rank in enumerate(ranks):
-            if uncovered := rank["uncovered"]:
-                parameter, why = next(iter(uncovered.items()))
-                raise SlimxError(
-                    f"engine {name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
-                    f"first {parameter}: {why}; add a row to slimx/adapters/sglang/weights/layout.py",
-                    code="engine.uncovered",
-                    about=parameter,
-                )
-        if encoding == "local":
-            return [rank["forms"] for rank in ranks]
-        tensors: dict[str, str] = {}
-        for number, rank in enumerate(ranks):
-            for tensor, form in rank["forms"].items():
-                if tensors.setdefault(tensor, form) != form:
-                    raise SlimxError(
-                        f"engine {name}: ranks disagree on {tensor}: {tensors[tensor]}, but {form} on rank {number}",
-                        code="engine.ranks_differ",
-                        about=tensor,
-                    )
-        return [tensors]
+        return forms_of(self.spec.name, await self.server.ask("inventory", encoding=encoding), encoding)
 
     async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
         """Open a publication; refused while another of the same membership epoch is open. Nothing changes yet.
@@ -235,8 +309,26 @@ class Engine:
         `staging`: "model" for one load when everything is staged, "bucket" for a load after each bucket.
         """
         self.require("begin", State.READY, State.PAUSED, State.DIRTY)
-        await self.control.ask("slimx.begin", {"manifest": manifest.to_json(), "staging": staging})
+        await self.server.ask("begin", manifest=manifest.to_json(), staging=staging)
         self.publication, self.staging = manifest, staging
+
+    async def join(self, invitations: Sequence[Any]) -> list[Any]:
+        """Offer memory to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks."""
+        return await self._ends.join(invitations, self.host)
+
+    async def bases(self) -> list[list[int]]:
+        """By receiver and bucket the transfer whose bytes are held beside the server."""
+        return await self._ends.bases()
+
+    async def receive(self, packed: PackedBucket, bucket: int) -> None:
+        """Take a bucket into memory that the server opens, and have it staged."""
+        async with self._ends.landed(packed) as landed:
+            await self.stage(landed, bucket)
+
+    @property
+    def _ends(self) -> Any:
+        """The end at which buckets arrive, or those of all machines."""
+        return self.end if self.server.nodes is None else self.server.nodes
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
         """Have each rank map its part of a bucket and prove its bytes. Allowed while it serves: the model is not
@@ -245,52 +337,52 @@ class Engine:
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)
         async with self._ending_on_error():
             manifest = self._open("stage")
-            argument = {
-                "policy": manifest.policy,
-                "version": manifest.version,
-                "epoch": manifest.membership_epoch,
-                "bucket": bucket,
-                "ranks": packed.parts(manifest.encoding, self.spec.sizes.world),
-            }
-            await self.control.ask("slimx.stage", argument)
+            await self.server.ask(
+                "stage",
+                policy=manifest.policy,
+                version=manifest.version,
+                epoch=manifest.membership_epoch,
+                bucket=bucket,
+                ranks=packed.parts(manifest.encoding, self.spec.sizes.world),
+            )
 
     async def abort(self) -> None:
         """Give the publication up. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
         self.publication = None
-        await self.control.ask("slimx.abort")
+        await self.server.ask("abort")
 
     async def load(self) -> None:
         """Copy all staged tensors in place. DIRTY from before the first copy, and an error ends the publication."""
         self.require("load", State.PAUSED, State.DIRTY)
         manifest = self._open("load")
         if self.staging == "model":
-            await self._check_staged()
+            check_staged(self.spec.name, await self.server.ask("status"))
         self.move(State.DIRTY)
         self.versions.pop(manifest.policy, None)
         async with self._ending_on_error():
             if not self.updating:
-                await self.control.open_update(draft=self.spec.draft)
+                await self._open_update()
                 self.updating = True
-            await self.control.copy_staged(self.spec.sizes.tensor)
-            for number, rank in enumerate(await self.control.status()):
-                if error := rank["outcome"].get("error"):
-                    raise SlimxError(
-                        f"engine {self.spec.name} rank {number}: the copy ended after {rank['outcome']['loaded']} "
-                        f"tensors: {error}; publish again",
-                        code="engine.copy",
-                        about=self.spec.name,
-                    )
+            update = {
+                "serialized_named_tensors": [NO_TENSORS] * self.spec.sizes.tensor,
+                "load_format": RECEIVER,
+                "flush_cache": False,
+                "selector": "target",
+            }
+            await self.server.call("/update_weights_from_tensor", update)
+            check_copied(self.spec.name, await self.server.ask("status"))
 
-    async def _check_staged(self) -> None:
-        """Refuse if a rank lacks a tensor of its model: the last look before the first copy."""
-        for number, rank in enumerate(await self.control.status()):
-            if rank["missing"]:
-                raise SlimxError(
-                    f"engine {self.spec.name} rank {number}: {rank['missing']} tensors of the model are not staged, "
-                    f"first {rank['first_missing']}; stage every tensor before loading",
-                    code="engine.not_staged",
-                    about=rank["first_missing"],
-                )
+    async def _open_update(self) -> None:
+        """Open SGLang's weight update, in which weights stand as loaders want them; its end packs them again."""
+        body = {"selector": "all" if self.spec.draft else "target"}
+        try:
+            await self.server.call("/begin_weight_update", body)
+        except ReceiverLost:
+            raise
+        except SlimxError:
+            # A publisher that died after opening left its update open: close it, then ours must open.
+            await self.server.call("/end_weight_update", {})
+            await self.server.call("/begin_weight_update", body)
 
     async def verify(self) -> Json:
         """Prove that every rank holds all of what was copied last. DIRTY becomes PAUSED.
@@ -299,28 +391,12 @@ class Engine:
         """
         self.require("verify", State.READY, State.PAUSED, State.DIRTY)
         if self.updating:
-            await self.control.close_update()
+            await self.server.call("/end_weight_update", {})
             self.updating = False
-        ranks = await self.control.ask("slimx.verify")
-        counts = [rank["tensors"] for rank in ranks]
-        same_for_all = ranks[0]["encoding"] != "local"
-        if same_for_all and len(set(counts)) > 1:
-            raise SlimxError(
-                f"engine {self.spec.name}: ranks got {counts} tensors of one publication; publish again",
-                code="engine.counts",
-                about=self.spec.name,
-            )
-        for key, how in (("differ", "differ from the published ones"), ("missing", "were never published")):
-            if wrong := _of_all(ranks, key):
-                raise SlimxError(
-                    f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; "
-                    "publish again or restart the engine",
-                    code="engine.unverified",
-                    about=wrong[0],
-                )
+        verified = verified_by(self.spec.name, await self.server.ask("verify"))
         if self.state is State.DIRTY:
             self.move(State.PAUSED)
-        return {"checked": counts[0] if same_for_all else sum(counts), "derived": _of_all(ranks, "derived")}
+        return verified
 
     async def commit(self, version: int) -> None:
         """Close the publication, forget KV of older weights and stamp the verified weights; `resume` next.
@@ -330,14 +406,19 @@ class Engine:
         """
         self.require("commit", State.PAUSED)
         policy = self._open("commit").policy
-        await self.control.ask("slimx.commit", {"version": version})
+        await self.server.ask("commit", version=version)
         self.publication = None
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
-            await self.control.flush_cache()
+            await self.server.call("/flush_cache")
         held = self.versions | {policy: version}
         several = self.spec.adapters is not None and len(self.spec.adapters.alphas) > 1
-        await self.control.set_version(stamp(held) if several else version)
+        await self.stamp(stamp(held) if several else str(version))
         self.versions = held
+
+    async def stamp(self, version: str) -> None:
+        """Have tokens that are sampled from now on carry `version`, a text as `slimx.engines.server.wire.stamp` makes
+        it; running requests go on."""
+        await self.server.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _open(self, what: str) -> Manifest:
         if self.publication is None:
@@ -353,14 +434,9 @@ class Engine:
         """A rank that fails has ended the publication for itself: end it on all, so that they stay in step."""
         try:
             yield
-        except DeadlineError:
-            raise  # the engine is silent: a second call would only wait again
+        except ReceiverLost:
+            raise  # a second call would only wait again
         except SlimxError:
             with contextlib.suppress(SlimxError):
                 await self.abort()
             raise
-
-
-def _of_all(ranks: list[Json], key: str) -> list[str]:
-    """The names that ranks list under `key`, each once."""
-    return sorted({name for rank in ranks for name in rank[key]})

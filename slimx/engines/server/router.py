@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from slimx.engines.server.answers import Json, message_of, request
 from slimx.engines.server.keys import STDIN, Keys, bearer
+from slimx.engines.server.wire import Json, message_of, request
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import python_argv
-from slimx.runtime.logs import how_ended, quoted
 from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.threads import in_thread
 
@@ -95,9 +94,7 @@ class Router:
 
     def ended(self) -> str | None:
         """The end of its process in words; None while it runs."""
-        if (status := self.process.poll()) is None:
-            return None
-        return f"the router {how_ended(status)}; {quoted(self.process.log_path, self.process.tail())}"
+        return self.process.ended()
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Wait until the router answers; it has no workers yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from slimx.cluster.restarts import Restart
 from slimx.config.sections.engines import Health
@@ -44,8 +45,11 @@ class FakeEngine:
     async def ended(self) -> str | None:
         return self.end
 
-    async def serves(self) -> bool:
-        return self.ready
+    async def perform(self, verb: str, epoch: int | None, *arguments: Any, deadline_s: float | None = None) -> Any:
+        if verb == "serves":
+            return self.ready
+        assert verb == "check_health"
+        await self.check_health(*arguments)
 
     async def check_health(self, deadline_s: float) -> None:
         if self.end or self.sick:

@@ -19,7 +19,7 @@ import pytest
 from slimx.cluster.place import Placement
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
-from slimx.engines.fleet.nodes import share_of
+from slimx.engines.fleet.group import share_of
 from slimx.engines.outage import Outage
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.router import Router

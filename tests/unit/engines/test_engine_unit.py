@@ -26,6 +26,7 @@ from slimx.adapters.sglang.lora import asked
 from slimx.engines.server.arguments import check_server_args, command_line, server_fields
 from slimx.engines.server.attestation import check_adapters, check_backends
 from slimx.engines.server.engine import TRANSITIONS, Engine, State
+from slimx.engines.server.server import Server
 from slimx.engines.server.spec import EngineSpec, ServedLora, server_args, server_argv, server_env
 from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.ranks import EngineSizes
@@ -65,7 +66,7 @@ async def test_calls_in_a_wrong_state_are_refused_without_asking_the_server(tmp_
         (State.DIRTY, engine.resume),
         (State.ASLEEP, engine.resume),
         (State.STARTING, engine.pause),
-        (State.READY, engine.sleep),
+        (State.DIRTY, engine.sleep),
     ):
         engine.state = state
         with refused("engine.state", about=call.__name__):
@@ -78,11 +79,12 @@ async def test_calls_in_a_wrong_state_are_refused_without_asking_the_server(tmp_
 
 async def test_graphs_sleep_and_come_back_with_the_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, calls = Engine(CPU, tmp_path / "log"), []
+    engine.server = Server(CPU, engine.log_path)
 
-    async def called(method: str, path: str, body: Any = None, **options: Any) -> None:
+    async def called(path: str, body: Any = None) -> None:
         calls.append((path, sorted((body or {}).get("tags", ()))))
 
-    monkeypatch.setattr(engine.control, "_call", called)
+    monkeypatch.setattr(engine.server, "call", called)
     engine.state = State.PAUSED
     await engine.sleep()
     await engine.wake(("weights",))
@@ -95,6 +97,29 @@ async def test_graphs_sleep_and_come_back_with_the_kv_cache(tmp_path: Path, monk
         ("/continue_generation", []),
     ]
     assert engine.state is State.READY and not engine.asleep
+
+
+async def test_an_engine_holds_its_weights_alone_before_a_publication_whenever_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    async def call(path: str, body: Any = None) -> None:
+        called.append(path)
+
+    found = {}
+    for state in State:
+        engine = Engine(CPU, tmp_path / "log")
+        engine.server, engine.state = Server(CPU, engine.log_path), state
+        engine.asleep = {"weights", "kv_cache"} if state is State.ASLEEP else set()
+        monkeypatch.setattr(engine.server, "call", call)
+        called.clear()
+        await engine.hold_weights()
+        found[state] = list(called), engine.state
+    weights = "/resume_memory_occupation"
+    assert found.pop(State.READY) == (["/pause_generation", "/release_memory_occupation", weights], State.DIRTY)
+    assert found.pop(State.ASLEEP) == ([weights], State.DIRTY)
+    assert found == {state: ([], state) for state in found}, "one that waits for a publication holds them already"
 
 
 def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:

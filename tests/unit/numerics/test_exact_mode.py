@@ -21,8 +21,7 @@ from slimx.adapters.sglang.exact.numerics import ATTENTION, LINEAR, LOG_SOFTMAX,
 from slimx.config.rule import broken, rules_in
 from slimx.config.rules.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
-from slimx.engines.server.attestation import check_numerics
-from slimx.engines.server.control import PROTOCOL, EngineControl
+from slimx.engines.server.attestation import check_numerics, check_plugin
 from slimx.engines.server.spec import EngineSpec, server_argv
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
@@ -30,6 +29,7 @@ from slimx.numerics import exact
 from slimx.numerics.exact.forward import kernel_cuda
 from slimx.orchestration.step.measure import check_gap
 from slimx.preflight.checks import exact as exact_rules
+from slimx.reshard.parties import PROTOCOL
 from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import invalid, refused
@@ -260,7 +260,7 @@ def test_an_operation_that_is_not_in_force_is_named() -> None:
     assert wrong == [NORM, LINEAR]
     rank = {"protocol": PROTOCOL, "slimx": slimx.__version__, "cpu": None, "pid": 7}
     with refused("engine.plugin_part", about=f"{NORM}, {LINEAR}"):
-        EngineControl("http://127.0.0.1:1", "e")._check(rank | {"hooks": room.in_force(registry, model)})
+        check_plugin(rank | {"hooks": room.in_force(registry, model)}, "e")
 
 
 MOE, GLM, LATENT = {"FusedMoE"}, {"FusedMoE", "Glm4MoeSparseMoeBlock"}, {"DeepseekV2AttentionMLA"}

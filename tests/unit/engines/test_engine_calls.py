@@ -6,21 +6,25 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slimx.cluster.waiting import ActorDied
-from slimx.engines.fleet import actor as engine_actor
-from slimx.engines.fleet.actor import EngineActor
 from slimx.engines.fleet.handle import EngineHandle, Standing, kernels_of
-from slimx.engines.server.control import PortTaken
+from slimx.engines.server import engine as engine_module
+from slimx.engines.server import server as engine_server
 from slimx.engines.server.engine import Engine, State
+from slimx.engines.server.server import PortTaken, Server
+from slimx.engines.server.spec import EngineSpec
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import BEFORE_BEGIN, Receiver, ReceiverLost
 from tests.refusals import refused
 from tests.virtual_time import run_virtually
@@ -30,127 +34,148 @@ def manifest(epoch: int, version: int = 7) -> Manifest:
     return Manifest(policy="actor", version=version, trainer_step=version, membership_epoch=epoch)
 
 
-class FakeEngine:
-    """The server's side; `fails` is raised by every step, `ended` and `silent` are what became of the server."""
+class FakeWire:
+    """The calls of a server; `fails` is raised by every one but `status`, which is silent while `silent` is set."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails: SlimxError | None = None
-        self.status: int | None = None
         self.silent = self.hangs = False
-        self.staged: object = None
-        self.state = State.READY
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        port = self.listener.getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
-        self.spec = SimpleNamespace(name="e0", host="127.0.0.1", port=port, url=url, external=False)
-        self.process = SimpleNamespace(poll=lambda: self.status, log_path="e0.log", tail=lambda: "Killed")
-        self.control = SimpleNamespace(status=self._status)
+        self.staged: dict[str, Any] = {}
 
-    async def _status(self) -> list:
-        if self.silent:
-            raise SlimxError("no connection")
-        return []
-
-    async def _step(self, name: str) -> None:
-        self.calls.append(name)
+    async def ask(self, verb: str, **arguments: Any) -> list[dict[str, Any]]:
+        if verb == "status":
+            if self.silent:
+                raise SlimxError("no connection")
+            return []
+        if verb == "begin":
+            self.calls.append(f"begin {arguments['manifest']['membership_epoch']}")
+        elif verb == "stage":
+            self.staged = arguments["ranks"]
+            self.calls.append(f"stage {arguments['bucket']}")
         await asyncio.sleep(600 if self.hangs else 0)
         if self.fails is not None:
             raise self.fails
+        return []
 
-    async def begin(self, manifest: Manifest, staging: str) -> None:
-        await self._step(f"begin {manifest.membership_epoch}")
 
-    async def stage(self, packed: object, bucket: int) -> None:
-        self.staged = packed
-        await self._step(f"stage {bucket}")
+BUCKET = PackedBucket("/there", 4, ((),))
 
 
 @pytest.fixture
-def actor(tmp_path: Path) -> EngineActor:
-    out = EngineActor({"name": "e0", "model_path": "m", "dtype": "float32", "device": "cpu"}, str(tmp_path / "log"), 5)
-    out.engine = FakeEngine()
+def listener() -> Iterator[socket.socket]:
+    """The server's port."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(tmp_path: Path, listener: socket.socket) -> Engine:
+    """An engine in a publication of epoch 0, whose server's process runs, listens and answers as the test has it."""
+    port = listener.getsockname()[1]
+    out = Engine(EngineSpec("e0", "m", "float32", "cpu", port), tmp_path / "log", 5)
+    out.server = Server(out.planned, out.log_path)
+    out.server.wire = FakeWire()
+    out.server.process = SimpleNamespace(ended=lambda: None, stop=lambda grace_s: None)
+    out.server._listens = True
+    out.state, out.publication = State.READY, manifest(0)
     return out
 
 
-def test_engine_and_actor_do_every_verb_of_a_publication_as_the_protocol_has_it() -> None:
+def test_an_engine_does_every_verb_of_a_publication_as_the_protocol_has_it() -> None:
     verbs = {name: verb for name, verb in vars(Receiver).items() if inspect.iscoroutinefunction(verb)}
-    assert set(engine_actor.BESIDE) < verbs.keys() and set(BEFORE_BEGIN) < verbs.keys()
+    assert set(BEFORE_BEGIN) < verbs.keys()
     for name, verb in verbs.items():
-        done = getattr(EngineActor if name in engine_actor.BESIDE else Engine, name)
-        wanted, found = (list(inspect.signature(each).parameters.values()) for each in (verb, done))
-        assert [each.name for each in found][: len(wanted)] == [each.name for each in wanted], name
-        assert all(each.default is not each.empty for each in found[len(wanted) :]), name
+        wanted, found = (list(inspect.signature(one).parameters.values()) for one in (verb, getattr(Engine, name)))
+        assert [one.name for one in found][: len(wanted)] == [one.name for one in wanted], name
+        assert all(one.default is not one.empty for one in found[len(wanted) :]), name
 
 
-async def test_a_step_of_another_publication_than_the_one_begun_last_does_not_reach_the_server(actor):
+async def test_a_step_of_another_publication_than_the_one_begun_last_does_not_reach_the_server(engine):
     with refused("engine.late", about="stage"):
-        await actor.perform("stage", 3, 5, None, 0)
-    await actor.perform("begin", 3, 5, manifest(3), "model")
-    await actor.perform("stage", 3, 5, None, 0)
-    await actor.perform("begin", 5, 5, manifest(5), "model")
+        await engine.perform("stage", 3, 5, BUCKET, 0)
+    await engine.perform("begin", 3, 5, manifest(3), "model")
+    await engine.perform("stage", 3, 5, BUCKET, 0)
+    await engine.perform("begin", 5, 5, manifest(5), "model")
     for late in (3, 4, 6):
         with refused("engine.late", about="stage"):
-            await actor.perform("stage", late, 5, None, 1)
+            await engine.perform("stage", late, 5, BUCKET, 1)
     for verb in BEFORE_BEGIN:
         with refused("engine.late", about=verb):
-            await actor.perform(verb, 4, 5)
-    await actor.perform("stage", 5, 5, None, 1)
-    assert actor.engine.calls == ["begin 3", "stage 0", "begin 5", "stage 1"]
+            await engine.perform(verb, 4, 5)
+    await engine.perform("stage", 5, 5, BUCKET, 1)
+    assert engine.server.wire.calls == ["begin 3", "stage 0", "begin 5", "stage 1"]
 
 
-async def test_a_verb_that_the_engine_does_not_answer_ends_at_its_deadline(actor):
-    actor.engine.hangs = True
+async def test_a_verb_that_the_engine_does_not_answer_ends_at_its_deadline(engine):
+    engine.server.wire.hangs = True
     with refused("deadline", about="stage", kind=DeadlineError):
-        await actor.perform("stage", None, 0.05, None, 0)
-    assert actor.engine.calls == ["stage 0"]
+        await engine.perform("stage", None, 0.05, BUCKET, 0)
+    assert engine.server.wire.calls == ["stage 0"]
 
 
-async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(actor):
+async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(engine):
+    wire = engine.server.wire
+
     class End:
         @asynccontextmanager
-        async def landed(self, packed: str) -> AsyncIterator[str]:
-            actor.engine.calls.append(f"land {packed}")
-            yield f"{packed} here"
-            actor.engine.calls.append("let go")
+        async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
+            wire.calls.append(f"land {packed.path}")
+            yield replace(packed, path="/here")
+            wire.calls.append("let go")
 
-    actor.end = End()
-    await actor.perform("begin", 3, 5, manifest(3), "model")
-    await actor.perform("receive", 3, 5, "bucket", 4)
-    assert (
-        actor.engine.calls == ["begin 3", "land bucket", "stage 4", "let go"] and actor.engine.staged == "bucket here"
-    )
+    engine.end = End()
+    await engine.perform("begin", 3, 5, manifest(3), "model")
+    await engine.perform("receive", 3, 5, BUCKET, 4)
+    assert wire.calls == ["begin 3", "land /there", "stage 4", "let go"]
+    assert wire.staged["all"]["fd_path"] == "/here"
 
 
 @pytest.mark.parametrize(
-    ("status", "silent", "kind", "code", "about"),
+    ("ended", "silent", "kind", "code", "about"),
     [
         (None, False, SlimxError, "bucket.checksum", "w"),
         (None, True, ReceiverLost, "bucket.checksum", "e0"),
-        (137, True, ReceiverLost, "engine.ended", "e0"),
+        ("engine e0 was killed by SIGKILL", True, ReceiverLost, "engine.ended", "e0"),
     ],
 )
-async def test_a_refusal_is_told_from_a_server_that_is_gone(actor, status, silent, kind, code, about):
-    actor.engine.fails = SlimxError("wrong checksum", code="bucket.checksum", about="w")
-    actor.engine.status, actor.engine.silent = status, silent
+async def test_a_refusal_is_told_from_a_server_that_is_gone(engine, ended, silent, kind, code, about):
+    engine.server.wire.fails = SlimxError("wrong checksum", code="bucket.checksum", about="w")
+    engine.server.wire.silent, engine.server.process.ended = silent, lambda: ended
     with refused(code, about=about) as told:
-        await actor.perform("stage", None, 5, None, 0)
+        await engine.perform("stage", None, 5, BUCKET, 0)
     assert type(told.value) is kind
 
 
-async def test_a_server_that_takes_connections_is_alive_and_one_that_refuses_them_is_about_to_end(actor, monkeypatch):
-    engine = actor.engine
-    assert await actor.ended() is None
-    engine.listener.close()
-    engine.state = State.STARTING
-    assert await actor.ended() is None, "it does not listen yet"
-    engine.state = State.READY
-    asyncio.get_running_loop().call_later(0.3, setattr, engine, "status", 137)
-    told = await actor.ended()
-    assert told.startswith("engine e0 ") and "SIGKILL" in told.splitlines()[0]
-    engine.status = None
-    monkeypatch.setattr(engine_actor, "ENDING_S", 0.2)
-    told = await actor.ended()
+async def test_what_does_not_land_is_no_fault_of_the_server(engine):
+    """A trainer rank that does not write is named, also where the server is silent."""
+
+    class End:
+        @asynccontextmanager
+        async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
+            raise SlimxError("nothing came", code="direct.missing", about="trainer rank 1")
+            yield packed
+
+    engine.end, engine.server.wire.silent = End(), True
+    with refused("direct.missing", about="trainer rank 1") as told:
+        await engine.perform("receive", None, 5, BUCKET, 0)
+    assert type(told.value) is SlimxError
+
+
+async def test_a_server_that_takes_connections_is_alive_and_one_that_refuses_them_is_about_to_end(
+    engine, listener, monkeypatch
+):
+    server = engine.server
+    assert await engine.ended() is None
+    listener.close()
+    server._listens = False
+    assert await engine.ended() is None, "it does not listen yet"
+    server._listens = True
+    asyncio.get_running_loop().call_later(0.3, setattr, server.process, "ended", lambda: "killed by SIGKILL")
+    assert await engine.ended() == "killed by SIGKILL"
+    server.process.ended = lambda: None
+    monkeypatch.setattr(engine_server, "ENDING_S", 0.2)
+    told = await engine.ended()
     assert told.startswith("engine e0, ") and engine.spec.url in told
 
 
@@ -168,21 +193,15 @@ class FakeActor:
         return SimpleNamespace(remote=remote)
 
 
-async def started(deadline_s: float = 5, epochs: tuple[int, ...] = ()) -> tuple[EngineHandle, FakeActor]:
+async def started(deadline_s: float = 5) -> tuple[EngineHandle, FakeActor]:
     actor = FakeActor()
     handle = EngineHandle("e0", lambda: actor, Path("e0.log"), deadline_s)
     start = asyncio.create_task(handle.start(5))
     while "start" not in actor.answers:
         await asyncio.sleep(0)
-    ranks = [{"epoch": epoch} for epoch in epochs]
-    actor.answers["start"].set_result({"url": "http://e0", "bootstrap_port": None, "attestation": ranks})
+    actor.answers["start"].set_result({"url": "http://e0", "bootstrap_port": None, "attestation": []})
     await start
     return handle, actor
-
-
-async def test_an_engine_knows_the_newest_epoch_that_its_server_has_seen():
-    assert (await started(epochs=(-1, 4)))[0].epoch == 4
-    assert (await started())[0].epoch == -1
 
 
 def test_kernels_are_told_as_the_first_rank_attests_them():
@@ -234,26 +253,7 @@ def test_a_silent_actor_is_killed_without_waiting_for_its_stop(monkeypatch):
         return asyncio.get_running_loop().time()
 
     monkeypatch.setattr("slimx.engines.fleet.handle.kill", kill)
-    assert run_virtually(stopped()) == engine_actor.ANSWER_S
-
-
-async def test_an_engine_sleeps_from_any_state_and_one_that_started_awake_sleeps_before_it_is_woken():
-    handle, actor = await started()
-    told: list[tuple[object, ...]] = []
-
-    def answering(method: str) -> SimpleNamespace:
-        async def answer(*arguments: object) -> object:
-            told.append((method, *arguments))
-            return "READY" if len(told) == 3 else "ASLEEP"
-
-        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(answer(*arguments)))
-
-    handle.actor = SimpleNamespace(**{name: answering(name) for name in ("state", "perform")})
-    await handle.sleep()
-    await handle.wake()
-    await handle.wake()
-    done = [("perform", verb, None, 5, *rest) for verb, *rest in (("pause",), ("sleep",), ("wake", ("weights",)))]
-    assert told == [*done[:2], ("state",), *done, ("state",), done[2]]
+    assert run_virtually(stopped()) == engine_server.ANSWER_S
 
 
 class _Failed(Exception):
@@ -278,37 +278,32 @@ async def test_an_engine_whose_actor_is_gone_is_lost_to_every_call_that_comes_la
     assert await handle.ended() == str(told.value) == "it hung"
 
 
-async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(actor, monkeypatch):
+async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(engine, monkeypatch):
     ports, taken = [], 0
 
-    class Server(FakeEngine):
+    class Taken(Server):
         """A server that finds its port taken, `taken` times in a row."""
 
-        def __init__(self, spec: SimpleNamespace, log_path: str) -> None:
-            super().__init__()
-            self.spec, self.attestation, self.state = spec, [], State.STARTING
-
-        def start(self) -> None:
+        async def start(self, deadline_s: float) -> None:
             ports.append(self.spec.port)
 
         async def wait_ready(self, deadline_s: float) -> None:
             if len(ports) <= taken:
                 raise PortTaken("taken", code="engine.port")
 
-        async def stop(self, grace_s: float) -> None:
-            self.state = State.DEAD
-
-    monkeypatch.setattr(engine_actor, "Engine", Server)
-    taken = engine_actor.PORTS - 1
-    started = await actor.start(5)
-    assert started["url"] == f"http://127.0.0.1:{ports[-1]}"
-    assert len(set(ports)) == engine_actor.PORTS
+    monkeypatch.setattr(engine_module, "Server", Taken)
+    taken = engine_module.PORTS - 1
+    await engine.stop()
+    started = await engine.start(5)
+    assert started["url"] == f"http://127.0.0.1:{ports[-1]}" and engine.state is State.READY
+    assert len(set(ports)) == engine_module.PORTS
 
     ports.clear()
-    taken = engine_actor.PORTS
+    taken = engine_module.PORTS
+    await engine.stop()
     with pytest.raises(PortTaken):
-        await actor.start(5)
-    assert len(ports) == engine_actor.PORTS
+        await engine.start(5)
+    assert len(ports) == engine_module.PORTS and engine.state is State.DEAD
 
 
 def sockets() -> set[str]:
@@ -321,10 +316,10 @@ def sockets() -> set[str]:
 
 
 @pytest.mark.parametrize(("role", "ports"), [("regular", 1), ("prefill", 2)])
-def test_an_actor_keeps_the_ports_of_its_present_server_alone(role: str, ports: int) -> None:
+def test_an_engine_keeps_the_ports_of_its_present_server_alone(role: str, ports: int, tmp_path: Path) -> None:
     """Each start takes new ones: a run of thousands of restarts would else hold all that there are."""
     before = sockets()
-    actor = EngineActor({"name": "e0", "model_path": "/", "dtype": "float32", "device": "cpu", "role": role}, "", 1.0)
-    specs = [actor._spec() for _ in range(5)]
+    engine = Engine(EngineSpec("e0", "/", "float32", "cpu", role=role), tmp_path / "log")
+    specs = [engine._placed() for _ in range(5)]
     assert len(sockets() - before) == ports
     assert len({spec.port for spec in specs} | {spec.bootstrap_port for spec in specs} - {None}) > 1

@@ -1,0 +1,193 @@
+"""One start of an engine's server: its processes, whether they live, and the wire to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slimx.engines.server.attestation import attested
+from slimx.engines.server.nodes import Nodes
+from slimx.engines.server.spec import EngineSpec, server_argv, server_env
+from slimx.engines.server.wire import Json, Wire
+from slimx.errors import DeadlineError, SlimxError
+from slimx.reshard.parties import ReceiverLost
+from slimx.runtime.process import SupervisedProcess
+from slimx.runtime.tasks import first_of
+
+ANSWER_S = 5.0
+"""Seconds in which a server that is alive says so."""
+ENDING_S = 3.0
+"""Seconds from a server's first refusal of a connection in which its process should be gone."""
+LEAVE_S = 5.0
+"""Seconds for each of the calls by which somebody else's server is taken over or left."""
+LOOK_S = 2.0
+"""Seconds between two looks at a server's other machines while it starts."""
+STOP_S = 30.0
+"""Seconds in which a server's tree must be gone."""
+PORT_TAKEN = "error while attempting to bind on address"
+"""Words of uvicorn in the server's log."""
+
+
+class PortTaken(SlimxError):
+    """The server's HTTP port was taken between its choice and its use."""
+
+
+class Server:
+    """A server that was started once, or one that somebody else started: it is asked, used, and left as it was."""
+
+    def __init__(
+        self, spec: EngineSpec, log_path: Path, call_deadline_s: float = 60.0, nodes: Nodes | None = None
+    ) -> None:
+        """`nodes`: the machines of a server on several."""
+        self.spec, self.log_path, self.nodes = spec, log_path, nodes
+        self.wire = Wire(spec.url, spec.name, spec.keys, call_deadline_s)
+        self.process: SupervisedProcess | None = None
+        """None for somebody else's."""
+        self.attestation: list[Json] = []
+        self._listens = False
+        """True once it has answered."""
+
+    async def start(self, deadline_s: float) -> None:
+        """Start its processes, on all its machines; `wait_ready` next."""
+        if self.spec.external:
+            return
+        if self.nodes is not None:
+            self.spec = replace(self.spec, node=await self.nodes.start(self.spec.host, deadline_s))
+        spec = self.spec
+        self.process = SupervisedProcess(
+            f"engine {spec.name}", server_argv(spec), self.log_path, server_env(spec), spec.keys.to_bytes()
+        )
+        self.process.start()
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Wait until the server generates and attests the plugin. Raises SlimxError if one of its processes ends.
+
+        A frozen model of somebody else's server need not attest anything: nothing is published to it.
+        """
+        await self.release(paused=True)
+        waits = [self._wait_until_it_generates(deadline_s)]
+        if self.nodes is not None:
+            waits.append(self._wait_for_a_lost_share())
+        await first_of(waits)
+        self._listens = True
+        if not (self.spec.external and self.spec.frozen):
+            self.attestation = await attested(self.wire, self.spec, self.process)
+        if not self.spec.external:
+            # Collections leave out what the start has made: on a CPU each flush of the cache is a full one.
+            await self.wire.call("/freeze_gc")
+
+    async def _wait_until_it_generates(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not await self._generates():
+                    await asyncio.sleep(0.25)
+        except TimeoutError:
+            what = f"engine {self.spec.name} at {self.spec.url} to become ready"
+            raise DeadlineError(what, deadline_s, f"log {self.log_path}") from None
+
+    async def _generates(self) -> bool:
+        """Look once. A server that has died is reported with the last lines of its log."""
+        if self.process is not None and (end := self.process.ended()) is not None:
+            raise SlimxError(f"before it was ready {end}", code="engine.died", about=self.spec.name)
+        if self.process is not None and PORT_TAKEN in self.process.tail():
+            # SGLang's process stays when its HTTP server could not start.
+            raise PortTaken(
+                f"engine {self.spec.name} cannot listen at {self.spec.url}: the port is taken; end what listens there",
+                code="engine.port",
+                about=self.spec.url,
+            )
+        try:
+            await self.check_generation(30.0)
+        except SlimxError:
+            return False
+        return True
+
+    async def check_generation(self, deadline_s: float) -> None:
+        """Raise SlimxError unless it generates (SGLang needs 1 s to tell). A paused one never answers."""
+        await self.wire.call("/health_generate", method="GET", deadline_s=deadline_s)
+
+    async def _wait_for_a_lost_share(self) -> None:
+        while (end := await self.nodes.ended(ANSWER_S)) is None:
+            await asyncio.sleep(LOOK_S)
+        raise SlimxError(end, code="engine.share_ended", about=self.spec.name)
+
+    async def ended(self) -> str | None:
+        """The end of the server in words; None while its processes run and, once it has listened, it takes connections.
+
+        A server that has lost its scheduler refuses connections some time before its tree is gone: a client that has
+        lost a request then must not read that all is well.
+        """
+        spec, deadline = self.spec, time.monotonic() + ENDING_S
+        while self.process is None or (end := self.process.ended()) is None:
+            if not self._listens or await _takes_connections(spec.host, spec.port):
+                return None if self.nodes is None else await self.nodes.ended(ANSWER_S)
+            if time.monotonic() > deadline:
+                what = "which somebody else started," if spec.external else "although it runs,"
+                return f"engine {spec.name}, {what} refuses connections at {spec.url}; log {self.log_path}"
+            await asyncio.sleep(0.1)
+        return end
+
+    async def call(self, path: str, body: Json | None = None) -> Json:
+        """The answer of an endpoint of SGLang. Raises ReceiverLost if the server is gone or silent, SlimxError if it
+        refuses."""
+        return await self._answer(self.wire.call(path, body))
+
+    async def ask(self, verb: str, **arguments: Any) -> list[Json]:
+        """The answers of all ranks to a verb of the plugin; raises as `call` does."""
+        return await self._answer(self.wire.ask(verb, **arguments))
+
+    async def _answer[T](self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except SlimxError as error:
+            problem = error
+        if (end := await self.ended()) is not None:
+            raise ReceiverLost(end, code="engine.ended", about=self.spec.name)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self.wire.ask("status")
+        except (SlimxError, TimeoutError):
+            raise ReceiverLost(str(problem), code=problem.code, about=self.spec.name) from None
+        raise SlimxError(str(problem), code=problem.code, about=problem.about)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the server with its whole process tree, on all its machines."""
+        if self.spec.device == "cpu":
+            # SGLang looks only every 5 s whether it shall end, and has nothing to give back but memory.
+            grace_s = 0.0
+        stopping = []
+        if self.process is not None:
+            stopping.append(asyncio.to_thread(self.process.stop, grace_s))
+        if self.nodes is not None:
+            stopping.append(self.nodes.stop(grace_s, grace_s + STOP_S / 2))
+        await asyncio.gather(*stopping)
+
+    async def release(self, *, paused: bool) -> None:
+        """End the publication that is open at somebody else's server and, if it is `paused` with whole weights, have it
+        generate: what an earlier run left is ended before it is used, and what is ours when it is left. It need not
+        answer."""
+        if not self.spec.external or self.spec.frozen:
+            return
+        with contextlib.suppress(SlimxError):
+            await self.wire.ask("abort", deadline_s=LEAVE_S)
+        if paused:
+            with contextlib.suppress(SlimxError):
+                await self.wire.call("/continue_generation", {}, deadline_s=LEAVE_S)
+
+
+async def _takes_connections(host: str, port: int) -> bool:
+    """False only if a connection is refused: a server that is slow, or stopped, still takes one."""
+    try:
+        async with asyncio.timeout(1):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return True
+    writer.close()
+    return True
