@@ -60,7 +60,7 @@ class Stand:
         sampling = {"temperature": 1.0, "max_new_tokens": NEW, "sampling_seed": seed}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         how = {"key": self.engine.spec.keys.api_key, "deadline_s": START_S}
-        meta = (await self.engine.server.wire.call("/generate", body, **how))["meta_info"]
+        meta = (await self.engine.wire.call("/generate", body, **how))["meta_info"]
         scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
         ids = [*prompt, *(token for _, token, _ in meta["output_token_logprobs"])]
         logprobs = np.array([logprob for logprob, _, _ in scored])

@@ -58,7 +58,7 @@ def routes_of(model: Qwen3MoeForCausalLM, ids: list[int], top_k: int) -> np.ndar
 
 
 async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, tiny_weights: Weights) -> None:
-    (rank,) = await engine.server.wire.ask("attest")
+    (rank,) = await engine.wire.ask("attest")
     assert rank["hooks"] and all(rank["hooks"].values()) and rank["cpu"] and all(rank["cpu"].values())
     assert (rank["model"], rank["dtype"], rank["device"]) == ("Qwen3MoeForCausalLM", "float32", "cpu")
     shapes = {name: f"float32:{','.join(map(str, tensor.shape))}" for name, tensor in tiny_weights.items()}
@@ -77,12 +77,14 @@ async def test_a_stock_server_is_a_frozen_model_but_no_engine_of_the_policy(
 ) -> None:
     spec = EngineSpec("stock", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=2048)
     stock = server.Server(spec, tmp_path / "server.log")
+    monkeypatch.setattr(stock, "_placed", lambda: spec)
     flags = ["--attention-backend", "torch_native", "--disable-cuda-graph", "--max-total-tokens", "2048"]
     where = ["--model-path", spec.model_path, "--device", "cpu", "--dtype", "float32", "--port", str(spec.port)]
     argv = [sys.executable, str(Path(__file__).with_name("stock_server.py")), *where, *flags]
     monkeypatch.setattr(server, "server_argv", lambda spec: argv)
     monkeypatch.setattr(server, "server_env", lambda spec: server_env(spec) | CPU_VARIABLES)
-    await stock.start(180)
+    with refused("engine.unattested", about="stock"):
+        await stock.launch(180)
     try:
         frozen = Engine(replace(spec, external=True, frozen=True), tmp_path / "none")
         await frozen.start(180)
@@ -95,10 +97,8 @@ async def test_a_stock_server_is_a_frozen_model_but_no_engine_of_the_policy(
         await frozen.stop()
         assert policy.state is State.DEAD
         assert stock.process.poll() is None, "a server of somebody else's is left alone"
-        with refused("engine.unattested", about="stock"):
-            await stock.wait_ready(180)
     finally:
-        await stock.stop(10)
+        await stock.end_processes(10)
     assert stock.process.poll() is not None
 
 
@@ -163,7 +163,7 @@ async def test_requests_that_would_end_the_scheduler_are_refused(engine: Engine,
             await client.generate(GenerationRequest([1, 128], SAMPLING, 1))
         with refused("request.token_ids"):
             await client.generate(GenerationRequest([], SAMPLING, 1))
-    await engine.server.check_generation(30)
+    await engine.check_generation(30)
 
 
 async def test_a_flipped_byte_is_refused_and_changes_nothing(
@@ -178,7 +178,7 @@ async def test_a_flipped_byte_is_refused_and_changes_nothing(
             await engine.begin(await present(engine, 2))
             with refused("receiver.checksum", about=wrong.name):
                 await engine.stage(bucket.packed, 3)
-        (status,) = await engine.server.wire.ask("status")
+        (status,) = await engine.wire.ask("status")
         assert (status["open"], status["version"], status["staged"]) == (None, 1, 0)
         assert engine.state is State.READY
         np.testing.assert_array_equal((await client.score(PROMPT)).logprobs, before)
@@ -246,7 +246,7 @@ async def test_verify_names_a_tensor_changed_behind_its_back(
     changed[name][3, 4] += 1e-3
     save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
-    await engine.server.wire.call("/update_weights_from_disk", {"model_path": str(tmp_path)})
+    await engine.wire.call("/update_weights_from_disk", {"model_path": str(tmp_path)})
     with refused("engine.unverified", about=name):
         await engine.verify()
     await publish(engine, tiny_weights, 2)
@@ -307,7 +307,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
 
 async def test_a_paused_scheduler_waits_for_messages(engine: Engine) -> None:
     await engine.pause()
-    (rank,) = await engine.server.wire.ask("attest")
+    (rank,) = await engine.wire.ask("attest")
     scheduler = psutil.Process(rank["pid"])
     began = sum(scheduler.cpu_times()[:2])
     await asyncio.sleep(3)
@@ -358,9 +358,9 @@ guards.install(MonkeyPatch(), Path(sys.argv[3]))
 engine = Engine(EngineSpec("orphan", sys.argv[1], "float32", "cpu", max_total_tokens=1024), Path(sys.argv[2]))
 async def start():
     starting = asyncio.create_task(engine.start(600))
-    while engine.server is None or engine.server.process is None:
+    while engine.process is None:
         await asyncio.sleep(0.01)
-    print(engine.server.process.pid, flush=True)
+    print(engine.process.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(start())
 """

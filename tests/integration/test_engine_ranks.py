@@ -78,7 +78,7 @@ async def answer(engine: Engine) -> tuple[list[int], np.ndarray]:
     """Greedy tokens, and the log-probs of prompt and tokens [L - 1]."""
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-    meta = (await engine.server.wire.call("/generate", body, key=engine.spec.keys.api_key))["meta_info"]
+    meta = (await engine.wire.call("/generate", body, key=engine.spec.keys.api_key))["meta_info"]
     scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
     return [token for _, token, _ in meta["output_token_logprobs"]], np.array([value for value, _, _ in scored])
 
@@ -135,14 +135,14 @@ def stand(
 
 
 async def test_ranks_are_forked(stand: Stand) -> None:
-    server = psutil.Process(stand.engine.server.process.pid).children()[0]
-    ranks = [rank["pid"] for rank in stand.engine.server.attestation]
+    server = psutil.Process(stand.engine.process.pid).children()[0]
+    ranks = [rank["pid"] for rank in stand.engine.attestation]
     assert {first_address(pid) for pid in (server.pid, *ranks)} == {first_address(server.pid)}
 
 
 async def test_each_rank_holds_what_the_engine_layout_says(stand: Stand) -> None:
     sizes = stand.layout.sizes
-    for number, rank in enumerate(await stand.engine.server.wire.ask("attest")):
+    for number, rank in enumerate(await stand.engine.wire.ask("attest")):
         place = rank["coordinates"]
         assert place == {
             "rank": number,
@@ -172,7 +172,7 @@ async def test_a_publication_equals_a_cold_load(stand: Stand, encoding: str, sta
     assert tokens == stand.cold[0]
     stand.assert_same(logprobs, stand.cold[1])
     derived = (await stand.engine.verify())["derived"]
-    layers = DEEPSEEK["num_hidden_layers"] if "Deepseek" in stand.engine.server.attestation[0]["model"] else 0
+    layers = DEEPSEEK["num_hidden_layers"] if "Deepseek" in stand.engine.attestation[0]["model"] else 0
     assert derived == sorted(f"model.layers.{k}.self_attn.{t}" for k in range(layers) for t in ("w_kc", "w_vc"))
 
 
@@ -186,7 +186,7 @@ async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, enco
         bucket.flip(wrong.offset + wrong.nbytes - 1)
         with refused("receiver.checksum", about=wrong.name):
             await stand.engine.stage(bucket.packed, 0)
-    assert [rank["open"] for rank in await stand.engine.server.wire.ask("status")] == [None, None]
+    assert [rank["open"] for rank in await stand.engine.wire.ask("status")] == [None, None]
     assert stand.engine.state is State.READY
     after = await answer(stand.engine)
     assert after[0] == before[0]
@@ -225,10 +225,10 @@ async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
     async def stage(of: Manifest, packed: PackedBucket) -> None:
         """Past the engine, which would refuse it before its ranks are asked."""
         which = {"policy": of.policy, "version": of.version, "epoch": of.membership_epoch, "bucket": 0}
-        await engine.server.wire.ask("stage", **which, ranks=packed.parts("local", 2))
+        await engine.wire.ask("stage", **which, ranks=packed.parts("local", 2))
 
     async def commit(version: int) -> None:
-        await engine.server.wire.ask("commit", version=version)
+        await engine.wire.ask("commit", version=version)
 
     with Bucket(*stand.local(stand.weights)) as bucket:
         with refused("receiver.not_open", about="version 20"):

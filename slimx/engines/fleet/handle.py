@@ -14,6 +14,7 @@ from slimx.engines.server.keys import NO_KEYS, Keys
 from slimx.engines.server.server import ANSWER_S, STOP_S
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import ReceiverLost
+from slimx.runtime.tasks import race
 
 
 class Standing(StrEnum):
@@ -28,6 +29,11 @@ class Standing(StrEnum):
     """It holds a verified version and is in the router."""
     GONE = "gone"
     """Lost for good: its restarts are used up."""
+
+    @property
+    def runs(self) -> bool:
+        """True while its server runs, in the router or not."""
+        return self in (Standing.JOINING, Standing.MEMBER)
 
 
 class EngineHandle:
@@ -57,8 +63,10 @@ class EngineHandle:
         self.incarnation = 0
         self.attestation: list[dict[str, Any]] = []
         """By rank what the server attested when it started last; of one that attests nothing, nothing."""
-        self._lost: asyncio.Future[SlimxError] | None = None
-        """Done when this incarnation is lost: then nobody waits for its answers any more."""
+        self._reason: SlimxError | None = None
+        """Why this incarnation is lost, once it is."""
+        self._lost = asyncio.Event()
+        """Set then: nothing waits for its answers any more."""
 
     # Life -----------------------------------------------------------------------------------------------------------
 
@@ -67,7 +75,7 @@ class EngineHandle:
         if self.actor is None:
             self.actor = self.make_actor()
         self.incarnation += 1
-        self._lost = asyncio.get_running_loop().create_future()
+        self._reason, self._lost = None, asyncio.Event()
         try:
             started = await self._wait("the start", self.actor.start.remote(deadline_s), deadline_s + STOP_S)
         except BaseException:
@@ -83,10 +91,10 @@ class EngineHandle:
             self.actor.mark.options(num_returns=0).remote(text)
 
     def lose(self, error: SlimxError) -> None:
-        """Out of the run: whoever waits for an answer gets `error`, and a late answer nobody."""
+        """Take it out of the run: calls that are under way fail with `error`, and late answers are dropped."""
         self.standing = Standing.OUT
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_result(error)
+        self._reason = self._reason or error
+        self._lost.set()
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the server with its whole tree. If its actor is silent, or does not do it, the actor is killed, and the
@@ -125,25 +133,23 @@ class EngineHandle:
     @property
     def _living(self) -> Any:
         """The actor. Raises ReceiverLost if it is gone, or its server lost."""
-        if self._lost is not None and self._lost.done():
-            raise ReceiverLost(str(self._lost.result()), code="engine.lost", about=self.name)
+        self._check_kept()
         if self.actor is None:
             raise ReceiverLost(f"engine {self.name} is not running", code="engine.not_running", about=self.name)
         return self.actor
 
+    def _check_kept(self) -> None:
+        if self._reason is not None:
+            raise ReceiverLost(str(self._reason), code="engine.lost", about=self.name)
+
     async def _answer(self, what: str, reference: Any, deadline_s: float) -> Any:
         """Wait for an answer, unless the engine is lost meanwhile. Raises ReceiverLost if it, or its actor, is gone."""
-        answer = asyncio.ensure_future(self._wait(what, reference, deadline_s))
+        answer, _ = await race(self._wait(what, reference, deadline_s), self._lost.wait())
+        self._check_kept()
         try:
-            if self._lost is not None:
-                await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-                if self._lost.done():
-                    raise ReceiverLost(str(self._lost.result()), code="engine.lost", about=self.name)
-            return await answer
+            return answer.result()
         except (ActorDied, DeadlineError) as error:
             raise ReceiverLost(str(error), code="engine.silent", about=self.name) from None
-        finally:
-            answer.cancel()
 
     async def _wait(self, what: str, reference: Any, deadline_s: float) -> Any:
         (out,) = await gather(

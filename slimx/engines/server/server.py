@@ -1,21 +1,25 @@
-"""One start of an engine's server: its processes, whether they live, and the wire to it."""
+"""The server of an engine: its processes, whether they live, and calls to it. What it may do is not known here."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slimx.cluster.place import Placement
 from slimx.engines.server.attestation import attested
-from slimx.engines.server.nodes import Nodes
+from slimx.engines.server.nodes import DirectEnd, FilesEnd, Nodes
 from slimx.engines.server.spec import EngineSpec, server_argv, server_env
 from slimx.engines.server.wire import Json, Wire
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import ReceiverLost
+from slimx.runtime.logs import marked
+from slimx.runtime.ports import LOOPBACK, claimed_port, own_address
 from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.tasks import first_of
 
@@ -29,6 +33,8 @@ LOOK_S = 2.0
 """Seconds between two looks at a server's other machines while it starts."""
 STOP_S = 30.0
 """Seconds in which a server's tree must be gone."""
+PORTS = 3
+"""Ports that a start tries when other programs take them."""
 PORT_TAKEN = "error while attempting to bind on address"
 """Words of uvicorn in the server's log."""
 
@@ -38,31 +44,79 @@ class PortTaken(SlimxError):
 
 
 class Server:
-    """A server that was started once, or one that somebody else started: it is asked, used, and left as it was."""
+    """A server through all its starts, in a process on its own (first) machine, so that it can start, watch and end it.
+    One that somebody else started is asked, used, and left as it was."""
 
     def __init__(
-        self, spec: EngineSpec, log_path: Path, call_deadline_s: float = 60.0, nodes: Nodes | None = None
+        self,
+        spec: EngineSpec,
+        log_path: Path,
+        deadline_s: float = 60.0,
+        *,
+        network: str | None = LOOPBACK,
+        places: Sequence[Placement] = (),
+        end: DirectEnd | FilesEnd | None = None,
     ) -> None:
-        """`nodes`: the machines of a server on several."""
-        self.spec, self.log_path, self.nodes = spec, log_path, nodes
-        self.wire = Wire(spec.url, spec.name, spec.keys, call_deadline_s)
+        """`spec`: without what differs between starts. `deadline_s`: seconds for one call to the server. `network`: in
+        which it takes its address (`slimx.runtime.ports.own_address`). `places`: of a server on several machines, all
+        but the first. `end`: at which buckets arrive; None: the server opens them where they are."""
+        self.planned, self.log_path, self.deadline_s = spec, log_path, deadline_s
+        self.network, self.host, self.places, self.end = network, own_address(network), places, end
+        self._claims: list[socket.socket] = []
+        """Claims on the ports of the last start; those of the one before are given back."""
+        self.reset(spec)
+
+    def reset(self, spec: EngineSpec) -> None:
+        """Begin a start by `spec`, of which nothing is known yet."""
+        self.spec = spec
+        self.wire = Wire(spec.url, spec.name, spec.keys, self.deadline_s)
         self.process: SupervisedProcess | None = None
         """None for somebody else's."""
+        self.nodes: Nodes | None = None
+        """The machines of a server on several."""
         self.attestation: list[Json] = []
         self._listens = False
         """True once it has answered."""
 
-    async def start(self, deadline_s: float) -> None:
-        """Start its processes, on all its machines; `wait_ready` next."""
-        if self.spec.external:
-            return
-        if self.nodes is not None:
-            self.spec = replace(self.spec, node=await self.nodes.start(self.spec.host, deadline_s))
-        spec = self.spec
-        self.process = SupervisedProcess(
-            f"engine {spec.name}", server_argv(spec), self.log_path, server_env(spec), spec.keys.to_bytes()
-        )
-        self.process.start()
+    async def launch(self, deadline_s: float) -> None:
+        """Start a server and wait until it attests the plugin.
+
+        Each start takes a port of its own: what was sent to an earlier server cannot reach the new one. Another program
+        may take that port while the server imports its modules: up to `PORTS` are tried.
+        """
+        for left in reversed(range(PORTS)):
+            try:
+                return await self._launch(deadline_s)
+            except PortTaken:
+                await self.end_processes(ENDING_S)
+                if not left:
+                    raise
+
+    async def _launch(self, deadline_s: float) -> None:
+        self.reset(self._placed())
+        if self.places:
+            self.nodes = Nodes(self.planned, self.log_path, self.network, self.places, self.end, self.deadline_s)
+            self.spec = replace(self.spec, node=await self.nodes.start(self.host, deadline_s))
+        if not self.spec.external:
+            name, keys = f"engine {self.spec.name}", self.spec.keys.to_bytes()
+            argv, environment = server_argv(self.spec), server_env(self.spec)
+            self.process = SupervisedProcess(name, argv, self.log_path, environment, keys)
+            self.process.start()
+        if self.end is not None:
+            await self.end.prepare()
+        await self.wait_ready(deadline_s)
+
+    def _placed(self) -> EngineSpec:
+        """The specification of the next start, with ports of its own."""
+        if self.planned.external:
+            return self.planned
+        prefill = self.planned.role == "prefill"
+        before, claimed = self._claims, [claimed_port(self.host) for _ in range(1 + prefill)]
+        self._claims = [claim for _, claim in claimed]
+        for claim in before:
+            claim.close()
+        (port, *others) = (port for port, _ in claimed)
+        return replace(self.planned, port=port, host=self.host, bootstrap_port=others[0] if prefill else None)
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Wait until the server generates and attests the plugin. Raises SlimxError if one of its processes ends.
@@ -146,16 +200,30 @@ class Server:
             return await call
         except SlimxError as error:
             problem = error
-        if (end := await self.ended()) is not None:
-            raise ReceiverLost(end, code="engine.ended", about=self.spec.name)
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self.wire.ask("status")
         except (SlimxError, TimeoutError):
+            # One that has lost its scheduler breaks connections for a second before it ends.
+            until = time.monotonic() + ENDING_S
+            while (end := await self.ended()) is None and time.monotonic() < until:
+                await asyncio.sleep(0.1)
+            if end is not None:
+                problem = ReceiverLost(end, code="engine.ended")
             raise ReceiverLost(str(problem), code=problem.code, about=self.spec.name) from None
         raise SlimxError(str(problem), code=problem.code, about=problem.about)
 
-    async def stop(self, grace_s: float) -> None:
+    @property
+    def ends(self) -> Any:
+        """The end at which buckets arrive, or those of all machines."""
+        return self.end if self.nodes is None else self.nodes
+
+    def mark(self, text: str) -> None:
+        """Write into the server's log what the lines that follow belong to."""
+        with self.log_path.open("a") as log:
+            print(marked(f"engine {self.spec.name}, {text}"), file=log)
+
+    async def end_processes(self, grace_s: float) -> None:
         """End the server with its whole process tree, on all its machines."""
         if self.spec.device == "cpu":
             # SGLang looks only every 5 s whether it shall end, and has nothing to give back but memory.

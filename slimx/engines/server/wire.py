@@ -24,10 +24,6 @@ REFUSED = (401, 403)
 """HTTP status of a call without the right key."""
 
 
-class RanksUnheard(SlimxError):
-    """The server does not bring back the answer of each of its ranks."""
-
-
 async def request(
     method: str, url: str, body: Json | None = None, *, deadline_s: float, headers: Mapping[str, str], who: str
 ) -> tuple[int, Json]:
@@ -153,14 +149,14 @@ class Wire:
             (place,), answer = entry["parallelism_info"], entry["checksums"]
             rank, size = place["rank"], place["size"]
             if found.setdefault(rank, answer)["pid"] != answer["pid"]:
-                raise RanksUnheard(
+                raise SlimxError(
                     f"engine {self.name}: two processes answer as rank {rank}, replicas of one model (dp_size without "
                     "enable_dp_attention); start one engine per replica",
                     code="engine.replicas",
                     about=self.name,
                 )
         if sorted(found) != list(range(size)):
-            raise RanksUnheard(
+            raise SlimxError(
                 f"engine {self.name}: ranks {sorted(found)} of {size} answered {action}; with pp_size above 1 SGLang "
                 "brings back the first stage's answers only: use tensor and expert parallelism",
                 code="engine.ranks_missing",

@@ -17,10 +17,9 @@ import pytest
 
 from slimx.cluster.waiting import ActorDied
 from slimx.engines.fleet.handle import EngineHandle, Standing, kernels_of
-from slimx.engines.server import engine as engine_module
 from slimx.engines.server import server as engine_server
 from slimx.engines.server.engine import Engine, State
-from slimx.engines.server.server import PortTaken, Server
+from slimx.engines.server.server import PortTaken
 from slimx.engines.server.spec import EngineSpec
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
@@ -74,11 +73,8 @@ def engine(tmp_path: Path, listener: socket.socket) -> Engine:
     """An engine in a publication of epoch 0, whose server's process runs, listens and answers as the test has it."""
     port = listener.getsockname()[1]
     out = Engine(EngineSpec("e0", "m", "float32", "cpu", port), tmp_path / "log", 5)
-    out.server = Server(out.planned, out.log_path)
-    out.server.wire = FakeWire()
-    out.server.process = SimpleNamespace(ended=lambda: None, stop=lambda grace_s: None)
-    out.server._listens = True
-    out.state, out.publication = State.READY, manifest(0)
+    out.wire, out.process = FakeWire(), SimpleNamespace(ended=lambda: None)
+    out._listens, out.state, out.publication = True, State.READY, manifest(0)
     return out
 
 
@@ -104,18 +100,18 @@ async def test_a_step_of_another_publication_than_the_one_begun_last_does_not_re
         with refused("engine.late", about=verb):
             await engine.perform(verb, 4, 5)
     await engine.perform("stage", 5, 5, BUCKET, 1)
-    assert engine.server.wire.calls == ["begin 3", "stage 0", "begin 5", "stage 1"]
+    assert engine.wire.calls == ["begin 3", "stage 0", "begin 5", "stage 1"]
 
 
 async def test_a_verb_that_the_engine_does_not_answer_ends_at_its_deadline(engine):
-    engine.server.wire.hangs = True
+    engine.wire.hangs = True
     with refused("deadline", about="stage", kind=DeadlineError):
         await engine.perform("stage", None, 0.05, BUCKET, 0)
-    assert engine.server.wire.calls == ["stage 0"]
+    assert engine.wire.calls == ["stage 0"]
 
 
 async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(engine):
-    wire = engine.server.wire
+    wire = engine.wire
 
     class End:
         @asynccontextmanager
@@ -139,12 +135,20 @@ async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(engine):
         ("engine e0 was killed by SIGKILL", True, ReceiverLost, "engine.ended", "e0"),
     ],
 )
-async def test_a_refusal_is_told_from_a_server_that_is_gone(engine, ended, silent, kind, code, about):
-    engine.server.wire.fails = SlimxError("wrong checksum", code="bucket.checksum", about="w")
-    engine.server.wire.silent, engine.server.process.ended = silent, lambda: ended
+async def test_a_refusal_is_told_from_a_server_that_is_gone(engine, monkeypatch, ended, silent, kind, code, about):
+    monkeypatch.setattr(engine_server, "ENDING_S", 0.2)
+    engine.wire.fails = SlimxError("wrong checksum", code="bucket.checksum", about="w")
+    engine.wire.silent, engine.process.ended = silent, lambda: ended
     with refused(code, about=about) as told:
         await engine.perform("stage", None, 5, BUCKET, 0)
     assert type(told.value) is kind
+
+
+async def test_a_server_that_breaks_a_connection_and_ends_within_a_second_has_ended(engine):
+    engine.wire.fails, engine.wire.silent = SlimxError("disconnected", code="http.unreachable"), True
+    asyncio.get_running_loop().call_later(0.5, setattr, engine.process, "ended", lambda: "killed by SIGKILL")
+    with refused("engine.ended", about="e0", kind=ReceiverLost):
+        await engine.perform("stage", None, 5, BUCKET, 0)
 
 
 async def test_what_does_not_land_is_no_fault_of_the_server(engine):
@@ -156,7 +160,7 @@ async def test_what_does_not_land_is_no_fault_of_the_server(engine):
             raise SlimxError("nothing came", code="direct.missing", about="trainer rank 1")
             yield packed
 
-    engine.end, engine.server.wire.silent = End(), True
+    engine.end, engine.wire.silent = End(), True
     with refused("direct.missing", about="trainer rank 1") as told:
         await engine.perform("receive", None, 5, BUCKET, 0)
     assert type(told.value) is SlimxError
@@ -165,15 +169,14 @@ async def test_what_does_not_land_is_no_fault_of_the_server(engine):
 async def test_a_server_that_takes_connections_is_alive_and_one_that_refuses_them_is_about_to_end(
     engine, listener, monkeypatch
 ):
-    server = engine.server
     assert await engine.ended() is None
     listener.close()
-    server._listens = False
+    engine._listens = False
     assert await engine.ended() is None, "it does not listen yet"
-    server._listens = True
-    asyncio.get_running_loop().call_later(0.3, setattr, server.process, "ended", lambda: "killed by SIGKILL")
+    engine._listens = True
+    asyncio.get_running_loop().call_later(0.3, setattr, engine.process, "ended", lambda: "killed by SIGKILL")
     assert await engine.ended() == "killed by SIGKILL"
-    server.process.ended = lambda: None
+    engine.process.ended = lambda: None
     monkeypatch.setattr(engine_server, "ENDING_S", 0.2)
     told = await engine.ended()
     assert told.startswith("engine e0, ") and engine.spec.url in told
@@ -271,39 +274,35 @@ async def test_an_engine_whose_actor_is_gone_is_lost_to_every_call_that_comes_la
     for verb in ("pause", "begin", "inventory", "abort"):
         with refused("engine.not_running", about="e0", kind=ReceiverLost):
             await handle.perform(verb, 1)
-    handle._lost = asyncio.get_running_loop().create_future()
     handle.lose(SlimxError("it hung"))
     with refused("engine.lost", about="e0", kind=ReceiverLost) as told:
         await handle.perform("load", 1)
     assert await handle.ended() == str(told.value) == "it hung"
 
 
-async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(engine, monkeypatch):
-    ports, taken = [], 0
+async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(tmp_path):
+    ports, taken = [], engine_server.PORTS - 1
 
-    class Taken(Server):
-        """A server that finds its port taken, `taken` times in a row."""
+    class Taken(Engine):
+        """An engine whose server finds its port taken, `taken` times in a row."""
 
-        async def start(self, deadline_s: float) -> None:
+        async def _launch(self, deadline_s: float) -> None:
+            self.reset(self._placed())
             ports.append(self.spec.port)
-
-        async def wait_ready(self, deadline_s: float) -> None:
             if len(ports) <= taken:
                 raise PortTaken("taken", code="engine.port")
 
-    monkeypatch.setattr(engine_module, "Server", Taken)
-    taken = engine_module.PORTS - 1
-    await engine.stop()
+    engine = Taken(EngineSpec("e0", "m", "float32", "cpu"), tmp_path / "log")
     started = await engine.start(5)
     assert started["url"] == f"http://127.0.0.1:{ports[-1]}" and engine.state is State.READY
-    assert len(set(ports)) == engine_module.PORTS
+    assert len(set(ports)) == engine_server.PORTS
 
     ports.clear()
-    taken = engine_module.PORTS
+    taken = engine_server.PORTS
     await engine.stop()
     with pytest.raises(PortTaken):
         await engine.start(5)
-    assert len(ports) == engine_module.PORTS and engine.state is State.DEAD
+    assert len(ports) == engine_server.PORTS and engine.state is State.DEAD
 
 
 def sockets() -> set[str]:

@@ -12,7 +12,6 @@ import aiohttp.web
 import pytest
 
 from slimx.engines.server.engine import Engine, State
-from slimx.engines.server.server import Server
 from slimx.engines.server.spec import EngineSpec
 from slimx.engines.server.wire import Wire
 from slimx.layout.ranks import EngineSizes
@@ -215,7 +214,7 @@ def engine_at(url: str, tmp_path: Path, state: State = State.PAUSED) -> Engine:
     port = int(url.rpartition(":")[2])
     spec = EngineSpec("e", "/m", "float32", "cpu", port, sizes=EngineSizes(tensor=2), external=True)
     engine = Engine(spec, tmp_path / "log")
-    engine.server, engine.state = Server(spec, engine.log_path), state
+    engine.state = state
     return engine
 
 

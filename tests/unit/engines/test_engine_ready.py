@@ -25,7 +25,7 @@ async def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path, monke
     engine = Engine(CPU, tmp_path / "log")
     with refused("engine.died", about="e") as told:
         await engine.start(20)
-    assert engine.server.process.tail() == str(told.value).splitlines()[-1].strip() == "no such model"
+    assert engine.process.tail() == str(told.value).splitlines()[-1].strip() == "no such model"
     assert engine.state is State.DEAD
 
 

@@ -21,7 +21,7 @@ from slimx.adapters.sglang.exact.numerics import ATTENTION, LINEAR, LOG_SOFTMAX,
 from slimx.config.rule import broken, rules_in
 from slimx.config.rules.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
-from slimx.engines.server.attestation import check_numerics, check_plugin
+from slimx.engines.server.attestation import check_plugin, check_ranks
 from slimx.engines.server.spec import EngineSpec, server_argv
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
@@ -33,6 +33,7 @@ from slimx.reshard.parties import PROTOCOL
 from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import invalid, refused
+from tests.unit.engines.attestation_stand import attesting
 
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, exact_leaves=2)
 
@@ -231,13 +232,13 @@ def test_a_server_is_told_its_leaves_on_its_command_line() -> None:
 
 def test_a_server_with_another_contract_is_refused() -> None:
     same = exact.contract(leaves=2, dtype="float32")
-    check_numerics([{"numerics": same}], SPEC)
+    check_ranks([attesting(numerics=same)], SPEC)
     others = (exact.contract(leaves=4, dtype="float32"), same | {"version": 0}, None)
     for other in others:
         with refused("engine.numerics", about="e rank 1"):
-            check_numerics([{"numerics": same}, {"numerics": other}], SPEC)
+            check_ranks([attesting(numerics=same), attesting(numerics=other)], SPEC)
     with refused("engine.numerics", about="e rank 0"):
-        check_numerics([{"numerics": same}], replace(SPEC, exact_leaves=None))
+        check_ranks([attesting(numerics=same)], replace(SPEC, exact_leaves=None))
 
 
 def computing_by(method: str) -> torch.nn.Module:
