@@ -28,7 +28,7 @@ async def attested(wire: Wire, spec: EngineSpec, process: SupervisedProcess | No
 
     `process`: None for a server that somebody else started.
     """
-    ranks = await _attest(wire)
+    ranks = await _attest(wire, spec.name)
     for rank in ranks:
         check_plugin(rank, spec.name)
     if process is None:
@@ -42,18 +42,18 @@ async def attested(wire: Wire, spec: EngineSpec, process: SupervisedProcess | No
     return ranks
 
 
-async def _attest(wire: Wire) -> list[Json]:
+async def _attest(wire: Wire, name: str) -> list[Json]:
     """The attestation of each rank, or a SlimxError: SGLang swallows plugin failures, so silence is a refusal."""
     try:
         return await wire.ask("attest")
     except SlimxError as error:
-        if error.code not in ("engine.call", "engine.no_plugin"):
+        if error.code not in ("http.refused", "engine.no_plugin"):
             raise
         raise SlimxError(
-            f"engine {wire.name} at {wire.url} does not attest the slimx plugin; start it with "
+            f"{wire.who} at {wire.url} does not attest the slimx plugin; start it with "
             f"python -m slimx.engines.server.launch in an environment where slimx is installed ({error})",
             code="engine.unattested",
-            about=wire.name,
+            about=name,
         ) from None
 
 
@@ -85,11 +85,11 @@ async def check_guarded(wire: Wire) -> None:
             {"action": "slimx.status"},
             deadline_s=wire.deadline_s,
             headers={},
-            who=f"engine {wire.name}",
+            who=wire.who,
         )
         if status not in REFUSED:
             raise SlimxError(
-                f"engine {wire.name} answers {method} {wire.url}{path} with {status} to whoever asks, without a "
+                f"{wire.who} answers {method} {wire.url}{path} with {status} to whoever asks, without a "
                 "key; leave the arguments out of rollout.engines.sglang that have it do so",
                 code="engine.unguarded",
                 about=path,

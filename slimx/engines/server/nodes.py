@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from slimx.cluster.place import Placement
+from slimx.cluster.waiting import gather
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.packed import PackedBucket
@@ -161,12 +162,14 @@ class Nodes:
         self.name, self.end, self.deadline_s = spec.name, end, deadline_s
         direct = isinstance(end, DirectEnd)
         cpus = spec.threads * spec.sizes.world / (len(places) + 1)
-        logs = [log_path.with_name(f"{log_path.stem}.node{n}{log_path.suffix}") for n in range(1, len(places) + 1)]
+        self._logs = [
+            log_path.with_name(f"{log_path.stem}.node{n}{log_path.suffix}") for n in range(1, len(places) + 1)
+        ]
         self._actors = [
             ray.remote(NodeActor)
             .options(**place.options(cpus))
             .remote(replace(spec, gpus=place.gpus), log, network, direct)
-            for place, log in zip(places, logs, strict=True)
+            for place, log in zip(places, self._logs, strict=True)
         ]
 
     @property
@@ -175,16 +178,16 @@ class Nodes:
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
         """Start their processes; the share of the first machine, at `host`."""
-        hosts = (host, *await self._call("address", [()] * self.count, deadline_s))
+        hosts = (host, *await self._call("address", deadline_s))
         meeting = address(host, free_port(host))
         first, *shares = [NodeShare(rank, len(hosts), meeting, hosts) for rank in range(len(hosts))]
-        await self._call("start", [(share,) for share in shares], deadline_s)
+        await self._call("start", deadline_s, [(share,) for share in shares])
         return first
 
     async def ended(self, deadline_s: float) -> str | None:
         """The end of the first of them that ended, in words; None while they run, or do not say."""
         try:
-            answers = await self._call("ended", [()] * self.count, deadline_s)
+            answers = await self._call("ended", deadline_s)
         except DeadlineError:
             return None
         except SlimxError as error:
@@ -195,13 +198,13 @@ class Nodes:
         """The offers of memory to trainer ranks: as many from each machine, the first one's at `host`."""
         share = len(invitations) // (1 + self.count)
         first, *rest = (invitations[at : at + share] for at in range(0, len(invitations), share))
-        offered = self._call("offer", [(part,) for part in rest], self.deadline_s)
+        offered = self._call("offer", self.deadline_s, [(part,) for part in rest])
         own, others = await asyncio.gather(self.end.join(first, host), offered)
         return [*own, *chain.from_iterable(others)]
 
     async def bases(self) -> list[list[int]]:
         """By receiver and bucket the transfer whose bytes are held, on all machines."""
-        others = await self._call("bases", [()] * self.count, self.deadline_s)
+        others = await self._call("bases", self.deadline_s)
         return [*await self.end.bases(), *chain.from_iterable(others)]
 
     @asynccontextmanager
@@ -210,13 +213,13 @@ class Nodes:
         from slimx.reshard.direct.copies import shares_of, together
 
         first, *rest = shares_of(packed, self.count + 1)
-        landing = asyncio.ensure_future(self._call("land", [(part,) for part in rest], self.deadline_s))
+        landing = asyncio.ensure_future(self._call("land", self.deadline_s, [(part,) for part in rest]))
         try:
             async with self.end.landed(first) as landed:
                 yield together(packed, [landed, *await landing])
         finally:
             landing.cancel()
-            await self._call("let_go", [()] * self.count, self.deadline_s)
+            await self._call("let_go", self.deadline_s)
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
         """End their processes, and the actors: another start makes others. Does not raise."""
@@ -229,20 +232,19 @@ class Nodes:
             ray.kill(actor)
         await asyncio.gather(*stopping, return_exceptions=True)
 
-    async def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> list[Any]:
-        calls = [
-            _answer(getattr(actor, method).remote(*given)) for actor, given in zip(self._actors, arguments, strict=True)
-        ]
-        what = f"{method} on {self.count} other machines of engine {self.name}"
-        try:
-            async with asyncio.timeout(deadline_s):
-                return list(await asyncio.gather(*calls))
-        except TimeoutError:
-            raise DeadlineError(what, deadline_s, f"engine {self.name}") from None
-        except ray.exceptions.RayError as error:
-            raise SlimxError(
-                f"{what} failed: {' '.join(str(error).split())[:300]}", code="engine.nodes", about=self.name
-            ) from None
+    async def _call(
+        self, method: str, deadline_s: float, arguments: Sequence[tuple[Any, ...]] | None = None
+    ) -> list[Any]:
+        """The answers of all actors to `method`, of each with its arguments. Raises SlimxError, as one raised it."""
+        if arguments is None:
+            arguments = [()] * self.count
+        return await gather(
+            [getattr(actor, method).remote(*values) for actor, values in zip(self._actors, arguments, strict=True)],
+            what=method,
+            holders=[f"machine {number} of engine {self.name}" for number in range(1, self.count + 1)],
+            deadline_s=deadline_s,
+            logs=self._logs,
+        )
 
 
 async def _answer(reference: Any) -> Any:

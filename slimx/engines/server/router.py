@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from slimx.engines.server.keys import STDIN, Keys, bearer
-from slimx.engines.server.wire import Json, message_of, request
+from slimx.engines.server.keys import STDIN, Keys
+from slimx.engines.server.wire import Json, Wire
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import python_argv
 from slimx.runtime.process import SupervisedProcess
@@ -83,8 +83,9 @@ class Router:
         self.url = f"http://{host}:{port}"
         argv = router_argv(host, port, metrics_port, request_deadline_s, disaggregated=disaggregated, by_key=by_key)
         self.keys = Keys.random() if keys is None else keys
-        own = Keys(self.keys.api_key)  # it generates, and changes nothing
-        self.process = SupervisedProcess("router", argv, log_path, stdin=own.to_bytes())
+        api_key = Keys(self.keys.api_key)  # it generates, and changes nothing
+        self.wire = Wire(self.url, "the router", api_key, CALL_S)
+        self.process = SupervisedProcess("router", argv, log_path, stdin=api_key.to_bytes())
 
     def start(self) -> None:
         self.process.start()
@@ -108,7 +109,7 @@ class Router:
 
     async def workers(self, deadline_s: float = CALL_S) -> list[Json]:
         """The registered workers: {id, url, is_healthy, load, ...}."""
-        return (await self._call("GET", "/workers", deadline_s=deadline_s)).get("workers", [])
+        return (await self.wire.call("/workers", method="GET", deadline_s=deadline_s)).get("workers", [])
 
     async def add(
         self,
@@ -132,7 +133,7 @@ class Router:
             "api_key": (keys or self.keys).api_key,
         }
         worker = {"url": url} | {name: value for name, value in optional.items() if value is not None}
-        await self._call("POST", "/workers", worker)
+        await self.wire.call("/workers", worker)
         await self._until(
             lambda workers: any(worker["url"] == url and worker["is_healthy"] for worker in workers),
             deadline_s,
@@ -143,7 +144,7 @@ class Router:
         """Send no new request to a worker. Removing one that is not registered is no error."""
         for worker in await self.workers():
             if worker["url"] == url:
-                await self._call("DELETE", f"/workers/{worker['id']}")
+                await self.wire.call(f"/workers/{worker['id']}", method="DELETE")
         await self._until(
             lambda workers: all(worker["url"] != url for worker in workers),
             deadline_s,
@@ -163,12 +164,3 @@ class Router:
                 awaited = f"{awaited.partition(' (')[0]} ({error})"
             await asyncio.sleep(0.1)
         raise DeadlineError(awaited, deadline_s, f"the router, log {self.process.log_path}")
-
-    async def _call(self, method: str, path: str, body: Json | None = None, deadline_s: float = CALL_S) -> Json:
-        url, headers = self.url + path, bearer(self.keys.api_key)
-        status, answer = await request(method, url, body, deadline_s=deadline_s, headers=headers, who="the router")
-        if status >= 300:
-            raise SlimxError(
-                f"router: {method} {url} answered {status}: {message_of(answer)}", code="router.call", about=url
-            )
-        return answer

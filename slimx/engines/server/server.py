@@ -69,7 +69,7 @@ class Server:
     def reset(self, spec: EngineSpec) -> None:
         """Begin a start by `spec`, of which nothing is known yet."""
         self.spec = spec
-        self.wire = Wire(spec.url, spec.name, spec.keys, self.deadline_s)
+        self.wire = Wire(spec.url, f"engine {spec.name}", spec.keys, self.deadline_s)
         self.process: SupervisedProcess | None = None
         """None for somebody else's."""
         self.nodes: Nodes | None = None

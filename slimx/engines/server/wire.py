@@ -82,12 +82,13 @@ def stamped(text: str, policy: str | None) -> str:
 
 
 class Wire:
-    """The control calls of one server. Holds no connection: calls are rare, and any event loop may make them."""
+    """The control calls of one server, or router. Holds no connection: calls are rare, and any event loop may make
+    them."""
 
-    def __init__(self, url: str, name: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:
-        """`url`: "http://host:port". `keys`: that the server asks for. `deadline_s`: seconds that one call may take
-        unless it says otherwise."""
-        self.url, self.name, self.keys, self.deadline_s = url.rstrip("/"), name, keys, deadline_s
+    def __init__(self, url: str, who: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:
+        """`url`: "http://host:port". `who`: its name in messages. `keys`: that it asks for. `deadline_s`: seconds that
+        one call may take unless it says otherwise."""
+        self.url, self.who, self.keys, self.deadline_s = url.rstrip("/"), who, keys, deadline_s
 
     async def call(
         self,
@@ -98,17 +99,17 @@ class Wire:
         deadline_s: float | None = None,
         key: str | None = None,
     ) -> Json:
-        """The answer of one of SGLang's endpoints, asked with the key of control calls or with `key`. Raises SlimxError
-        for any status but 200, and where SGLang sends `success` as false."""
+        """The answer of an endpoint, asked with the key of control calls or with `key`. Raises SlimxError for a status
+        of an error, and where SGLang sends `success` as false."""
         status, answer = await request(
             method,
             self.url + path,
             body,
             deadline_s=self.deadline_s if deadline_s is None else deadline_s,
             headers=bearer(key or self.keys.control),
-            who=f"engine {self.name}",
+            who=self.who,
         )
-        where = f"engine {self.name}: {method} {self.url}{path} answered {status}"
+        where = f"{self.who}: {method} {self.url}{path} answered {status}"
         if status in REFUSED:
             raise SlimxError(
                 f"{where}: {message_of(answer)}; it asks for another key: name the variables that hold its keys in "
@@ -116,8 +117,8 @@ class Wire:
                 code="engine.key",
                 about=path,
             )
-        if status != 200 or answer.get("success") is False:
-            raise SlimxError(f"{where}: {message_of(answer)}", code="engine.call", about=path)
+        if status >= 300 or answer.get("success") is False:
+            raise SlimxError(f"{where}: {message_of(answer)}", code="http.refused", about=path)
         return answer
 
     async def ask(self, verb: str, *, deadline_s: float | None = None, **arguments: Any) -> list[Json]:
@@ -129,7 +130,7 @@ class Wire:
         for number, rank in enumerate(ranks):
             if "error" in rank:
                 raise SlimxError(
-                    f"engine {self.name} rank {number}, {action}: {rank['error']}",
+                    f"{self.who} rank {number}, {action}: {rank['error']}",
                     code=rank.get("code", ""),
                     about=rank.get("about", ""),
                 )
@@ -139,9 +140,9 @@ class Wire:
         """One answer per rank, or an error. With DP-attention every scheduler brings the answers of all ranks."""
         if not answers or any("pid" not in entry["checksums"] for entry in answers):
             raise SlimxError(
-                f"engine {self.name} at {self.url}: {action} was not answered by the slimx plugin",
+                f"{self.who} at {self.url}: {action} was not answered by the slimx plugin",
                 code="engine.no_plugin",
-                about=self.name,
+                about=self.who,
             )
         found: dict[int, Json] = {}
         size = 0
@@ -150,16 +151,16 @@ class Wire:
             rank, size = place["rank"], place["size"]
             if found.setdefault(rank, answer)["pid"] != answer["pid"]:
                 raise SlimxError(
-                    f"engine {self.name}: two processes answer as rank {rank}, replicas of one model (dp_size without "
+                    f"{self.who}: two processes answer as rank {rank}, replicas of one model (dp_size without "
                     "enable_dp_attention); start one engine per replica",
                     code="engine.replicas",
-                    about=self.name,
+                    about=self.who,
                 )
         if sorted(found) != list(range(size)):
             raise SlimxError(
-                f"engine {self.name}: ranks {sorted(found)} of {size} answered {action}; with pp_size above 1 SGLang "
+                f"{self.who}: ranks {sorted(found)} of {size} answered {action}; with pp_size above 1 SGLang "
                 "brings back the first stage's answers only: use tensor and expert parallelism",
                 code="engine.ranks_missing",
-                about=self.name,
+                about=self.who,
             )
         return [found[rank] for rank in range(size)]
