@@ -185,7 +185,7 @@ def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Ca
             rollout.health.timeout,
             retry_s=0,
             retries=0,
-            api_key=engine.keys.api_key,
+            api_key=engine.spec.keys.api_key,
             adapters=adapters,
         )
         async with asked as client:

@@ -82,7 +82,7 @@ class Pair:
         group = self.config.rollout.policy_engines[0]
         spec = engine_spec(self.config, group, name, device=self.device, moe=True)
         self.engine = Engine(replace(spec, sglang=spec.sglang | arguments), self.out / f"engine-{name}.log")
-        return (await self.engine.start(deadline_s))["attestation"]
+        return (await self.engine.start(deadline_s))[1]
 
     async def stop_engine(self) -> None:
         """Ends the server at once: SGLang takes 8 s to drain what is not there."""

@@ -105,7 +105,7 @@ class EngineGroup:
             places=others,
             end=None if group.frozen else _end(config.publish),
         )
-        return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=spec.keys)
+        return EngineHandle(spec, make, log, deadline, nodes=group.nodes)
 
     def _places(self, group: Engines) -> list[Placement]:
         """Placements of one server, machine by machine."""
@@ -198,7 +198,7 @@ def follow(groups: Sequence[EngineGroup], path: Path) -> None:
         engines = [
             {
                 "name": engine.name,
-                "role": engine.role,
+                "role": engine.spec.role,
                 "frozen": group.frozen,
                 "nodes": engine.nodes,
                 "url": engine.url,

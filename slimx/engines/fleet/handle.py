@@ -10,8 +10,8 @@ from typing import Any
 
 from slimx.cluster.calls import kill
 from slimx.cluster.waiting import ActorDied, gather
-from slimx.engines.server.keys import NO_KEYS, Keys
 from slimx.engines.server.server import ANSWER_S, STOP_S
+from slimx.engines.server.spec import EngineSpec
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import race
@@ -41,24 +41,20 @@ class EngineHandle:
 
     def __init__(
         self,
-        name: str,
+        spec: EngineSpec,
         make_actor: Callable[[], Any],
         log: Path,
         deadline_s: float,
         *,
-        role: str = "regular",
         nodes: int = 1,
-        keys: Keys = NO_KEYS,
     ):
         """`make_actor` gives a new actor of `slimx.engines.server.engine.Engine`. `deadline_s`: seconds for one call to
-        it. `nodes`: machines that the server spans. `keys`: that it asks for."""
-        self.name, self.make_actor, self.log, self.deadline_s = name, make_actor, log, deadline_s
-        self.role, self.nodes, self.keys = role, nodes, keys
-        self.bootstrap_port: int | None = None
-        """Port of a prefill server at which decode servers ask for their KV."""
+        it. `nodes`: machines that the server spans."""
+        self.make_actor, self.log, self.deadline_s, self.nodes = make_actor, log, deadline_s, nodes
+        self.spec = spec
+        """That of the last start."""
         self.actor: Any = make_actor()
         """None after it had to be killed, until the next start."""
-        self.url = ""
         self.standing = Standing.OUT
         self.incarnation = 0
         self.attestation: list[dict[str, Any]] = []
@@ -67,6 +63,14 @@ class EngineHandle:
         """Why this incarnation is lost, once it is."""
         self._lost = asyncio.Event()
         """Set then: nothing waits for its answers any more."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def url(self) -> str:
+        return self.spec.url
 
     # Life -----------------------------------------------------------------------------------------------------------
 
@@ -81,8 +85,7 @@ class EngineHandle:
         except BaseException:
             await self.stop(grace_s=0)
             raise
-        self.url, self.bootstrap_port = started["url"], started["bootstrap_port"]
-        self.attestation = started["attestation"]
+        self.spec, self.attestation = started
         self.standing = Standing.JOINING
 
     def mark(self, text: str) -> None:

@@ -105,7 +105,7 @@ class Membership:
 
     def _every_role(self, engines: Sequence[EngineHandle]) -> bool:
         """Returns True if `engines` can serve without the others."""
-        return {engine.role for engine in engines} == {engine.role for engine in self.engines}
+        return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
         """`engine` holds a verified version: requests may reach it. Raises ReceiverLost if it was lost meanwhile."""
@@ -157,7 +157,8 @@ class Membership:
         engine.standing = Standing.GONE
         self.changed()
         if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
-            which = "engine" if engine.role == "regular" else f"{engine.role} engine"
+            role = engine.spec.role
+            which = "engine" if role == "regular" else f"{role} engine"
             told = told_of(self.history())
             self.fail(
                 PartLost(
@@ -234,7 +235,7 @@ class Membership:
         """Quarantine an engine that twice does not do what requests ask of it, although it serves.
 
         One that is paused, for a publication, answers nothing and is not asked."""
-        if self.probe is None or engine.role != "regular":
+        if self.probe is None or engine.spec.role != "regular":
             return
         incarnation, error = engine.incarnation, None
         for _ in range(2):

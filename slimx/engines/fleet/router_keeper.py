@@ -149,11 +149,11 @@ class RouterKeeper:
             self.membership.spawn(self.membership.quarantine(engine, error))
 
     async def _add(self, engine: EngineHandle) -> None:
-        url, incarnation = engine.url, engine.incarnation
-        await self.router.add(url, role=engine.role, bootstrap_port=engine.bootstrap_port, keys=engine.keys)
+        spec, incarnation = engine.spec, engine.incarnation
+        await self.router.add(spec.url, role=spec.role, bootstrap_port=spec.bootstrap_port, keys=spec.keys)
         # Lost meanwhile, it may even be back by now, with other weights and at another URL.
         if not engine.standing.runs or engine.incarnation != incarnation:
-            await self.router.remove(url)
+            await self.router.remove(spec.url)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work`; where it failed because the router did, again after its restart."""

@@ -96,8 +96,8 @@ class Engine(Server):
 
     # Life -----------------------------------------------------------------------------------------------------------
 
-    async def start(self, deadline_s: float) -> dict[str, Any]:
-        """Start the server; its URL and attestation. On any failure it is stopped."""
+    async def start(self, deadline_s: float) -> tuple[EngineSpec, list[Json]]:
+        """Start the server; its specification and the attestation of its ranks. On any failure it is stopped."""
         self.move(State.STARTING)
         try:
             await self.launch(deadline_s)
@@ -105,7 +105,7 @@ class Engine(Server):
             await self.stop()
             raise
         self.move(State.READY)
-        return {"url": self.spec.url, "bootstrap_port": self.spec.bootstrap_port, "attestation": self.attestation}
+        return self.spec, self.attestation
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the server with its whole process tree; DEAD afterwards. May be called in any state.

@@ -198,11 +198,11 @@ class FakeActor:
 
 async def started(deadline_s: float = 5) -> tuple[EngineHandle, FakeActor]:
     actor = FakeActor()
-    handle = EngineHandle("e0", lambda: actor, Path("e0.log"), deadline_s)
+    handle = EngineHandle(EngineSpec("e0", "m", "float32", "cpu"), lambda: actor, Path("e0.log"), deadline_s)
     start = asyncio.create_task(handle.start(5))
     while "start" not in actor.answers:
         await asyncio.sleep(0)
-    actor.answers["start"].set_result({"url": "http://e0", "bootstrap_port": None, "attestation": []})
+    actor.answers["start"].set_result((replace(handle.spec, port=1), []))
     await start
     return handle, actor
 
@@ -269,7 +269,7 @@ class _Failed(Exception):
 
 async def test_an_engine_whose_actor_is_gone_is_lost_to_every_call_that_comes_later():
     """Quarantined between two calls and never started again: the publication goes on with the others."""
-    handle = EngineHandle("e0", SimpleNamespace, Path("e0.log"), 5)
+    handle = EngineHandle(EngineSpec("e0", "m", "float32", "cpu"), SimpleNamespace, Path("e0.log"), 5)
     handle.actor = None
     for verb in ("pause", "begin", "inventory", "abort"):
         with refused("engine.not_running", about="e0", kind=ReceiverLost):
@@ -293,8 +293,8 @@ async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(tmp_pat
                 raise PortTaken("taken", code="engine.port")
 
     engine = Taken(EngineSpec("e0", "m", "float32", "cpu"), tmp_path / "log")
-    started = await engine.start(5)
-    assert started["url"] == f"http://127.0.0.1:{ports[-1]}" and engine.state is State.READY
+    spec, _ = await engine.start(5)
+    assert spec.url == f"http://127.0.0.1:{ports[-1]}" and engine.state is State.READY
     assert len(set(ports)) == engine_server.PORTS
 
     ports.clear()
