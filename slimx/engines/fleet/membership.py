@@ -22,8 +22,7 @@ from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.fleet.router_keeper import RouterKeeper
-from slimx.engines.fleet.turn import EnginesTurn
-from slimx.engines.outage import Outage
+from slimx.engines.outage import EnginesTurn, Outage
 from slimx.engines.server.router import Router
 from slimx.engines.server.server import ANSWER_S
 from slimx.errors import DeadlineError, PartLost, SlimxError

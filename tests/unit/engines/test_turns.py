@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from slimx.engines.fleet.handle import Standing
-from slimx.engines.fleet.turn import EnginesTurn
+from slimx.engines.outage import EnginesTurn
 from tests.unit.engines.recovery_stand import Stand, gone
 from tests.virtual_time import virtually
 
