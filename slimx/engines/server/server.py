@@ -33,14 +33,12 @@ LOOK_S = 2.0
 """Seconds between two looks at a server's other machines while it starts."""
 STOP_S = 30.0
 """Seconds in which a server's tree must be gone."""
+PORT = "engine.port"
+"""Code of the error where a server's HTTP port was taken between its choice and its use."""
 PORTS = 3
 """Ports that a start tries when other programs take them."""
 PORT_TAKEN = "error while attempting to bind on address"
 """Words of uvicorn in the server's log."""
-
-
-class PortTaken(SlimxError):
-    """The server's HTTP port was taken between its choice and its use."""
 
 
 class Server:
@@ -87,10 +85,10 @@ class Server:
         for left in reversed(range(PORTS)):
             try:
                 return await self._launch(deadline_s)
-            except PortTaken:
-                await self.end_processes(ENDING_S)
-                if not left:
+            except SlimxError as error:
+                if error.code != PORT or not left:
                     raise
+                await self.end_processes(ENDING_S)
 
     async def _launch(self, deadline_s: float) -> None:
         self.reset(self._placed())
@@ -150,9 +148,9 @@ class Server:
             raise SlimxError(f"before it was ready {end}", code="engine.died", about=self.spec.name)
         if self.process is not None and PORT_TAKEN in self.process.tail():
             # SGLang's process stays when its HTTP server could not start.
-            raise PortTaken(
+            raise SlimxError(
                 f"engine {self.spec.name} cannot listen at {self.spec.url}: the port is taken; end what listens there",
-                code="engine.port",
+                code=PORT,
                 about=self.spec.url,
             )
         try:

@@ -19,7 +19,6 @@ from slimx.cluster.waiting import ActorDied
 from slimx.engines.fleet.handle import EngineHandle, Standing, kernels_of
 from slimx.engines.server import server as engine_server
 from slimx.engines.server.engine import Engine, State
-from slimx.engines.server.server import PortTaken
 from slimx.engines.server.spec import EngineSpec
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
@@ -290,7 +289,7 @@ async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(tmp_pat
             self.reset(self._placed())
             ports.append(self.spec.port)
             if len(ports) <= taken:
-                raise PortTaken("taken", code="engine.port")
+                raise SlimxError("taken", code="engine.port")
 
     engine = Taken(EngineSpec("e0", "m", "float32", "cpu"), tmp_path / "log")
     spec, _ = await engine.start(5)
@@ -300,7 +299,7 @@ async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(tmp_pat
     ports.clear()
     taken = engine_server.PORTS
     await engine.stop()
-    with pytest.raises(PortTaken):
+    with refused("engine.port"):
         await engine.start(5)
     assert len(ports) == engine_server.PORTS and engine.state is State.DEAD
 
