@@ -100,7 +100,9 @@ class Engine(Server):
         """Start the server; its specification and the attestation of its ranks. On any failure it is stopped."""
         self.move(State.STARTING)
         try:
-            await self.launch(deadline_s)
+            await self.lasting(self.launch(deadline_s))
+        except ReceiverLost:
+            raise  # it was stopped, and another start may have begun
         except BaseException:
             await self.stop()
             raise
@@ -113,6 +115,8 @@ class Engine(Server):
         Somebody else's server is not ended, but left.
         """
         before, self.state = self.state, State.DEAD
+        for task in self.under_way:
+            task.cancel()
         if before is not State.DEAD:
             await self.release(paused=before is State.PAUSED)
         await self.end_processes(grace_s)
@@ -141,7 +145,7 @@ class Engine(Server):
             self._enter(verb, epoch)
         try:
             async with asyncio.timeout(deadline_s):
-                return await getattr(self, verb)(*arguments)
+                return await self.lasting(getattr(self, verb)(*arguments))
         except TimeoutError:
             raise DeadlineError(verb, deadline_s, f"engine {self.spec.name}") from None
 

@@ -1,4 +1,4 @@
-"""The server of an engine: its processes, whether they live, and calls to it. What it may do is not known here."""
+"""The server of an engine: its processes, whether they live, and calls to it. Its state is the engine's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.logs import marked
 from slimx.runtime.ports import LOOPBACK, claimed_port, own_address
 from slimx.runtime.process import SupervisedProcess
-from slimx.runtime.tasks import first_of
+from slimx.runtime.tasks import cancelled, first_of
 
 ANSWER_S = 5.0
 """Seconds in which a server that is alive says so."""
@@ -62,6 +62,8 @@ class Server:
         self.network, self.host, self.places, self.end = network, own_address(network), places, end
         self._claims: list[socket.socket] = []
         """Claims on the ports of the last start; those of the one before are given back."""
+        self.under_way: set[asyncio.Future[Any]] = set()
+        """Work that ends with this start."""
         self.reset(spec)
 
     def reset(self, spec: EngineSpec) -> None:
@@ -183,6 +185,20 @@ class Server:
                 return f"engine {spec.name}, {what} refuses connections at {spec.url}; log {self.log_path}"
             await asyncio.sleep(0.1)
         return end
+
+    async def lasting[T](self, work: Awaitable[T]) -> T:
+        """The result of `work`. Raises ReceiverLost if this start of the server ends before: nothing of it may reach
+        the next one."""
+        task = asyncio.ensure_future(work)
+        self.under_way.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            self.under_way.discard(task)
+            await cancelled(task)
+        if task.cancelled():
+            raise ReceiverLost(f"engine {self.spec.name} was stopped", code="engine.stopped", about=self.spec.name)
+        return task.result()
 
     async def call(self, path: str, body: Json | None = None) -> Json:
         """The answer of an endpoint of SGLang. Raises ReceiverLost if the server is gone or silent, SlimxError if it

@@ -72,7 +72,7 @@ def engine(tmp_path: Path, listener: socket.socket) -> Engine:
     """An engine in a publication of epoch 0, whose server's process runs, listens and answers as the test has it."""
     port = listener.getsockname()[1]
     out = Engine(EngineSpec("e0", "m", "float32", "cpu", port), tmp_path / "log", 5)
-    out.wire, out.process = FakeWire(), SimpleNamespace(ended=lambda: None)
+    out.wire, out.process = FakeWire(), SimpleNamespace(ended=lambda: None, stop=lambda grace_s: None)
     out._listens, out.state, out.publication = True, State.READY, manifest(0)
     return out
 
@@ -107,6 +107,42 @@ async def test_a_verb_that_the_engine_does_not_answer_ends_at_its_deadline(engin
     with refused("deadline", about="stage", kind=DeadlineError):
         await engine.perform("stage", None, 0.05, BUCKET, 0)
     assert engine.wire.calls == ["stage 0"]
+
+
+async def test_what_is_under_way_ends_with_the_start_that_it_belongs_to(engine):
+    engine.wire.hangs = True
+    waiting = asyncio.create_task(engine.perform("stage", None, 60, BUCKET, 0))
+    while not engine.wire.calls:
+        await asyncio.sleep(0)
+    await engine.stop()
+    engine.reset(engine.planned)
+    engine.wire = after = FakeWire()
+    with refused("engine.stopped", about="e0", kind=ReceiverLost):
+        await waiting
+    assert after.calls == [] and engine.state is State.DEAD
+
+
+async def test_a_start_that_is_stopped_neither_goes_on_nor_ends_the_next_one(tmp_path):
+    class Slow(Engine):
+        """An engine whose first start does not end."""
+
+        starts = 0
+
+        async def _launch(self, deadline_s: float) -> None:
+            self.reset(self._placed())
+            self.starts += 1
+            if self.starts == 1:
+                await asyncio.Event().wait()
+
+    engine = Slow(EngineSpec("e0", "m", "float32", "cpu"), tmp_path / "log")
+    first = asyncio.create_task(engine.start(60))
+    while not engine.starts:
+        await asyncio.sleep(0)
+    await engine.stop()
+    await engine.start(60)
+    with refused("engine.stopped", about="e0", kind=ReceiverLost):
+        await first
+    assert engine.state is State.READY
 
 
 async def test_what_comes_from_trainer_ranks_is_staged_as_it_landed(engine):
