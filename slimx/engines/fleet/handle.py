@@ -52,7 +52,7 @@ class EngineHandle:
         it. `nodes`: machines that the server spans."""
         self.make_actor, self.log, self.deadline_s, self.nodes = make_actor, log, deadline_s, nodes
         self.spec = spec
-        """That of the last start."""
+        """Specification of the last start."""
         self.actor: Any = make_actor()
         """None after it had to be killed, until the next start."""
         self.standing = Standing.OUT
