@@ -36,7 +36,7 @@ GRPO = (
 FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.models.families",)
-BOUNDS = {"core tokens": 367_800, "core files": 523, "closure": 503, "edges from core to extras": 0}
+BOUNDS = {"core tokens": 367_750, "core files": 523, "closure": 503, "edges from core to extras": 0}
 LAYOUT = frozenset(
     (
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
