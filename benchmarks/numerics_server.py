@@ -28,7 +28,6 @@ from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
 from slimx.extras.exact.mode import Exact
 from slimx.numerics.mode import NumericsMode
-from slimx.runtime.ports import free_port
 
 PROMPT = 32
 START_S = 120
@@ -59,16 +58,15 @@ async def serve(
 ) -> list[float]:
     """Tokens per second for each of `batches` of one server, which is started and stopped here."""
     spec = EngineSpec(
-        *("measured", str(model), dtype, "cpu", free_port()),
+        *("measured", str(model), dtype, "cpu"),
         max_total_tokens=16384,
         routed_experts=moe,
         numerics=NumericsMode() if leaves is None else Exact(leaves),
     )
     engine = Engine(spec, log)
-    engine.start()
     try:
-        await engine.wait_ready(START_S)
-        return [await throughput(spec, batch, tokens, ids) for batch in batches]
+        await engine.start(START_S)
+        return [await throughput(engine.spec, batch, tokens, ids) for batch in batches]
     finally:
         await engine.stop()
 

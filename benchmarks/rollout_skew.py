@@ -21,7 +21,6 @@ from whole_run import make_records, started
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group
-from slimx.engines.server.control import EngineControl
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
 from slimx.orchestration.lifetime.heap import settled_heap
@@ -102,7 +101,7 @@ class Turns:
             stack.enter_context(settled_heap())  # as the session does
             await loop.train(run)
         for engine in self.service.groups[ACTOR].engines:  # what was generated ahead of a step that never comes
-            await EngineControl(engine.url, engine.name, self.service.groups[ACTOR].keys).abort_all()
+            await engine.perform("interrupt", None)
         self.done += steps
         return run
 

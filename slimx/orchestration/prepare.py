@@ -16,8 +16,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.critic import critic_keys
 from slimx.config.sections.policies import ACTOR, Policy
 from slimx.data.records import Prompt
-from slimx.engines.server.configured import spec_values
-from slimx.engines.server.spec import EngineSpec, server_args
+from slimx.engines.server.spec import engine_spec, server_args
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.models.flops import delta_net_layers
@@ -230,5 +229,4 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
 def _check_engines(config: Config, spec: ModelSpec, device: str) -> None:
     """Raise SlimxError for an argument of a server that SGLang refuses."""
     for group in config.rollout.served:
-        values = spec_values(config, group, group.name, device=device, moe=spec.experts > 0)
-        server_args(EngineSpec(port=0, **values))
+        server_args(engine_spec(config, group, group.name, device=device, moe=spec.experts > 0))

@@ -21,9 +21,8 @@ from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.rollout import Proxy
-from slimx.engines.fleet.group import EngineGroup, tell_restarts
+from slimx.engines.fleet.group import EngineGroup, follow, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
-from slimx.engines.fleet.roster import follow
 from slimx.engines.outage import Outages
 from slimx.errors import SlimxError
 from slimx.orchestration.frozen import FrozenEngines
@@ -167,7 +166,7 @@ def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Ca
             rollout.health.timeout,
             retry_s=0,
             retries=0,
-            api_key=engine.keys.api_key,
+            api_key=engine.spec.keys.api_key,
             adapters=adapters,
         )
         async with asked as client:

@@ -13,7 +13,6 @@ from pathlib import Path
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.engines.fleet.handle import EngineHandle
-from slimx.engines.server.control import EngineControl
 from slimx.layout.ranks import sizes_of
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.frozen import admit_joining, check_stored, keep_admitting
@@ -52,4 +51,4 @@ async def serving(
 
 async def _call_version_0(engine: EngineHandle) -> None:
     """Stamp what the server started with: tokens without a version are refused."""
-    await EngineControl(engine.url, engine.name, engine.keys).set_version(0)
+    await engine.perform("stamp", None, "0")

@@ -15,6 +15,7 @@ from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
+from slimx.engines.fleet.handle import kernels_of
 from slimx.layout.ranks import Sizes
 from slimx.models.trunk import read_trunk
 from slimx.observability.alerts.alerts import Alerts, alerting
@@ -198,7 +199,7 @@ async def _session(
             for reason in policy.backends.reasons:
                 table.note(reason)
         handles = [engine for group in service.groups.values() for engine in group.engines]
-        for kernels in dict.fromkeys(engine.kernels for engine in handles):
+        for kernels in dict.fromkeys(kernels_of(engine.attestation) for engine in handles):
             table.note(f"engines: {kernels}")
         if replayed:
             table.note(

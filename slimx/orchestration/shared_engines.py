@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
 from slimx.errors import SlimxError
 from slimx.reshard.outcome import Publication
@@ -87,7 +87,7 @@ class SharedMembers:
         ReceiverLost if it was lost meanwhile."""
         if self._shared.gave(self._policy, engine):
             await self._members.admit(engine)
-        elif engine.standing not in (Standing.JOINING, Standing.MEMBER):
+        elif not engine.standing.runs:
             raise ReceiverLost(
                 f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
             )

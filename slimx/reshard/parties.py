@@ -110,6 +110,9 @@ class Receiver(Protocol):
         ...
 
 
+PROTOCOL = 8
+"""Version of the verbs as JSON, in which an engine passes them on to the ranks of its server
+(`slimx/adapters/sglang/plugin.py`)."""
 BEFORE_BEGIN = ("inventory", "join", "bases", "begin")
 """Verbs that come before the publication has begun at an engine."""
 

@@ -21,13 +21,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import child_environment, python_argv
-from slimx.runtime.logs import log_end
+from slimx.runtime.logs import how_ended, log_end, quoted
 from slimx.runtime.stopped import StopWatch
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -40,23 +39,6 @@ NOT_STARTED = 127
 """Exit status of a guard whose command cannot be started, as of a shell."""
 KILL_WAIT_S = 10.0
 """Seconds in which a killed tree must be gone."""
-
-
-class ServerProcess(Protocol):
-    """The interface of a server's process, as its engine needs it."""
-
-    log_path: Path
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def start(self) -> None: ...
-
-    def poll(self) -> int | None: ...
-
-    def tail(self, lines: int = 20) -> str: ...
-
-    def stop(self, grace_s: float = 10.0) -> None: ...
 
 
 class SupervisedProcess:
@@ -112,6 +94,12 @@ class SupervisedProcess:
         if self._guard is None:
             raise SlimxError(f"{self.name} was never started", code="process.not_started", about=self.name)
         return self._guard.poll()
+
+    def ended(self) -> str | None:
+        """The end of the command and its last lines, in words; None while it runs."""
+        if (status := self.poll()) is None:
+            return None
+        return f"{self.name} {how_ended(status)}; {quoted(self.log_path, self.tail())}"
 
     def tail(self, lines: int = 20) -> str:
         """The last lines that it printed since its last start; reads at most 64 KiB."""

@@ -38,7 +38,7 @@ def proves_and_holds(memory: DeviceMemory | MemoryFile, device: torch.device) ->
         entries.append(form | {"offset": end, "checksum": f"{kernel.checksum_tensor(tensor):016x}"})
         end = -(-(end + tensor.nbytes) // 64) * 64
     place = {"policy": "actor", "version": 1, "epoch": 0, "bucket": 0}
-    bucket = place | {"fd_path": memory.path, "size": end, "tensors": entries}
+    bucket = place | {"ranks": {"all": {"fd_path": memory.path, "size": end, "tensors": entries}}}
     manifest = Manifest(policy="actor", version=1, encoding="local", trainer_step=1, membership_epoch=0).to_json()
 
     def flip() -> None:

@@ -26,7 +26,6 @@ from slimx.engines.server.spec import EngineSpec
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.runtime.ports import free_port
 from tests.integration.chosen import chosen_cases
 from tests.integration.recorded import recording_config
 from tests.integration.runs import TrainProcess
@@ -125,11 +124,10 @@ def uninterrupted(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest
 @pytest.fixture(scope="session")
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A real server of `tiny_model` on the CPU, READY and attested, without a published version."""
-    spec = EngineSpec("test", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=16384, seed=1)
+    spec = EngineSpec("test", str(tiny_model), "float32", "cpu", max_total_tokens=16384, seed=1)
     engine = Engine(spec, tmp_path_factory.mktemp("engine") / "server.log")
-    engine.start()
     try:
-        asyncio.run(engine.wait_ready(START_S))
+        asyncio.run(engine.start(START_S))
         yield engine
     finally:
         asyncio.run(engine.stop())
@@ -197,7 +195,7 @@ def manifest(version: int, encoding: Encoding = "hf", epoch: int = 0) -> Manifes
 
 async def present(engine: Engine, version: int, encoding: Encoding = "hf") -> Manifest:
     """The same in the newest epoch that the engine has seen: a run may have published to it."""
-    newest = max(rank["epoch"] for rank in await engine.control.attest())
+    newest = max(rank["epoch"] for rank in await engine.wire.ask("attest"))
     return manifest(version, encoding, max(0, newest))
 
 

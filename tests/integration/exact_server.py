@@ -23,7 +23,6 @@ from slimx.models.families import read_model
 from slimx.numerics.mode import NumericsMode
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 
 Completions = list[dict[str, Any]]
@@ -38,7 +37,6 @@ def server(model: Path, dtype: str, leaves: int, sizes: EngineSizes, log: Path, 
         str(model),
         dtype,
         "cpu",
-        free_port(),
         max_total_tokens=8192,
         threads=threads,
         sizes=sizes,
@@ -58,10 +56,9 @@ def changed(model: Path, out: Path) -> Path:
 
 async def before_and_after(engine: Engine, first: Path, second: Path, brought: Brought) -> dict[str, Completions]:
     """Completions under the weights of `first`, and of `second` after they are published; by directory."""
-    engine.start()
     found = {}
     try:
-        await engine.wait_ready(START_S)
+        await engine.start(START_S)
         for version, model in enumerate((first, second), 1):
             await publish(engine, await brought(engine, model), version)
             found[str(model)] = await completions(engine, model)

@@ -19,7 +19,7 @@ from tests.integration.recorded import UNCHECKED
 from tests.integration.runs import DEADLINE_S, TrainProcess, completed_steps, steps, write_config, written
 from tests.integration.victims import command_of, matching
 
-ENGINE = matching(r"sglang::|slimx\.engines\.server|ray::EngineActor")
+ENGINE = matching(r"sglang::|slimx\.engines\.server|ray::Engine")
 MEASURED = re.compile(r"(time|perf|memory|recovery)/|publish/(\w+_seconds|wire_mib)|engines/outage")
 """Metrics that no two runs share: seconds, and bytes that travel. New ranks send all, whatever engines hold."""
 

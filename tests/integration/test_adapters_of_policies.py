@@ -25,7 +25,6 @@ from slimx.reshard.manifest import Encoding, Manifest
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.client.request import GenerationRequest
-from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Bucket, Weights
 from tests.integration.engine_families import make_model
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
@@ -85,7 +84,6 @@ async def test_a_server_answers_each_policy_with_its_own_adapters_and_its_own_ve
             str(model),
             "float32",
             "cpu",
-            free_port(),
             max_total_tokens=4096,
             routed_experts=False,
             adapters=served,
@@ -93,9 +91,8 @@ async def test_a_server_answers_each_policy_with_its_own_adapters_and_its_own_ve
         tmp_path / "server.log",
     )
     key = engine.spec.keys.api_key
-    engine.start()
     try:
-        await engine.wait_ready(START_S)
+        await engine.start(START_S)
         await publish(engine, "actor", 3, load_file(model / "model.safetensors") | first, "hf")
         for version, judged in ((3, second), (4, newer)):
             await publish(engine, "judge", version, judged)

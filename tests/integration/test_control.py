@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.engines.server.control import NO_TENSORS, RECEIVER
-from slimx.engines.server.engine import Engine, State
+from slimx.engines.server import server
+from slimx.engines.server.engine import NO_TENSORS, Engine, State
 from slimx.engines.server.keys import bearer
-from slimx.engines.server.spec import EngineSpec
+from slimx.engines.server.spec import EngineSpec, server_argv
+from slimx.engines.server.wire import RECEIVER
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, present, publish
 from tests.processes import first_address
 
@@ -87,7 +87,7 @@ async def test_a_strangers_control_calls_are_refused_and_change_nothing(
     """Calls are made without a key, with a wrong one, and with the one that is for generation only."""
     await publish(engine, tiny_weights, 9)
     keys, shape = engine.spec.keys, ModelShape.of(read_model(tiny_model))
-    (before,) = await engine.control.status()
+    (before,) = await engine.wire.ask("status")
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
     save_file(perturbed(tiny_weights, 8), tmp_path / "model.safetensors")
@@ -101,7 +101,7 @@ async def test_a_strangers_control_calls_are_refused_and_change_nothing(
                             assert answer.status in (401, 403), (path, key)
         found = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=3))
     assert found.token_ids.tolist() == expected.token_ids.tolist() and found.versions == [(0, 12, 9)]
-    assert await engine.control.status() == [before]
+    assert await engine.wire.ask("status") == [before]
     assert (await present(engine, 10)).membership_epoch < 10**6, "no stranger's publication has begun"
     await publish(engine, tiny_weights, 10)
     assert engine.state is State.READY
@@ -127,25 +127,31 @@ async def test_nobody_generates_without_a_key(engine: Engine, tiny_weights: Weig
 
 async def test_the_keys_are_told_to_nobody(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIMX_TEST_KEYS", "shown")
-    spec = EngineSpec("keys", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=1024, seed=1)
+    spec = EngineSpec("keys", str(tiny_model), "float32", "cpu", max_total_tokens=1024, seed=1)
     engine = Engine(spec, tmp_path / "server.log")
-    engine.process.argv.insert(engine.process.argv.index("--"), "--spawn")  # as on GPUs
-    engine.start()
+
+    def spawning(spec: EngineSpec) -> list[str]:
+        argv = server_argv(spec)
+        argv.insert(argv.index("--"), "--spawn")  # as on GPUs
+        return argv
+
+    monkeypatch.setattr(server, "server_argv", spawning)
     try:
-        await engine.wait_ready(START_S)
+        await engine.start(START_S)
         (rank,) = engine.attestation
-        server = psutil.Process(rank["pid"]).parent()
-        assert first_address(rank["pid"]) != first_address(server.pid), "the scheduler was spawned"
-        shown = json.dumps(await engine.control.server_info())
-        assert str(spec.port) in shown
-        root = psutil.Process(engine.process.pid)
+        parent = psutil.Process(rank["pid"]).parent()
+        assert first_address(rank["pid"]) != first_address(parent.pid), "the scheduler was spawned"
+        shown = json.dumps(await engine.wire.call("/server_info", method="GET", key=engine.spec.keys.api_key))
+        assert str(engine.spec.port) in shown
+        process = engine.process
+        root = psutil.Process(process.pid)
         tree = [root, *root.children(recursive=True)]
         assert len(tree) >= 4, "guard, server, scheduler, detokenizer"
         variables = [one.environ() for one in tree]
         # Forks and SGLang's processes show none of theirs; a spawn's helper has the server's.
         assert sum(values.get("SLIMX_TEST_KEYS") == "shown" for values in variables) >= 1
-        shown += " ".join([*(" ".join(one.cmdline()) for one in tree), *map(str, [engine.process.env, *variables])])
-        shown += engine.process.log_path.read_text()
+        shown += " ".join([*(" ".join(one.cmdline()) for one in tree), *map(str, [process.env, *variables])])
+        shown += process.log_path.read_text()
     finally:
         await engine.stop()
     assert spec.keys.api_key not in shown and spec.keys.admin_api_key not in shown
@@ -162,4 +168,4 @@ async def test_a_server_opens_nothing_but_buckets_of_the_run(engine: Engine, tin
         with pytest.raises(SlimxError) as error:
             await engine.stage(type(bucket.packed)(path, bucket.packed.size, bucket.packed.targets), 0)
     assert (error.value.code, error.value.about) == ("bucket.foreign", path)
-    assert [rank["open"] for rank in await engine.control.status()] == [None], "its publication has ended"
+    assert [rank["open"] for rank in await engine.wire.ask("status")] == [None], "its publication has ended"

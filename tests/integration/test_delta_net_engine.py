@@ -15,10 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slimx.engines.server.control import PauseMode
-from slimx.engines.server.engine import Engine
+from slimx.engines.server.engine import Engine, PauseMode
 from slimx.engines.server.spec import EngineSpec
-from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 from tests.integration.engine_families import make_model
 from tests.integration.engine_oracle import logprobs_of
@@ -62,7 +60,7 @@ class Stand:
         sampling = {"temperature": 1.0, "max_new_tokens": NEW, "sampling_seed": seed}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         how = {"key": self.engine.spec.keys.api_key, "deadline_s": START_S}
-        meta = (await self.engine.control._call("POST", "/generate", body, **how))["meta_info"]
+        meta = (await self.engine.wire.call("/generate", body, **how))["meta_info"]
         scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
         ids = [*prompt, *(token for _, token, _ in meta["output_token_logprobs"])]
         logprobs = np.array([logprob for logprob, _, _ in scored])
@@ -84,12 +82,11 @@ def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     make_model(request.param, model)
     # Requests are let in as if they were to end at once, so that some have to be retracted.
     sglang = {"chunked_prefill_size": CHUNK, "schedule_conservativeness": 0.0}
-    spec = EngineSpec("states", str(model), "float32", "cpu", free_port(), max_total_tokens=ROOM, sglang=sglang)
+    spec = EngineSpec("states", str(model), "float32", "cpu", max_total_tokens=ROOM, sglang=sglang)
     engine = Engine(spec, tmp_path_factory.mktemp("log") / "server.log")
-    engine.start()
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     try:
-        asyncio.run(engine.wait_ready(START_S))
+        asyncio.run(engine.start(START_S))
         yield Stand(engine, load_file(model / "model.safetensors"), oracle)
     finally:
         asyncio.run(engine.stop())

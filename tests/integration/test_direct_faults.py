@@ -26,8 +26,7 @@ import torch
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
-from slimx.engines.server.control import EngineControl
-from slimx.engines.server.engine import State
+from slimx.engines.server.wire import Wire
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
@@ -121,8 +120,8 @@ class Stand:
 
     async def held(self, engine: EngineHandle) -> dict[str, str]:
         """By parameter SGLang's own digest of what an engine holds now."""
-        control = EngineControl(engine.url, keys=engine.keys)
-        answer = await control._call("POST", "/weights_checker", {"action": "checksum", "selector": "target"})
+        wire = Wire(engine.url, keys=engine.spec.keys)
+        answer = await wire.call("/weights_checker", {"action": "checksum", "selector": "target"})
         return answer["ranks"][0]["checksums"]
 
     async def victim(self, moment: Moment) -> int:
@@ -134,10 +133,9 @@ class Stand:
         if moment.kind == "server":
             return server.pid
         if moment.kind == "receiver":
-            (owner,) = [p for p in server.parents() if "ray::EngineActor" in command_of(p)]
+            (owner,) = [p for p in server.parents() if "ray::Engine" in command_of(p)]
             return owner.pid
-        control = EngineControl(engine.url, keys=engine.keys)
-        return (await control.attest())[0]["pid"]
+        return (await Wire(engine.url, keys=engine.spec.keys).ask("attest"))[0]["pid"]
 
     async def back(self) -> None:
         """Wait until every engine runs."""
@@ -258,9 +256,9 @@ async def assert_whole(stand: Stand, engine: EngineHandle, old: int, *, struck: 
     """An engine that generates holds one version, of which it says that it holds it; else it serves nobody."""
     try:
         async with asyncio.timeout(STEP_S):
-            if engine.standing is not Standing.MEMBER or await engine.state() is not State.READY:
+            if engine.standing is not Standing.MEMBER or not await engine.perform("serves", None):
                 return
-            status = (await EngineControl(engine.url, keys=engine.keys).status())[0]
+            status = (await Wire(engine.url, keys=engine.spec.keys).ask("status"))[0]
             held = await stand.held(engine)
     except (SlimxError, TimeoutError):
         if not struck:

@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
+from slimx.engines.server import server
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.launch import CPU_VARIABLES
 from slimx.engines.server.router import Router
-from slimx.engines.server.spec import EngineSpec
+from slimx.engines.server.spec import EngineSpec, server_env
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.rollout.client.frozen import FrozenEngine
@@ -57,7 +58,7 @@ def routes_of(model: Qwen3MoeForCausalLM, ids: list[int], top_k: int) -> np.ndar
 
 
 async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, tiny_weights: Weights) -> None:
-    (rank,) = await engine.control.attest()
+    (rank,) = await engine.wire.ask("attest")
     assert rank["hooks"] and all(rank["hooks"].values()) and rank["cpu"] and all(rank["cpu"].values())
     assert (rank["model"], rank["dtype"], rank["device"]) == ("Qwen3MoeForCausalLM", "float32", "cpu")
     shapes = {name: f"float32:{','.join(map(str, tensor.shape))}" for name, tensor in tiny_weights.items()}
@@ -68,30 +69,37 @@ async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, t
 
 @pytest.mark.slow("a second server")
 async def test_a_stock_server_is_a_frozen_model_but_no_engine_of_the_policy(
-    tiny_model: Path, tiny_weights: Weights, oracle: Qwen3MoeForCausalLM, tmp_path: Path
+    tiny_model: Path,
+    tiny_weights: Weights,
+    oracle: Qwen3MoeForCausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = EngineSpec("stock", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=2048)
-    engine = Engine(spec, tmp_path / "server.log")
+    stock = server.Server(spec, tmp_path / "server.log")
+    monkeypatch.setattr(stock, "_placed", lambda: spec)
     flags = ["--attention-backend", "torch_native", "--disable-cuda-graph", "--max-total-tokens", "2048"]
     where = ["--model-path", spec.model_path, "--device", "cpu", "--dtype", "float32", "--port", str(spec.port)]
-    engine.process.argv = [sys.executable, str(Path(__file__).with_name("stock_server.py")), *where, *flags]
-    engine.process.env |= CPU_VARIABLES
-    engine.start()
-    frozen = Engine(replace(spec, external=True, frozen=True), tmp_path / "none")
-    frozen.start()
-    await frozen.wait_ready(180)
-    assert frozen.state is State.READY
-    scored = await FrozenEngine("stock", spec.url, deadline_s=300, retries=0).logprobs(PROMPT)
-    np.testing.assert_allclose(scored, logprobs_of(oracle, tiny_weights, PROMPT), atol=1e-4)
-    policy = Engine(replace(spec, external=True), tmp_path / "none")
-    policy.start()
+    argv = [sys.executable, str(Path(__file__).with_name("stock_server.py")), *where, *flags]
+    monkeypatch.setattr(server, "server_argv", lambda spec: argv)
+    monkeypatch.setattr(server, "server_env", lambda spec: server_env(spec) | CPU_VARIABLES)
     with refused("engine.unattested", about="stock"):
-        await policy.wait_ready(180)
-    await frozen.stop()
-    assert engine.process.poll() is None, "a server of somebody else's is left alone"
-    with refused("engine.unattested", about="stock"):
-        await engine.wait_ready(180)
-    assert engine.state is State.DEAD and engine.process.poll() is not None
+        await stock.launch(180)
+    try:
+        frozen = Engine(replace(spec, external=True, frozen=True), tmp_path / "none")
+        await frozen.start(180)
+        assert frozen.state is State.READY
+        scored = await FrozenEngine("stock", spec.url, deadline_s=300, retries=0).logprobs(PROMPT)
+        np.testing.assert_allclose(scored, logprobs_of(oracle, tiny_weights, PROMPT), atol=1e-4)
+        policy = Engine(replace(spec, external=True), tmp_path / "none")
+        with refused("engine.unattested", about="stock"):
+            await policy.start(180)
+        await frozen.stop()
+        assert policy.state is State.DEAD
+        assert stock.process.poll() is None, "a server of somebody else's is left alone"
+    finally:
+        await stock.end_processes(10)
+    assert stock.process.poll() is not None
 
 
 async def test_tokens_come_with_logprobs_versions_and_experts(
@@ -155,7 +163,7 @@ async def test_requests_that_would_end_the_scheduler_are_refused(engine: Engine,
             await client.generate(GenerationRequest([1, 128], SAMPLING, 1))
         with refused("request.token_ids"):
             await client.generate(GenerationRequest([], SAMPLING, 1))
-    await engine.control.health()
+    await engine.check_generation(30)
 
 
 async def test_a_flipped_byte_is_refused_and_changes_nothing(
@@ -170,7 +178,7 @@ async def test_a_flipped_byte_is_refused_and_changes_nothing(
             await engine.begin(await present(engine, 2))
             with refused("receiver.checksum", about=wrong.name):
                 await engine.stage(bucket.packed, 3)
-        (status,) = await engine.control.status()
+        (status,) = await engine.wire.ask("status")
         assert (status["open"], status["version"], status["staged"]) == (None, 1, 0)
         assert engine.state is State.READY
         np.testing.assert_array_equal((await client.score(PROMPT)).logprobs, before)
@@ -238,7 +246,7 @@ async def test_verify_names_a_tensor_changed_behind_its_back(
     changed[name][3, 4] += 1e-3
     save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
-    await engine.control._call("POST", "/update_weights_from_disk", {"model_path": str(tmp_path)})
+    await engine.wire.call("/update_weights_from_disk", {"model_path": str(tmp_path)})
     with refused("engine.unverified", about=name):
         await engine.verify()
     await publish(engine, tiny_weights, 2)
@@ -270,7 +278,7 @@ async def test_aborted_requests_return_what_they_have(engine: Engine, tiny_weigh
             client.generate(GenerationRequest(PROMPT, {**SAMPLING, "max_new_tokens": 1500}, 1))
         )
         await asyncio.sleep(0.5)
-        await engine.control.abort_all()
+        await engine.interrupt()
         completion = await running
     assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 1500
 
@@ -299,7 +307,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
 
 async def test_a_paused_scheduler_waits_for_messages(engine: Engine) -> None:
     await engine.pause()
-    (rank,) = await engine.control.attest()
+    (rank,) = await engine.wire.ask("attest")
     scheduler = psutil.Process(rank["pid"])
     began = sum(scheduler.cpu_times()[:2])
     await asyncio.sleep(3)
@@ -340,25 +348,28 @@ async def test_the_router_sends_to_registered_engines_only(
 
 
 OWNER = """
-import sys, time
+import asyncio, sys
 from pathlib import Path
 from pytest import MonkeyPatch
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.spec import EngineSpec
 from tests.warm import guards
-guards.install(MonkeyPatch(), Path(sys.argv[4]))
-spec = EngineSpec("orphan", sys.argv[1], "float32", "cpu", int(sys.argv[2]), max_total_tokens=1024)
-engine = Engine(spec, sys.argv[3])
-engine.start()
-print(engine.process.pid, flush=True)
-time.sleep(600)
+guards.install(MonkeyPatch(), Path(sys.argv[3]))
+engine = Engine(EngineSpec("orphan", sys.argv[1], "float32", "cpu", max_total_tokens=1024), Path(sys.argv[2]))
+async def start():
+    starting = asyncio.create_task(engine.start(600))
+    while engine.process is None:
+        await asyncio.sleep(0.01)
+    print(engine.process.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(start())
 """
 
 
 def test_a_killed_owner_leaves_no_server_process(tiny_model: Path, tmp_path: Path) -> None:
     """SIGKILL while the server is starting its children: the moment in which SGLang alone would leave orphans."""
     log = tmp_path / "server.log"
-    arguments = map(str, (tiny_model, free_port(), log, interpreter().parent))
+    arguments = map(str, (tiny_model, log, interpreter().parent))
     owner = subprocess.Popen([sys.executable, "-c", OWNER, *arguments], stdout=subprocess.PIPE, text=True)
     tree: list[psutil.Process] = []
     try:

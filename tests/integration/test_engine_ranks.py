@@ -27,7 +27,6 @@ from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.runtime.ports import free_port
 from tests.integration import engine_families
 from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, present, publish
 from tests.integration.deepseek_checkpoint import DEEPSEEK, make_deepseek
@@ -79,7 +78,7 @@ async def answer(engine: Engine) -> tuple[list[int], np.ndarray]:
     """Greedy tokens, and the log-probs of prompt and tokens [L - 1]."""
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-    meta = (await engine.control._call("POST", "/generate", body, key=engine.spec.keys.api_key))["meta_info"]
+    meta = (await engine.wire.call("/generate", body, key=engine.spec.keys.api_key))["meta_info"]
     scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
     return [token for _, token, _ in meta["output_token_logprobs"]], np.array([value for value, _, _ in scored])
 
@@ -122,16 +121,14 @@ def stand(
         str(model),
         "float32",
         "cpu",
-        free_port(),
         max_total_tokens=4096,
         sizes=sizes,
         routed_experts=read.experts > 0,
         sglang=read.engine_arguments,
     )
     engine = Engine(spec, tmp_path_factory.mktemp("ranks") / "server.log")
-    engine.start()
     try:
-        asyncio.run(engine.wait_ready(START_S))
+        asyncio.run(engine.start(START_S))
         yield Stand(engine, model, load_file(model / "model.safetensors"), layout, asyncio.run(answer(engine)))
     finally:
         asyncio.run(engine.stop())
@@ -145,7 +142,7 @@ async def test_ranks_are_forked(stand: Stand) -> None:
 
 async def test_each_rank_holds_what_the_engine_layout_says(stand: Stand) -> None:
     sizes = stand.layout.sizes
-    for number, rank in enumerate(await stand.engine.control.attest()):
+    for number, rank in enumerate(await stand.engine.wire.ask("attest")):
         place = rank["coordinates"]
         assert place == {
             "rank": number,
@@ -189,7 +186,7 @@ async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, enco
         bucket.flip(wrong.offset + wrong.nbytes - 1)
         with refused("receiver.checksum", about=wrong.name):
             await stand.engine.stage(bucket.packed, 0)
-    assert [rank["open"] for rank in await stand.engine.control.status()] == [None, None]
+    assert [rank["open"] for rank in await stand.engine.wire.ask("status")] == [None, None]
     assert stand.engine.state is State.READY
     after = await answer(stand.engine)
     assert after[0] == before[0]
@@ -228,10 +225,10 @@ async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
     async def stage(of: Manifest, packed: PackedBucket) -> None:
         """Past the engine, which would refuse it before its ranks are asked."""
         which = {"policy": of.policy, "version": of.version, "epoch": of.membership_epoch, "bucket": 0}
-        await engine.control.ask("slimx.stage", which | {"ranks": packed.parts("local", 2)})
+        await engine.wire.ask("stage", **which, ranks=packed.parts("local", 2))
 
     async def commit(version: int) -> None:
-        await engine.control.ask("slimx.commit", {"version": version})
+        await engine.wire.ask("commit", version=version)
 
     with Bucket(*stand.local(stand.weights)) as bucket:
         with refused("receiver.not_open", about="version 20"):

@@ -74,7 +74,7 @@ def test_a_run_whose_disk_fills_up_ends_in_one_sentence_and_goes_on_when_there_i
     [
         ("driver", 2),
         ("ray::TrainerWorker", 2),
-        *((victim, None) for victim in ("ray::EngineActor", "sglang::scheduler", "sglang::detokenizer")),
+        *((victim, None) for victim in ("ray::Engine", "sglang::scheduler", "sglang::detokenizer")),
         *((f"-m slimx.engines.server.{part} ", None) for part in ("launch", "router_launch")),
         *((victim, None) for victim in ("/gcs_server ", "/raylet ", "multiprocessing.spawn")),
     ],

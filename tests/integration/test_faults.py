@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from slimx.engines.delivery.deliveries import MemoryDelivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
-from slimx.engines.server.control import EngineControl
+from slimx.engines.server.wire import Wire
 from slimx.errors import LOST
 from slimx.models.families import read_model
 from slimx.reshard.outcome import Publication
@@ -76,7 +76,7 @@ class Stand:
 
 async def process_of(engine: EngineHandle) -> int:
     """The server's scheduler, which holds the model."""
-    return (await EngineControl(engine.url, keys=engine.keys).attest())[0]["pid"]
+    return (await Wire(engine.url, keys=engine.spec.keys).ask("attest"))[0]["pid"]
 
 
 @asynccontextmanager
@@ -180,7 +180,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             assert await stand.registered() == {first.url, second.url}
 
             for engine in (first, second):
-                async with GenerationClient(engine.url, stand.client.shape, api_key=engine.keys.api_key) as client:
+                async with GenerationClient(engine.url, stand.client.shape, api_key=engine.spec.keys.api_key) as client:
                     stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))
                 assert stand.completions[-1].versions == [(0, 8, 4)]
 
@@ -189,7 +189,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
                 done = await stand.publish(5)
             assert done.lost == ["actor-0"] and "has checksum" in str(done.engines["actor-0"].error)
             assert await stand.registered() == {second.url}
-            async with GenerationClient(second.url, stand.client.shape, api_key=second.keys.api_key) as client:
+            async with GenerationClient(second.url, stand.client.shape, api_key=second.spec.keys.api_key) as client:
                 stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))
             assert stand.completions[-1].versions == [(0, 8, 5)]
         finally:

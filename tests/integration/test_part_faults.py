@@ -68,7 +68,7 @@ PARTS = {
     "detokenizer": Part(matching("sglang::detokenizer"), ENGINE),
     "HTTP server": Part(matching(r"slimx\.engines\.server\.launch"), ENGINE),
     "engine guard": Part(matching(r"slimx\.engines\.server\.launch", guard=True), ENGINE, outlives_a_stop=True),
-    "engine actor": Part(matching("ray::EngineActor"), ENGINE),
+    "engine actor": Part(matching("ray::Engine"), ENGINE),
     "reward worker": Part(reward_workers, outlives_a_stop=True),
     "environment": Part(environments),
 }

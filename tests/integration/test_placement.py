@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from slimx.cluster.place import Placement, place_of
-from slimx.engines.fleet.nodes import share_of
+from slimx.engines.fleet.group import share_of
 from slimx.errors import DeadlineError
 from slimx.orchestration.ranks.placement import PackedGpus
 from tests.refusals import numbers

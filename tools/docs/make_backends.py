@@ -18,15 +18,15 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
-from slimx.engines.server.configured import spec_values
 from slimx.engines.server.launch import prepare, prepare_imports
-from slimx.engines.server.spec import EngineSpec, server_args
+from slimx.engines.server.spec import engine_spec, server_args
 from slimx.extras.convert.formats.fp8 import with_quantisation
 from slimx.layout.engine_kernels import unpublishable
 from slimx.models.families import read_model
@@ -96,9 +96,9 @@ def started_from(config: Config, group: Engines, directory: Path) -> Path:
 def cells(stem: str, config: Config, group: Engines, gpu: str, directory: Path) -> list[str]:
     """One row of the table."""
     experts = read_model(ROOT / config.model.path).experts > 0
-    values = spec_values(config, group, group.name, device="cuda", moe=experts)
-    values["model_path"] = str(started_from(config, group, directory))
-    said = resolved(server_args(EngineSpec(port=30000, **values)), gpu)
+    spec = engine_spec(config, group, group.name, device="cuda", moe=experts)
+    spec = replace(spec, model_path=str(started_from(config, group, directory)), port=30000)
+    said = resolved(server_args(spec), gpu)
     attention = said["attention_backend"]
     by_phase = [said[f"{phase}_attention_backend"] or attention for phase in ("prefill", "decode")]
     if attention == "dsa":

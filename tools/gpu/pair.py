@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ import numpy as np
 from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.engines.server.configured import spec_values
 from slimx.engines.server.engine import Engine
-from slimx.engines.server.spec import EngineSpec
+from slimx.engines.server.spec import engine_spec
 from slimx.extras.planner.links.rehearsal import OnlyOne
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
@@ -29,7 +28,6 @@ from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.draft import Draft
-from slimx.runtime.ports import free_port
 from tools.gpu.trainer import Trainer
 from tools.steps import Failed
 
@@ -82,12 +80,9 @@ class Pair:
         """Starts a server in place of the present one; returns its ranks' attestation. `arguments`: of SGLang."""
         await self.stop_engine()
         group = self.config.rollout.policy_engines[0]
-        values = spec_values(self.config, group, name, device=self.device, moe=True)
-        values["sglang"] = values["sglang"] | arguments
-        self.engine = Engine(EngineSpec(port=free_port(), **values), self.out / f"engine-{name}.log")
-        self.engine.start()
-        await self.engine.wait_ready(deadline_s)
-        return self.engine.attestation
+        spec = engine_spec(self.config, group, name, device=self.device, moe=True)
+        self.engine = Engine(replace(spec, sglang=spec.sglang | arguments), self.out / f"engine-{name}.log")
+        return (await self.engine.start(deadline_s))[1]
 
     async def stop_engine(self) -> None:
         """Ends the server at once: SGLang takes 8 s to drain what is not there."""

@@ -20,7 +20,7 @@ KINDS = {
     "engine: scheduler": "sglang::scheduler",
     "engine: detokenizer": "sglang::detokenizer",
     "engine: HTTP server": r"slimx\.engines\.server\.launch",
-    "engine: actor": "ray::EngineActor",
+    "engine: actor": "ray::Engine",
     "router": r"sglang::router|slimx\.engines\.server\.router_launch",
     "trainer": "ray::TrainerWorker",
     "reward worker": r"multiprocessing\.spawn",

@@ -8,50 +8,36 @@ full.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import slimx
 from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import draws as sglang_draws
+from slimx.adapters.sglang import hooks as sglang_hooks
 from slimx.adapters.sglang import lora as sglang_lora
-from slimx.adapters.sglang import meeting as sglang_meeting
-from slimx.adapters.sglang import paused as sglang_paused
-from slimx.adapters.sglang import seeds as sglang_seeds
 from slimx.adapters.sglang import trace as sglang_trace
 from slimx.adapters.sglang.weights import drafted as sglang_drafted
-from slimx.adapters.sglang.weights.receiver import receiver_of
+from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
 from slimx.errors import SlimxError
 from slimx.numerics.mode import server_mode
+from slimx.reshard.parties import PROTOCOL
 
-PROTOCOL = 8
-"""Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
 NAME, SPAWN = "slimx", "--spawn"
 SCHEDULER = "sglang.srt.managers.scheduler"
-RESOLVED = "sglang.srt.server_args.ServerArgs.resolved_dict"
-GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
-START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""The function in which SGLang chooses how the server starts its other processes."""
-LOADS_PATH = "sglang.srt.managers.load_snapshot.shm_path_for"
-LOADS = "slimx-loads"
-"""Name of the memory file that replaces it."""
 CHECK_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
 ANSWER, ERROR, CODE, ABOUT, PID = "slimx", "error", "code", "about", "pid"
 """Keys of the payload's `checksums`: our JSON answer, or an error's text, code and object, and whose it is."""
-KEYS = ("api_key", "admin_api_key")
-EVERY_RANK = "all"
-"""In place of a rank's number: a bucket of which every rank takes what it holds."""
+PREFIX = "slimx."
+"""Begin of the actions that are slimx's verbs."""
 
 
 def register() -> None:
@@ -71,18 +57,18 @@ def register() -> None:
     server = multiprocessing.parent_process() is None
     forks = server and is_cpu() and SPAWN not in sys.argv
     if server:
-        HookRegistry.register(GENERATE, partial(take_fields, policies), HookType.BEFORE)
-        os.memfd_create(LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
+        HookRegistry.register(sglang_hooks.GENERATE, partial(sglang_hooks.take_fields, policies), HookType.BEFORE)
+        os.memfd_create(sglang_hooks.LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
     if server or SCHEDULER in sys.modules:
-        HookRegistry.register(RESOLVED, without_keys, HookType.AROUND)
-        HookRegistry.register(LOADS_PATH, loads_path, HookType.REPLACE)
+        HookRegistry.register(sglang_hooks.RESOLVED, sglang_hooks.without_keys, HookType.AROUND)
+        HookRegistry.register(sglang_hooks.LOADS_PATH, sglang_hooks.loads_path, HookType.REPLACE)
     if forks:
-        HookRegistry.register(START_METHOD, fork_from_here, HookType.AFTER)
+        HookRegistry.register(sglang_hooks.START_METHOD, sglang_hooks.fork_from_here, HookType.AFTER)
     if SCHEDULER in sys.modules or forks:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
-        HookRegistry.register(sglang_seeds.ADJUST, sglang_seeds.carry, HookType.AFTER)
-        HookRegistry.register(sglang_paused.TURN, sglang_paused.wait, HookType.AFTER)
-        HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
+        HookRegistry.register(sglang_hooks.ADJUST, sglang_hooks.carry_seeds, HookType.AFTER)
+        HookRegistry.register(sglang_hooks.PAUSED, sglang_hooks.wait_while_paused, HookType.AFTER)
+        HookRegistry.register(sglang_hooks.CREATE_STORE, sglang_hooks.at_one_address, HookType.REPLACE)
         if sglang_drafted.asked(sys.argv):
             HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
         if policies is not None:
@@ -95,55 +81,6 @@ def register() -> None:
         numerics.register(HookRegistry, HookType)
 
 
-def fork_from_here(result: None, arguments: Any) -> None:
-    """After SGLang has chosen to spawn its other processes: fork them instead.
-
-    Each spawned process imports everything again, 5 to 9 s of CPU time. A fork is safe where neither CUDA nor a thread
-    pool of torch's has begun: on the CPU, before SGLang has started anything.
-    """
-    multiprocessing.set_start_method("fork", force=True)
-
-
-def loads_path(ipc_name: str) -> str:
-    """The file in which the scheduler tells its load to the server, in place of `load_snapshot.shm_path_for`.
-
-    SGLang's file in /dev/shm is never removed. This one is a memory file of the server's first process, found through
-    /proc by that process and its children: it has no name to leave behind, however the server ends.
-    """
-    for process in (psutil.Process(), *psutil.Process().parents()):
-        for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            # A file may be closed between the listing and the look, the listing's own among them.
-            with contextlib.suppress(FileNotFoundError):
-                if LOADS in os.readlink(link):
-                    return str(link)
-    raise SlimxError(
-        "the server's first process holds no memory file for its load; start it with slimx.engines.server.launch",
-        code="plugin.loads",
-        about=LOADS,
-    )
-
-
-def without_keys(original: Callable[..., dict[str, Any]], arguments: Any) -> dict[str, Any]:
-    """Wraps `ServerArgs.resolved_dict`, which /server_info answers with, and blanks the keys: who may generate would
-    read there the key of those who may replace the weights."""
-    return {name: None if name in KEYS else value for name, value in original(arguments).items()}
-
-
-def take_fields(policies: Mapping[str, float] | None, manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Before `TokenizerManager.generate_request`: set request fields that travelled as the custom label "slimx", and
-    refuse a request that the server's `policies` (`sglang_lora.asked`) have no adapters for.
-
-    sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but carries custom
-    labels. The label is taken away because SGLang would hand it to Prometheus, which refuses labels that it does not
-    know.
-    """
-    labels = getattr(request, "custom_labels", None) or {}
-    for name, value in json.loads(labels.pop(NAME, "{}")).items():
-        setattr(request, name, value)
-    if policies is not None:
-        sglang_lora.check_named(policies, request)
-
-
 def check_weights(
     original: Callable[..., Any],
     runner: Any,
@@ -153,15 +90,16 @@ def check_weights(
     *,
     role: str,
 ) -> Any:
-    """Around `ModelRunner.check_weights`: answer `slimx.*` actions in the payload type of SGLang's checksum action.
+    """Around `ModelRunner.check_weights`: answer actions `slimx.VERB` in the payload type of SGLang's checksum action.
 
-    The argument of an action is one JSON object, the only element of `skip_tensor_list`. With TP the ranks gather their
+    The arguments of a verb are one JSON object, the only element of `skip_tensor_list`. With TP the ranks gather their
     answers afterwards, so an error on one rank must not leave it: it travels as text under the key "error".
     """
-    if not action.startswith("slimx."):
+    if not action.startswith(PREFIX):
         return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
     try:
-        answer = {ANSWER: json.dumps(_answer(runner, action, json.loads((skip_tensor_list or ["{}"])[0])))}
+        arguments = json.loads((skip_tensor_list or ["{}"])[0])
+        answer = {ANSWER: json.dumps(_answer(runner, action.removeprefix(PREFIX), arguments))}
     except SlimxError as error:
         answer = {ERROR: str(error), CODE: error.code, ABOUT: error.about}
     except Exception as error:
@@ -173,26 +111,21 @@ def check_weights(
     }
 
 
-def _answer(runner: Any, action: str, argument: dict[str, Any]) -> dict[str, Any]:
-    receiver = receiver_of(runner.model)
-    actions: dict[str, Callable[[], dict[str, Any]]] = {
-        "slimx.attest": lambda: attest(runner),
-        "slimx.inventory": lambda: receiver.inventory(**argument, experts=_expert_location()),
-        "slimx.begin": lambda: receiver.begin(**argument, experts=_expert_location()),
-        "slimx.stage": lambda: receiver.stage(**_own_part(argument, _coordinates()["rank"])),
-        "slimx.verify": receiver.verify,
-        "slimx.commit": lambda: receiver.commit(**argument),
-        "slimx.abort": receiver.abort,
-        "slimx.status": receiver.status,
-        "slimx.trace": lambda: _trace(runner, **argument),
-    }
-    if action not in actions:
+def _answer(runner: Any, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Do a verb: a method of the model's receiver, or one of `OF_PROCESS`."""
+    if verb in OF_PROCESS:
+        return OF_PROCESS[verb](runner, **arguments)
+    verbs = {name for name in vars(RankReceiver) if not name.startswith("_")}
+    if verb not in verbs:
         raise SlimxError(
-            f"unknown action {action}; this server's slimx {slimx.__version__} knows {', '.join(sorted(actions))}",
+            f"unknown action {PREFIX}{verb}; this server's slimx {slimx.__version__} knows "
+            f"{', '.join(sorted(verbs | OF_PROCESS.keys()))}",
             code="plugin.action",
-            about=action,
+            about=PREFIX + verb,
         )
-    return actions[action]()
+    receiver = receiver_of(runner.model)
+    receiver.rank, receiver.experts = _coordinates()["rank"], _expert_location()
+    return getattr(receiver, verb)(**arguments)
 
 
 def _trace(runner: Any, on: bool) -> dict[str, Any]:
@@ -204,20 +137,6 @@ def _trace(runner: Any, on: bool) -> dict[str, Any]:
     if trace is None:
         raise SlimxError("no trace was begun in this process", code="plugin.trace", about="trace")
     return trace.end()
-
-
-def _own_part(argument: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The arguments of `RankReceiver.stage` from those of the action: {policy, version, epoch, bucket, ranks: {number
-    or "all": {fd_path, size, tensors}}}."""
-    ranks = argument.pop("ranks")
-    part = ranks.get(str(rank), ranks.get(EVERY_RANK))
-    if part is None:
-        raise SlimxError(
-            f"bucket {argument['bucket']} brings nothing for rank {rank}, only for {', '.join(ranks)}",
-            code="plugin.bucket",
-            about=f"bucket {argument['bucket']}",
-        )
-    return argument | part
 
 
 def _expert_location() -> Any:
@@ -307,3 +226,7 @@ def attest(runner: Any) -> dict[str, Any]:
         "numerics": numerics.contract(dtype, runner.device),
         "cpu": sglang_cpu.attest() if is_cpu() else None,
     }
+
+
+OF_PROCESS: dict[str, Callable[..., dict[str, Any]]] = {"attest": attest, "trace": _trace}
+"""Verbs about this process; all others are methods of `RankReceiver`."""

@@ -10,8 +10,7 @@ disk      trainer rank 0 writes each bucket, or what has changed in it, to a fil
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,15 +48,10 @@ class MemoryDelivery(Delivery):
         self._owners = list(self.owners.actors)
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
-        async with self._owned():
-            await super().bring(recipient, epoch, packed, bucket)
-
-    @asynccontextmanager
-    async def _owned(self) -> AsyncIterator[None]:
-        """No engine is to blame for a bucket whose owner has died: TransportLost is raised then."""
         try:
-            yield
+            await super().bring(recipient, epoch, packed, bucket)
         except SlimxError as error:
+            # No engine is to blame for a bucket whose owner has died.
             if self._owners and await has_died(*self._owners):
                 raise TransportLost(
                     f"a trainer rank died before a bucket was taken: {error}", code="publish.source", about="trainers"

@@ -1,30 +1,39 @@
-"""Engines behind their router: created, started, put to sleep and ended together."""
+"""Engines behind their router: created, started, put to sleep, ended, and noted in RUN/engines.json together."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
 from slimx.cluster.place import Placement
-from slimx.cluster.restarts import Restart
+from slimx.cluster.restarts import Restart, Restarts
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
-from slimx.engines.fleet.actor import EngineActor
+from slimx.config.sections.publish import Publish
+from slimx.durable import write_atomic
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
-from slimx.engines.fleet.nodes import share_of
-from slimx.engines.server.configured import spec_values
+from slimx.engines.server.engine import Engine
 from slimx.engines.server.keys import Keys, key_in
+from slimx.engines.server.nodes import DirectEnd, FilesEnd
 from slimx.engines.server.router import Router
+from slimx.engines.server.spec import engine_spec
 from slimx.errors import SlimxError
 from slimx.models.files.starting import start_deadline
 from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
+
+KEPT = 5
+"""Restarts of each part that engines.json lists."""
 
 
 def keys_of(group: Engines) -> Keys:
@@ -79,25 +88,24 @@ class EngineGroup:
 
     def _create(self, group: Engines, number: int, log_dir: Path) -> EngineHandle:
         config, name = self.config, f"{group.name}-{number}"
-        values = spec_values(config, group, name, device=self.device, moe=self.moe)
-        keys = values["keys"] = keys_of(group) if group.urls else self.keys
-        cpus = group.threads * group.ranks / group.nodes
         first, *others = self._places(group)
-        options = first.options(cpus) if not group.urls else {"num_cpus": 0}
-        actor = ray.remote(EngineActor).options(**options)
+        spec = engine_spec(config, group, name, device=self.device, moe=self.moe)
+        spec = replace(spec, gpus=first.gpus, keys=keys_of(group) if group.urls else self.keys)
+        if group.urls:
+            where = urlsplit(group.urls[number])
+            spec = replace(spec, host=where.hostname, port=where.port, external=True)
+        options = {"num_cpus": 0} if group.urls else first.options(spec.threads * group.ranks / group.nodes)
         log, deadline = log_dir / f"engine-{name}.log", config.publish.engine_deadline
         make = partial(
-            actor.remote,
-            values | {"gpus": first.gpus},
-            str(log),
+            ray.remote(Engine).options(**options).remote,
+            spec,
+            log,
             deadline,
             network=config.cluster.network,
-            others=tuple(others),
-            url=group.urls[number] if group.urls else None,
-            direct=config.publish.transport == "nixl" and not group.frozen,
-            item=changes[0] if (changes := config.publish.changes_on_disk) and not group.frozen else None,
+            places=others,
+            end=None if group.frozen else _end(config.publish),
         )
-        return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=keys)
+        return EngineHandle(spec, make, log, deadline, nodes=group.nodes)
 
     def _places(self, group: Engines) -> list[Placement]:
         """Placements of one server, machine by machine."""
@@ -115,30 +123,36 @@ class EngineGroup:
         self.router.start()
         await asyncio.gather(self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines))
         # A server that runs already refuses what is older than the publications of the run before.
-        self.members.epoch = max(self.members.epoch, *(engine.epoch + 1 for engine in self.engines))
+        ranks = [rank for engine in self.engines for rank in engine.attestation]
+        self.members.epoch = max([self.members.epoch, *(rank["epoch"] + 1 for rank in ranks)])
 
     async def interrupt(self) -> None:
         """End all requests now; each brings what it has. An engine that cannot is quarantined."""
-        await asyncio.gather(*(self._or_quarantine(engine, engine.interrupt()) for engine in self.members.members()))
+        await self._each(self.members.members(), "interrupt")
 
     async def sleep(self) -> None:
         """Release the memory of the engines' weights and KV cache: the trainers' turn begins. One that cannot is
         quarantined, and has ended when this returns; one that is being started is waited for, and sleeps too."""
         await self.members.turn.end()
-        await asyncio.gather(*(self._or_quarantine(engine, engine.sleep()) for engine in self.members.candidates()))
+        await self._each(self.members.candidates(), "sleep")
         await self.members.turn.end()
 
     async def wake(self) -> None:
         """Have engines hold the memory of their weights alone, which a publication, which must follow, writes into. No
         engine starts until `members.turn` begins."""
         await self.members.turn.end()
-        await asyncio.gather(*(self._or_quarantine(engine, engine.wake()) for engine in self.members.candidates()))
+        await self._each(self.members.candidates(), "hold_weights")
 
-    async def _or_quarantine(self, engine: EngineHandle, work: Awaitable[None]) -> None:
-        try:
-            await work
-        except SlimxError as error:
-            await self.members.quarantine(engine, error)
+    async def _each(self, engines: Sequence[EngineHandle], method: str) -> None:
+        """Have each of `engines` do the same; one that cannot is quarantined."""
+
+        async def tried(engine: EngineHandle) -> None:
+            try:
+                await engine.perform(method, None)
+            except SlimxError as error:
+                await self.members.quarantine(engine, error)
+
+        await asyncio.gather(*map(tried, engines))
 
     async def stop(self) -> None:
         """End router and servers, each with its whole tree; the first problem is raised after all have been tried."""
@@ -151,3 +165,66 @@ def tell_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) ->
     for group in groups:
         for restart in group.members.history():
             note(str(restart))
+
+
+def share_of(ranks: Sequence[Placement], name: str) -> Placement:
+    """The place of a server's share that takes turns with trainer `ranks`, one GPU each. Raises SlimxError if they are
+    not on one machine."""
+    nodes = {place.node for place in ranks}
+    if len(nodes) > 1:
+        raise SlimxError(
+            f"{len(ranks)} consecutive trainer ranks, whose GPUs a server of rollout.engines group {name} shares, are "
+            f"on {len(nodes)} machines; make the ranks of a machine's share (tensor x pipeline / nodes) divide its "
+            "GPUs",
+            code="engines.shared_gpus",
+            about=name,
+        )
+    return Placement(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
+
+
+def _end(publish: Publish) -> DirectEnd | FilesEnd | None:
+    """The end beside a server at which buckets arrive; None: the server opens them where they are."""
+    if publish.transport == "nixl":
+        return DirectEnd()
+    changes = publish.changes_on_disk
+    return FilesEnd(changes[0]) if changes else None
+
+
+def follow(groups: Sequence[EngineGroup], path: Path) -> None:
+    """Write every engine of `groups`, where it is and what it is to the run now, to RUN/engines.json, now and anew with
+    every change; for `slimx status`."""
+
+    def write() -> None:
+        engines = [
+            {
+                "name": engine.name,
+                "role": engine.spec.role,
+                "frozen": group.frozen,
+                "nodes": engine.nodes,
+                "url": engine.url,
+                "standing": str(engine.standing),
+                **_restarts(group.members.restarts[engine.name]),
+            }
+            for group in groups
+            for engine in group.engines
+        ]
+        routers = [
+            {
+                "name": group.router.process.name,
+                "url": group.router.url,
+                "up": group.members.keeper.up,
+                **_restarts(group.members.keeper.restarts),
+            }
+            for group in groups
+        ]
+        text = json.dumps({"engines": engines, "routers": routers}, indent=1)
+        write_atomic(path, text.encode(), sync=False)
+
+    for group in groups:
+        group.members.on_change = write
+    write()
+
+
+def _restarts(restarts: Restarts) -> dict[str, Any]:
+    """Number of a part's restarts, and the last of them."""
+    return {"restarts": len(restarts.history), "history": [asdict(each) for each in restarts.history[-KEPT:]]}

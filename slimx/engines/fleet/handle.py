@@ -10,15 +10,16 @@ from typing import Any
 
 from slimx.cluster.calls import kill
 from slimx.cluster.waiting import ActorDied, gather
-from slimx.engines.fleet.actor import ANSWER_S, STOP_S
-from slimx.engines.server.engine import State
-from slimx.engines.server.keys import NO_KEYS, Keys
+from slimx.engines.server.server import ANSWER_S, STOP_S
+from slimx.engines.server.spec import EngineSpec
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import ReceiverLost
+from slimx.runtime.tasks import race
 
 
 class Standing(StrEnum):
-    """The standing of an engine in the run; its server's own state is `slimx.engines.server.engine.State`."""
+    """The standing of an engine in the run, which it has without any process; what its server may do is the `State` of
+    `slimx.engines.server.engine`."""
 
     OUT = "out"
     """Not started yet, or being stopped and started again: no request and no publication reaches it."""
@@ -29,39 +30,47 @@ class Standing(StrEnum):
     GONE = "gone"
     """Lost for good: its restarts are used up."""
 
+    @property
+    def runs(self) -> bool:
+        """True while its server runs, in the router or not."""
+        return self in (Standing.JOINING, Standing.MEMBER)
+
 
 class EngineHandle:
     """One engine as the loop and the publisher see it, through all its restarts."""
 
     def __init__(
         self,
-        name: str,
+        spec: EngineSpec,
         make_actor: Callable[[], Any],
         log: Path,
         deadline_s: float,
         *,
-        role: str = "regular",
         nodes: int = 1,
-        keys: Keys = NO_KEYS,
     ):
-        """`make_actor` gives a new EngineActor; `deadline_s`: seconds for one call to it; `nodes`: machines that the
-        server spans; `keys`: that it asks for."""
-        self.name, self.make_actor, self.log, self.deadline_s = name, make_actor, log, deadline_s
-        self.role, self.nodes, self.keys = role, nodes, keys
-        self.bootstrap_port: int | None = None
-        """Port of a prefill server at which decode servers ask for their KV."""
+        """`make_actor` gives a new actor of `slimx.engines.server.engine.Engine`. `deadline_s`: seconds for one call to
+        it. `nodes`: machines that the server spans."""
+        self.make_actor, self.log, self.deadline_s, self.nodes = make_actor, log, deadline_s, nodes
+        self.spec = spec
+        """Specification of the last start."""
         self.actor: Any = make_actor()
         """None after it had to be killed, until the next start."""
-        self.url = ""
         self.standing = Standing.OUT
         self.incarnation = 0
-        self.epoch = -1
-        """Newest epoch of which a publication had begun on the server when it joined: an earlier run's, if it is a
-        server that runs already."""
-        self.kernels = ""
-        """Kernels that the server attested when it started last, in words; of a server that attests none, nothing."""
-        self._lost: asyncio.Future[SlimxError] | None = None
-        """Done when this incarnation is lost: then nobody waits for its answers any more."""
+        self.attestation: list[dict[str, Any]] = []
+        """By rank what the server attested when it started last; of one that attests nothing, nothing."""
+        self._reason: SlimxError | None = None
+        """Why this incarnation is lost, once it is."""
+        self._lost = asyncio.Event()
+        """Set then: nothing waits for its answers any more."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def url(self) -> str:
+        return self.spec.url
 
     # Life -----------------------------------------------------------------------------------------------------------
 
@@ -70,15 +79,13 @@ class EngineHandle:
         if self.actor is None:
             self.actor = self.make_actor()
         self.incarnation += 1
-        self._lost = asyncio.get_running_loop().create_future()
+        self._reason, self._lost = None, asyncio.Event()
         try:
             started = await self._wait("the start", self.actor.start.remote(deadline_s), deadline_s + STOP_S)
         except BaseException:
             await self.stop(grace_s=0)
             raise
-        self.url, self.bootstrap_port = started["url"], started["bootstrap_port"]
-        self.epoch = max((rank["epoch"] for rank in started["attestation"]), default=-1)
-        self.kernels = kernels_of(started["attestation"])
+        self.spec, self.attestation = started
         self.standing = Standing.JOINING
 
     def mark(self, text: str) -> None:
@@ -87,10 +94,10 @@ class EngineHandle:
             self.actor.mark.options(num_returns=0).remote(text)
 
     def lose(self, error: SlimxError) -> None:
-        """Out of the run: whoever waits for an answer gets `error`, and a late answer nobody."""
+        """Take it out of the run: calls that are under way fail with `error`, and late answers are dropped."""
         self.standing = Standing.OUT
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_result(error)
+        self._reason = self._reason or error
+        self._lost.set()
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the server with its whole tree. If its actor is silent, or does not do it, the actor is killed, and the
@@ -99,7 +106,7 @@ class EngineHandle:
         if self.actor is None:
             return
         try:
-            await self._wait("its state", self.actor.state.remote(), ANSWER_S)
+            await self._wait("its state", self.actor.serves.remote(), ANSWER_S)
             await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
         except SlimxError:
             await kill([self.actor])
@@ -114,42 +121,9 @@ class EngineHandle:
         except SlimxError:
             return None
 
-    async def check_health(self, deadline_s: float) -> None:
-        """Raise SlimxError if the server has ended or, while it serves, does not generate."""
-        await self.perform("check_health", None, deadline_s, deadline_s=deadline_s + ANSWER_S)
-
-    async def state(self) -> State:
-        return State(await self._answer("its state", self._living.state.remote(), self.deadline_s))
-
-    async def serves(self) -> bool:
-        """Returns True if the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
-        return await self.state() is State.READY
-
-    async def interrupt(self) -> None:
-        """End all requests of the server now; each brings what it has."""
-        await self.perform("interrupt", None)
-
-    async def trace(self, on: bool) -> dict[str, list[str]]:
-        """Begin or end noting what goes through its model."""
-        return await self.perform("trace", None, on)
-
-    async def sleep(self) -> None:
-        """Release the memory of weights and KV cache (nothing on the CPU)."""
-        await self.perform("pause", None)
-        await self.perform("sleep", None)
-
-    async def wake(self) -> None:
-        """Hold the memory of the weights alone, without their values: a publication follows, and takes back the rest
-        when the trainers' part is done."""
-        state = await self.state()
-        if state is State.READY:  # it has started since the publication before
-            await self.sleep()
-        if state in (State.READY, State.ASLEEP):
-            await self.perform("wake", None, ("weights",))
-
     async def perform(self, verb: str, epoch: int | None, *arguments: Any, deadline_s: float | None = None) -> Any:
         """Have the engine do a verb of a publication (`slimx.reshard.parties.Receiver`) in membership `epoch`; with
-        epoch None any method of Engine, at any time.
+        epoch None any method of `slimx.engines.server.engine.Engine`, at any time.
 
         Raises ReceiverLost if the engine or its actor is gone, or does not answer in time.
         """
@@ -162,25 +136,23 @@ class EngineHandle:
     @property
     def _living(self) -> Any:
         """The actor. Raises ReceiverLost if it is gone, or its server lost."""
-        if self._lost is not None and self._lost.done():
-            raise ReceiverLost(str(self._lost.result()), code="engine.lost", about=self.name)
+        self._check_kept()
         if self.actor is None:
             raise ReceiverLost(f"engine {self.name} is not running", code="engine.not_running", about=self.name)
         return self.actor
 
+    def _check_kept(self) -> None:
+        if self._reason is not None:
+            raise ReceiverLost(str(self._reason), code="engine.lost", about=self.name)
+
     async def _answer(self, what: str, reference: Any, deadline_s: float) -> Any:
         """Wait for an answer, unless the engine is lost meanwhile. Raises ReceiverLost if it, or its actor, is gone."""
-        answer = asyncio.ensure_future(self._wait(what, reference, deadline_s))
+        answer, _ = await race(self._wait(what, reference, deadline_s), self._lost.wait())
+        self._check_kept()
         try:
-            if self._lost is not None:
-                await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-                if self._lost.done():
-                    raise ReceiverLost(str(self._lost.result()), code="engine.lost", about=self.name)
-            return await answer
+            return answer.result()
         except (ActorDied, DeadlineError) as error:
             raise ReceiverLost(str(error), code="engine.silent", about=self.name) from None
-        finally:
-            answer.cancel()
 
     async def _wait(self, what: str, reference: Any, deadline_s: float) -> Any:
         (out,) = await gather(

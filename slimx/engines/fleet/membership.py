@@ -22,9 +22,9 @@ from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.fleet.router_keeper import RouterKeeper
-from slimx.engines.fleet.turn import EnginesTurn
-from slimx.engines.outage import Outage
+from slimx.engines.outage import EnginesTurn, Outage
 from slimx.engines.server.router import Router
+from slimx.engines.server.server import ANSWER_S
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import Pace, cancelled
@@ -60,17 +60,7 @@ class Membership:
             return Restarts(part, health, note=note, record=kept, pause_s=pause_s)
 
         self.restarts = {engine.name: restarts(f"engine {engine.name}") for engine in engines}
-        self.keeper = RouterKeeper(
-            router,
-            restarts("router"),
-            health,
-            start_deadline_s=start_deadline_s,
-            members=self.members,
-            spawn=self._spawn,
-            changed=self._changed,
-            blame=self.quarantine,
-            fail=self._fail,
-        )
+        self.keeper = RouterKeeper(self, router, restarts("router"))
         self.turn = EnginesTurn()
         """Time in which lost engines are started again."""
         self.outage = Outage()
@@ -85,8 +75,8 @@ class Membership:
         """Awaited before an engine that was lost by this error is ended."""
         self.epoch = 0
         """Rises with every change of who is a candidate or a member."""
-        self.lost = self.restarted = 0
-        """Engines lost and engines started again, in this run."""
+        self.lost = 0
+        """Engines lost in this run."""
         self._failure: SlimxError | None = None
         """Why the run cannot go on."""
         self._change = asyncio.Event()
@@ -102,7 +92,7 @@ class Membership:
 
     def candidates(self) -> list[EngineHandle]:
         """Engines that run, in the router or not."""
-        return [engine for engine in self.engines if engine.standing in (Standing.JOINING, Standing.MEMBER)]
+        return [engine for engine in self.engines if engine.standing.runs]
 
     def joining(self) -> list[EngineHandle]:
         """Engines that run and wait for a publication."""
@@ -114,7 +104,7 @@ class Membership:
 
     def _every_role(self, engines: Sequence[EngineHandle]) -> bool:
         """Returns True if `engines` can serve without the others."""
-        return {engine.role for engine in engines} == {engine.role for engine in self.engines}
+        return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
         """`engine` holds a verified version: requests may reach it. Raises ReceiverLost if it was lost meanwhile."""
@@ -125,7 +115,7 @@ class Membership:
             if engine.standing is Standing.JOINING and engine.incarnation == incarnation:
                 engine.standing = Standing.MEMBER
                 self.restarts[engine.name].serves()
-                self._changed()
+                self.changed()
         if engine.standing is not Standing.MEMBER:
             raise ReceiverLost(
                 f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
@@ -140,9 +130,9 @@ class Membership:
         self.lost += 1
         engine.lose(error)
         self.restarts[engine.name].lost()
-        self._changed()
-        removal = self._spawn(self.keeper.remove(engine.url))
-        self._spawn(self._recover(engine, error, removal))
+        self.changed()
+        removal = self.spawn(self.keeper.remove(engine.url))
+        self.spawn(self._recover(engine, error, removal))
         await asyncio.shield(removal)
 
     async def _recover(self, engine: EngineHandle, error: SlimxError, removal: asyncio.Task[None]) -> None:
@@ -161,15 +151,15 @@ class Membership:
                 except SlimxError as problem:
                     error = problem
                     continue
-                self.restarted += 1
-                self._changed()
+                self.changed()
                 return
         engine.standing = Standing.GONE
-        self._changed()
+        self.changed()
         if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
-            which = "engine" if engine.role == "regular" else f"{engine.role} engine"
+            role = engine.spec.role
+            which = "engine" if role == "regular" else f"{role} engine"
             told = told_of(self.history())
-            self._fail(
+            self.fail(
                 PartLost(
                     f"no {which} is left, and none may be started again (rollout.health.restarts is "
                     f"{self.health.restarts}{told and f': {told}'}); the last one lost: {error}",
@@ -221,8 +211,8 @@ class Membership:
     def watch(self) -> None:
         """Look at engines and router from now on, every `health.interval` seconds."""
         for engine in self.engines:
-            self._spawn(self._watch(engine))
-        self._spawn(self.keeper.watch())
+            self.spawn(self._watch(engine))
+        self.spawn(self.keeper.watch())
 
     async def look(self) -> None:
         """Look at router and engines now, and return when the dead ones are out of the router. For whoever lost a
@@ -230,7 +220,7 @@ class Membership:
 
         Where all of them live, an engine may still fail every request that it gets: each is asked for a token."""
         if self._look is None or self._look.done():
-            self._look = self._spawn(self._look_once())
+            self._look = self.spawn(self._look_once())
         await asyncio.shield(self._look)
 
     async def _look_once(self) -> None:
@@ -244,12 +234,12 @@ class Membership:
         """Quarantine an engine that twice does not do what requests ask of it, although it serves.
 
         One that is paused, for a publication, answers nothing and is not asked."""
-        if self.probe is None or engine.role != "regular":
+        if self.probe is None or engine.spec.role != "regular":
             return
         incarnation, error = engine.incarnation, None
         for _ in range(2):
             try:
-                if not await engine.serves():
+                if not await engine.perform("serves", None):
                     return
                 async with asyncio.timeout(self.health.timeout):
                     await self.probe(engine)
@@ -262,7 +252,7 @@ class Membership:
             # A server whose scheduler has died breaks connections for a second before it ends itself.
             if engine.incarnation != incarnation or await self._quarantine_if_ended(engine):
                 return
-            if await engine.serves():
+            if await engine.perform("serves", None):
                 said = f"engine {engine.name} fails requests: {error}; log {engine.log}"
                 await self.quarantine(engine, ReceiverLost(said, code="engine.useless", about=engine.name))
 
@@ -282,7 +272,8 @@ class Membership:
                 continue
             incarnation = engine.incarnation
             try:
-                await engine.check_health(self.health.timeout)
+                limit = self.health.timeout
+                await engine.perform("check_health", None, limit, deadline_s=limit + ANSWER_S)
                 failures = 0
             except SlimxError as error:
                 failures += 1
@@ -295,13 +286,13 @@ class Membership:
 
     def metrics(self) -> dict[str, float]:
         """Engines that serve, that are out now, and how often one was lost or came back in this run."""
-        out = sum(engine.standing in (Standing.OUT, Standing.GONE) for engine in self.engines)
+        restarts = [restart for each in self.restarts.values() for restart in each.history]
         return {
             "engines/serving": float(len(self.members())),
-            "engines/quarantined": float(out),
+            "engines/quarantined": float(len(self.engines) - len(self.candidates())),
             "engines/lost": float(self.lost),
-            "engines/restarted": float(self.restarted),
-            "engines/router_restarts": float(sum(not each.error for each in self.keeper.restarts.history)),
+            "engines/restarted": float(sum(not restart.error for restart in restarts)),
+            "engines/router_restarts": float(sum(not restart.error for restart in self.keeper.restarts.history)),
             "engines/outage_seconds": self.outage.seconds,
         }
 
@@ -332,9 +323,10 @@ class Membership:
         await self.turn.come()  # none can come back before
         await asyncio.sleep(limit)
         names = ", ".join(engine.name for engine in self.engines)
-        self._fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))
+        self.fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do `work` in a task that ends with the run."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -344,18 +336,20 @@ class Membership:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # A mistake of ours must reach the loop, not vanish in a task.
-            self._fail(
+            self.fail(
                 error
                 if isinstance(error, SlimxError)
                 else SlimxError(f"{type(error).__name__}: {error}", code="engines.mistake", about=type(error).__name__)
             )
 
-    def _fail(self, error: SlimxError) -> None:
+    def fail(self, error: SlimxError) -> None:
+        """The run cannot go on because of `error`."""
         if self._failure is None:
             self._failure = error
-        self._changed()
+        self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Tell everything that follows the engines that one of them, or the router, was lost or is back."""
         self.epoch += 1
         serve = self.keeper.up and self._every_role(self.members())
         self._served = self._served or serve
@@ -366,7 +360,7 @@ class Membership:
         run = self.run
         self._ran = self._ran or run
         if self._patience is None and self._ran and not run:
-            self._patience = self._spawn(self._lose_patience())
+            self._patience = self.spawn(self._lose_patience())
         elif self._patience is not None and run:
             self._patience.cancel()
             self._patience = None

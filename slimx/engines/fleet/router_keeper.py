@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from slimx.cluster.restarts import Restarts, told_of
 from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
-from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.server.router import Router
 from slimx.errors import PartLost, SlimxError
 from slimx.runtime.tasks import Pace
@@ -22,30 +22,34 @@ PING_S = 10.0
 """Seconds in which a router that lives answers: it computes nothing."""
 
 
+class Fleet(Protocol):
+    """The engines that belong into a router, and what becomes of them."""
+
+    health: Health
+    start_deadline_s: float
+
+    def members(self) -> Sequence[EngineHandle]: ...
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+    def changed(self) -> None:
+        """The router is lost, or is back."""
+
+    async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
+        """Take out a member that a router which answers cannot add."""
+
+    def fail(self, error: SlimxError) -> None:
+        """The router may not be started again."""
+
+
 class RouterKeeper:
     """One router, through all its restarts, and the registration of engines with it."""
 
-    def __init__(
-        self,
-        router: Router,
-        restarts: Restarts,
-        health: Health,
-        *,
-        start_deadline_s: float,
-        members: Callable[[], Sequence[EngineHandle]],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        changed: Callable[[], None],
-        blame: Callable[[EngineHandle, SlimxError], Coroutine[Any, Any, None]],
-        fail: Callable[[SlimxError], None],
-        in_flight: Callable[[], str] = lambda: "",
-    ):
-        """`members`: engines that belong into it. `changed` is called when it is lost and when it is back, `blame` for
-        a member that a router which answers cannot add, `fail` when it may not be started again. `in_flight` names the
-        requests that are out, for the note of a loss."""
-        self.router, self.restarts, self.health, self.start_deadline_s = router, restarts, health, start_deadline_s
-        self.members, self.in_flight = members, in_flight
+    def __init__(self, membership: Fleet, router: Router, restarts: Restarts):
+        self.membership, self.router, self.restarts = membership, router, restarts
+        self.in_flight: Callable[[], str] = lambda: ""
+        """Names the requests that are out, for the note of a loss."""
         self.up = True
-        self._spawn, self._changed, self._blame, self._fail = spawn, changed, blame, fail
         self._restarting: asyncio.Task[None] | None = None
         restarts.serves()
 
@@ -71,18 +75,18 @@ class RouterKeeper:
     async def watch(self) -> None:
         """Look at the router every `health.interval` seconds, and start it again where it has ended, or was silent
         `health.threshold` times in a row."""
-        failures, pace = 0, Pace(self.health.interval)
+        failures, pace = 0, Pace(self.membership.health.interval)
         while True:
             await pace.round()
             if await self.look():
                 failures = 0
                 continue
             try:
-                await self._register_all(min(PING_S, self.health.timeout))
+                await self._register_all(min(PING_S, self.membership.health.timeout))
                 failures = 0
             except SlimxError as error:
                 failures += 1
-                if failures >= self.health.threshold:
+                if failures >= self.membership.health.threshold:
                     await self.restart(error)
                     failures = 0
 
@@ -91,7 +95,7 @@ class RouterKeeper:
 
         Raises SlimxError if it may not be started again."""
         if not self._restarts_now:
-            self._restarting = self._spawn(self._restart(reason))
+            self._restarting = self.membership.spawn(self._restart(reason))
         await asyncio.shield(self._restarting)
         if not self.up:
             raise PartLost(f"the router is lost for good: {first_line(reason)}", code="router.gone", about="router")
@@ -105,25 +109,25 @@ class RouterKeeper:
         self.restarts.lost()
         out = self.in_flight()
         self.restarts.note(f"the router is lost: {first_line(reason)}{out and f'; {out}'}")
-        self._changed()
+        self.membership.changed()
         while self.restarts.left:
             await asyncio.sleep(self.restarts.pause)
             try:
                 with self.restarts.attempt(reason):
-                    await self.router.restart(self.start_deadline_s)
+                    await self.router.restart(self.membership.start_deadline_s)
                     await self._register_all(PING_S)
             except SlimxError as error:
                 reason = error
                 continue
             self.up = True
             self.restarts.serves()
-            self._changed()
+            self.membership.changed()
             return
         told = told_of(self.restarts.history)
-        self._fail(
+        self.membership.fail(
             PartLost(
                 f"the router is lost, and may not be started again ("
-                f"rollout.health.restarts is {self.health.restarts}{told and f': {told}'}): {reason}",
+                f"rollout.health.restarts is {self.membership.health.restarts}{told and f': {told}'}): {reason}",
                 code="router.gone",
                 about="router",
             )
@@ -132,7 +136,9 @@ class RouterKeeper:
     async def _register_all(self, deadline_s: float) -> None:
         """Add the members that the router does not know."""
         known = {worker["url"] for worker in await self.router.workers(deadline_s)}
-        await asyncio.gather(*(self._add_again(engine) for engine in self.members() if engine.url not in known))
+        await asyncio.gather(
+            *(self._add_again(engine) for engine in self.membership.members() if engine.url not in known)
+        )
 
     async def _add_again(self, engine: EngineHandle) -> None:
         """Add a member. Raises SlimxError if that is the router's fault."""
@@ -140,14 +146,14 @@ class RouterKeeper:
             await self._add(engine)
         except SlimxError as error:
             await self.router.workers(PING_S)
-            self._spawn(self._blame(engine, error))
+            self.membership.spawn(self.membership.quarantine(engine, error))
 
     async def _add(self, engine: EngineHandle) -> None:
-        url, incarnation = engine.url, engine.incarnation
-        await self.router.add(url, role=engine.role, bootstrap_port=engine.bootstrap_port, keys=engine.keys)
+        spec, incarnation = engine.spec, engine.incarnation
+        await self.router.add(spec.url, role=spec.role, bootstrap_port=spec.bootstrap_port, keys=spec.keys)
         # Lost meanwhile, it may even be back by now, with other weights and at another URL.
-        if engine.standing not in (Standing.JOINING, Standing.MEMBER) or engine.incarnation != incarnation:
-            await self.router.remove(url)
+        if not engine.standing.runs or engine.incarnation != incarnation:
+            await self.router.remove(spec.url)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work`; where it failed because the router did, again after its restart."""
@@ -160,7 +166,7 @@ class RouterKeeper:
                 if await self.look():
                     continue
                 try:
-                    await self.router.workers(min(PING_S, self.health.timeout))
+                    await self.router.workers(min(PING_S, self.membership.health.timeout))
                 except SlimxError as silence:
                     await self.restart(silence)
                     continue

@@ -1,34 +1,36 @@
-"""One engine: a supervised SGLang server with a state, so that it never serves weights that were not verified.
+"""One engine: a SGLang server with a state, so that it never serves weights that were not verified.
 
-    STARTING --ready, attested--> READY <--resume/pause--> PAUSED --load--> DIRTY --verified--> PAUSED
-                                                             |  ^             ^
-                                                        sleep|  |wake         |wake of weights (their values are gone)
-                                                             v  |             |
-                                                            ASLEEP -----------+            any --ended, failed--> DEAD
-
-No Ray in here: the actor that owns an Engine is `slimx.engines.fleet.actor.EngineActor`.
+STARTING --ready, attested--> READY <--resume/pause--> PAUSED --load--> DIRTY --verified--> PAUSED
+                                                         |  ^             ^
+                                                    sleep|  |wake         |wake of weights (their values are gone)
+                                                         v  |             |
+                                                        ASLEEP -----------+            any --ended, failed--> DEAD
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-from collections.abc import AsyncIterator
+import pickle
+from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
-from pathlib import Path
+from typing import Any, Literal
 
-from slimx.engines.server.answers import Json
-from slimx.engines.server.attestation import attested
-from slimx.engines.server.control import EngineControl, PauseMode, Tag
-from slimx.engines.server.external import ForeignProcess, close_open
-from slimx.engines.server.spec import EngineSpec, server_argv, server_env
-from slimx.engines.server.stamp import stamp
+from slimx.engines.server.attestation import check_copied, check_staged, forms_of, verified_by
+from slimx.engines.server.server import Server
+from slimx.engines.server.spec import EngineSpec
+from slimx.engines.server.wire import RECEIVER, Json, stamp
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Staging
-from slimx.runtime.logs import how_ended, quoted
-from slimx.runtime.process import ServerProcess, SupervisedProcess
+from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost, Staging
+
+PauseMode = Literal["retract", "in_place", "abort"]
+Tag = Literal["weights", "kv_cache", "cuda_graph"]
+
+NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
+"""The body that /update_weights_from_tensor must carry although our tensors are staged: a pickled empty list."""
 
 
 class State(StrEnum):
@@ -51,23 +53,18 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
-class Engine:
-    """A server process, its control client and its state. One owner calls it, one call at a time."""
+class Engine(Server):
+    """A server with a state: a Ray actor that the driver calls through `slimx.engines.fleet.handle`."""
 
-    def __init__(self, spec: EngineSpec, log_path: Path | str) -> None:
-        self.spec = spec
-        self.process: ServerProcess = (
-            ForeignProcess(spec.url)
-            if spec.external
-            else SupervisedProcess(
-                f"engine {spec.name}", server_argv(spec), log_path, server_env(spec), spec.keys.to_bytes()
-            )
-        )
-        self.control = EngineControl(spec.url, spec.name, spec.keys)
-        self.state = State.DEAD
+    state = State.DEAD
+    epoch = -1
+    """Membership epoch of the publication that was begun last."""
+
+    def reset(self, spec: EngineSpec) -> None:
+        """Begin a start by `spec`, of which nothing is known yet."""
+        super().reset(spec)
         self.asleep: set[Tag] = set()
         """Tags whose memory is released."""
-        self.attestation: list[Json] = []
         self.pause_mode: PauseMode = "retract"
         self.versions: dict[str, int] = {}
         """Version of the verified weights, or adapters, of each policy that was published here."""
@@ -99,32 +96,18 @@ class Engine:
 
     # Life -----------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the server process; `wait_ready` next."""
+    async def start(self, deadline_s: float) -> tuple[EngineSpec, list[Json]]:
+        """Start the server; its specification and the attestation of its ranks. On any failure it is stopped."""
         self.move(State.STARTING)
-        self.asleep.clear()
-        self.versions, self.publication = {}, None
-        self.updating = False
-        self.process.start()
-
-    async def wait_ready(self, deadline_s: float) -> None:
-        """Wait until the server generates and attests the plugin. On any failure it is stopped and DEAD.
-
-        A frozen model of somebody else's server need not attest anything: nothing is published to it.
-        """
-        self.require("wait_ready", State.STARTING)
         try:
-            if self.spec.external and not self.spec.frozen:
-                await close_open(self.control, paused=True)
-            await self.control.wait_ready(deadline_s, self.process)
-            if not (self.spec.external and self.spec.frozen):
-                self.attestation = await attested(self.control, self.spec, self.process)
-            if not self.spec.external:
-                await self.control.freeze_gc()
+            await self.lasting(self.launch(deadline_s))
+        except ReceiverLost:
+            raise  # it was stopped, and another start may have begun
         except BaseException:
             await self.stop()
             raise
         self.move(State.READY)
+        return self.spec, self.attestation
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the server with its whole process tree; DEAD afterwards. May be called in any state.
@@ -132,38 +115,60 @@ class Engine:
         Somebody else's server is not ended, but left.
         """
         before, self.state = self.state, State.DEAD
-        if self.spec.external and not self.spec.frozen and before is not State.DEAD:
-            await close_open(self.control, paused=before is State.PAUSED)
-        await asyncio.to_thread(self.process.stop, grace_s)
+        for task in self.under_way:
+            task.cancel()
+        if before is not State.DEAD:
+            await self.release(paused=before is State.PAUSED)
+        await self.end_processes(grace_s)
 
     async def check_health(self, deadline_s: float) -> None:
-        """Raise if the process ended or, while READY, does not generate. The state stays: the owner counts failures.
+        """Raise SlimxError if the server has ended or, while READY, does not generate. The state stays: the owner
+        counts failures.
 
-        A paused or sleeping server cannot answer /health_generate (and would call itself unhealthy), so only its
-        process is looked at.
+        A paused or sleeping server cannot answer /health_generate (and would call itself unhealthy).
         """
-        if (status := self.process.poll()) is not None:
-            raise SlimxError(
-                f"engine {self.spec.name} {how_ended(status)}; {quoted(self.process.log_path, self.process.tail())}",
-                code="engine.ended",
-                about=self.spec.name,
-            )
         if self.state is State.READY:
-            await self.control.health(deadline_s)
+            await self.check_generation(deadline_s)
+        elif (end := await self.ended()) is not None:
+            raise SlimxError(end, code="engine.ended", about=self.spec.name)
 
-    async def trace(self, on: bool) -> dict[str, list[str]]:
-        """Begin or end noting what goes through the model (`EngineControl.trace`)."""
-        self.require("trace", State.READY)
-        return await self.control.trace(on)
+    async def serves(self) -> bool:
+        """True if the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
+        return self.state is State.READY
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: Any) -> Any:
+        """Do a verb of `slimx.reshard.parties.Receiver`, as a step of the publication of membership `epoch`, or, with
+        epoch None, any method. Refuses steps of an older publication than the newest."""
+        if epoch is not None:
+            self._enter(verb, epoch)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self.lasting(getattr(self, verb)(*arguments))
+        except TimeoutError:
+            raise DeadlineError(verb, deadline_s, f"engine {self.spec.name}") from None
+
+    def _enter(self, verb: str, epoch: int) -> None:
+        if epoch < self.epoch or (epoch > self.epoch and verb not in BEFORE_BEGIN):
+            raise SlimxError(
+                f"engine {self.spec.name}: {verb} of epoch {epoch} is late; a publication of epoch {self.epoch} "
+                "has begun",
+                code="engine.late",
+                about=verb,
+            )
+        if verb == "begin":
+            self.epoch = epoch
 
     # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating, unless that has been done."""
+        """Stop generating, unless that has been done. `retract` drops the KV of running requests, which is computed
+        again later; `in_place` keeps it."""
         if self.state in (State.PAUSED, State.DIRTY, State.ASLEEP):
             return
         self.require("pause", State.READY)
-        await self.control.pause(mode)
+        await self.call("/pause_generation", {"mode": mode})
         self.pause_mode = mode
         self.move(State.PAUSED)
 
@@ -172,19 +177,29 @@ class Engine:
         self.require("resume", State.PAUSED)
         if self.asleep:
             await self.wake()
-        await self.control.resume()
+        await self.call("/continue_generation", {})
         self.move(State.READY)
 
     async def interrupt(self) -> None:
         """End every request now; each brings what it has, with finish reason "abort"."""
-        await self.control.abort_all()
+        await self.call("/abort_request", {"abort_all": True})
 
     async def sleep(self, tags: tuple[Tag, ...] = ("kv_cache", "weights", "cuda_graph")) -> None:
-        """Release the memory of `tags`; that of CUDA graphs is copied to host memory, if it can be released."""
+        """Release the memory of `tags`; that of CUDA graphs is copied to host memory, if it can be released. Without a
+        memory saver (CPU) nothing is freed."""
+        await self.pause()
         self.require("sleep", State.PAUSED)
-        await self.control.sleep(tags)
+        await self.call("/release_memory_occupation", {"tags": list(tags)})
         self.asleep |= set(tags)
         self.move(State.ASLEEP)
+
+    async def hold_weights(self) -> None:
+        """Take back the memory of the weights alone, without their values, for the publication that follows. An engine
+        that is paused, or DIRTY, has it."""
+        if self.state is State.READY:  # it has started since the publication before
+            await self.sleep()
+        if self.state is State.ASLEEP:
+            await self.wake(("weights",))
 
     async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
         """Take memory back, all or `tags`. With weights back the engine is DIRTY until a publication is verified."""
@@ -195,39 +210,23 @@ class Engine:
                 code="engine.awake",
                 about=self.spec.name,
             )
-        await self.control.wake(wanted)
+        await self.call("/resume_memory_occupation", {"tags": list(wanted)})
         self.asleep -= set(wanted)
         if "weights" in wanted:
             self.move(State.DIRTY)
         elif not self.asleep and self.state is State.ASLEEP:
             self.move(State.PAUSED)
 
+    async def trace(self, on: bool) -> dict[str, list[str]]:
+        """Begin (`on`) or end noting digests of the residual stream; at the end the first rank's, by point."""
+        self.require("trace", State.READY)
+        return (await self.ask("trace", on=on))[0]
+
     # Publication (the verbs of slimx.reshard.parties.Receiver) --------------------------------------------------------
 
     async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:
         """Names and forms of all that a publication must bring: one list per rank for "local", else one for all."""
-        name, ranks = self.spec.name, await self.control.ask("slimx.inventory", {"encoding": encoding})
-        for number, rank in enumerate(ranks):
-            if uncovered := rank["uncovered"]:
-                parameter, why = next(iter(uncovered.items()))
-                raise SlimxError(
-                    f"engine {name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
-                    f"first {parameter}: {why}; add a row to slimx/adapters/sglang/weights/layout.py",
-                    code="engine.uncovered",
-                    about=parameter,
-                )
-        if encoding == "local":
-            return [rank["forms"] for rank in ranks]
-        tensors: dict[str, str] = {}
-        for number, rank in enumerate(ranks):
-            for tensor, form in rank["forms"].items():
-                if tensors.setdefault(tensor, form) != form:
-                    raise SlimxError(
-                        f"engine {name}: ranks disagree on {tensor}: {tensors[tensor]}, but {form} on rank {number}",
-                        code="engine.ranks_differ",
-                        about=tensor,
-                    )
-        return [tensors]
+        return forms_of(self.spec.name, await self.ask("inventory", encoding=encoding), encoding)
 
     async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
         """Open a publication; refused while another of the same membership epoch is open. Nothing changes yet.
@@ -235,8 +234,21 @@ class Engine:
         `staging`: "model" for one load when everything is staged, "bucket" for a load after each bucket.
         """
         self.require("begin", State.READY, State.PAUSED, State.DIRTY)
-        await self.control.ask("slimx.begin", {"manifest": manifest.to_json(), "staging": staging})
+        await self.ask("begin", manifest=manifest.to_json(), staging=staging)
         self.publication, self.staging = manifest, staging
+
+    async def join(self, invitations: Sequence[Any]) -> list[Any]:
+        """Offer memory to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks."""
+        return await self.ends.join(invitations, self.host)
+
+    async def bases(self) -> list[list[int]]:
+        """By receiver and bucket the transfer whose bytes are held beside the server."""
+        return await self.ends.bases()
+
+    async def receive(self, packed: PackedBucket, bucket: int) -> None:
+        """Take a bucket into memory that the server opens, and have it staged."""
+        async with self.ends.landed(packed) as landed:
+            await self.stage(landed, bucket)
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
         """Have each rank map its part of a bucket and prove its bytes. Allowed while it serves: the model is not
@@ -245,52 +257,52 @@ class Engine:
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)
         async with self._ending_on_error():
             manifest = self._open("stage")
-            argument = {
-                "policy": manifest.policy,
-                "version": manifest.version,
-                "epoch": manifest.membership_epoch,
-                "bucket": bucket,
-                "ranks": packed.parts(manifest.encoding, self.spec.sizes.world),
-            }
-            await self.control.ask("slimx.stage", argument)
+            await self.ask(
+                "stage",
+                policy=manifest.policy,
+                version=manifest.version,
+                epoch=manifest.membership_epoch,
+                bucket=bucket,
+                ranks=packed.parts(manifest.encoding, self.spec.sizes.world),
+            )
 
     async def abort(self) -> None:
         """Give the publication up. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
         self.publication = None
-        await self.control.ask("slimx.abort")
+        await self.ask("abort")
 
     async def load(self) -> None:
         """Copy all staged tensors in place. DIRTY from before the first copy, and an error ends the publication."""
         self.require("load", State.PAUSED, State.DIRTY)
         manifest = self._open("load")
         if self.staging == "model":
-            await self._check_staged()
+            check_staged(self.spec.name, await self.ask("status"))
         self.move(State.DIRTY)
         self.versions.pop(manifest.policy, None)
         async with self._ending_on_error():
             if not self.updating:
-                await self.control.open_update(draft=self.spec.draft)
+                await self._open_update()
                 self.updating = True
-            await self.control.copy_staged(self.spec.sizes.tensor)
-            for number, rank in enumerate(await self.control.status()):
-                if error := rank["outcome"].get("error"):
-                    raise SlimxError(
-                        f"engine {self.spec.name} rank {number}: the copy ended after {rank['outcome']['loaded']} "
-                        f"tensors: {error}; publish again",
-                        code="engine.copy",
-                        about=self.spec.name,
-                    )
+            update = {
+                "serialized_named_tensors": [NO_TENSORS] * self.spec.sizes.tensor,
+                "load_format": RECEIVER,
+                "flush_cache": False,
+                "selector": "target",
+            }
+            await self.call("/update_weights_from_tensor", update)
+            check_copied(self.spec.name, await self.ask("status"))
 
-    async def _check_staged(self) -> None:
-        """Refuse if a rank lacks a tensor of its model: the last look before the first copy."""
-        for number, rank in enumerate(await self.control.status()):
-            if rank["missing"]:
-                raise SlimxError(
-                    f"engine {self.spec.name} rank {number}: {rank['missing']} tensors of the model are not staged, "
-                    f"first {rank['first_missing']}; stage every tensor before loading",
-                    code="engine.not_staged",
-                    about=rank["first_missing"],
-                )
+    async def _open_update(self) -> None:
+        """Open SGLang's weight update, in which weights stand as loaders want them; its end packs them again."""
+        body = {"selector": "all" if self.spec.draft else "target"}
+        try:
+            await self.call("/begin_weight_update", body)
+        except ReceiverLost:
+            raise
+        except SlimxError:
+            # A publisher that died after opening left its update open: close it, then ours must open.
+            await self.call("/end_weight_update", {})
+            await self.call("/begin_weight_update", body)
 
     async def verify(self) -> Json:
         """Prove that every rank holds all of what was copied last. DIRTY becomes PAUSED.
@@ -299,28 +311,12 @@ class Engine:
         """
         self.require("verify", State.READY, State.PAUSED, State.DIRTY)
         if self.updating:
-            await self.control.close_update()
+            await self.call("/end_weight_update", {})
             self.updating = False
-        ranks = await self.control.ask("slimx.verify")
-        counts = [rank["tensors"] for rank in ranks]
-        same_for_all = ranks[0]["encoding"] != "local"
-        if same_for_all and len(set(counts)) > 1:
-            raise SlimxError(
-                f"engine {self.spec.name}: ranks got {counts} tensors of one publication; publish again",
-                code="engine.counts",
-                about=self.spec.name,
-            )
-        for key, how in (("differ", "differ from the published ones"), ("missing", "were never published")):
-            if wrong := _of_all(ranks, key):
-                raise SlimxError(
-                    f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; "
-                    "publish again or restart the engine",
-                    code="engine.unverified",
-                    about=wrong[0],
-                )
+        verified = verified_by(self.spec.name, await self.ask("verify"))
         if self.state is State.DIRTY:
             self.move(State.PAUSED)
-        return {"checked": counts[0] if same_for_all else sum(counts), "derived": _of_all(ranks, "derived")}
+        return verified
 
     async def commit(self, version: int) -> None:
         """Close the publication, forget KV of older weights and stamp the verified weights; `resume` next.
@@ -330,14 +326,19 @@ class Engine:
         """
         self.require("commit", State.PAUSED)
         policy = self._open("commit").policy
-        await self.control.ask("slimx.commit", {"version": version})
+        await self.ask("commit", version=version)
         self.publication = None
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
-            await self.control.flush_cache()
+            await self.call("/flush_cache")
         held = self.versions | {policy: version}
         several = self.spec.adapters is not None and len(self.spec.adapters.alphas) > 1
-        await self.control.set_version(stamp(held) if several else version)
+        await self.stamp(stamp(held) if several else str(version))
         self.versions = held
+
+    async def stamp(self, version: str) -> None:
+        """Have tokens that are sampled from now on carry `version`, a text as `slimx.engines.server.wire.stamp` makes
+        it; running requests go on."""
+        await self.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _open(self, what: str) -> Manifest:
         if self.publication is None:
@@ -353,14 +354,9 @@ class Engine:
         """A rank that fails has ended the publication for itself: end it on all, so that they stay in step."""
         try:
             yield
-        except DeadlineError:
-            raise  # the engine is silent: a second call would only wait again
+        except ReceiverLost:
+            raise  # a second call would only wait again
         except SlimxError:
             with contextlib.suppress(SlimxError):
                 await self.abort()
             raise
-
-
-def _of_all(ranks: list[Json], key: str) -> list[str]:
-    """The names that ranks list under `key`, each once."""
-    return sorted({name for rank in ranks for name in rank[key]})

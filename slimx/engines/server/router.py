@@ -10,59 +10,18 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from slimx.engines.server.answers import Json, message_of, request
-from slimx.engines.server.keys import STDIN, Keys, bearer
+from slimx.engines.server.keys import STDIN, Keys
+from slimx.engines.server.wire import Json, Wire
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import python_argv
-from slimx.runtime.logs import how_ended, quoted
 from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.threads import in_thread
 
+HOST = "127.0.0.1"
 CALL_S = 30.0
 """Seconds that one call to the router may take."""
-
-
-def router_argv(
-    host: str,
-    port: int,
-    metrics_port: int,
-    request_deadline_s: float,
-    *,
-    disaggregated: bool = False,
-    by_key: bool = False,
-) -> list[str]:
-    """The command that runs the router, without workers. `disaggregated`: they will be prefill and decode servers, and
-    each request goes to one of either. `by_key`: requests of one key (`requests.KEY_HEADER`) go to one worker, the
-    least busy one when the first of them came; else those that share a prefix do, unless it is far busier than
-    others."""
-    options = {
-        "--host": host,
-        "--port": port,
-        "--prometheus-host": host,
-        # Its default port is fixed: two routers on a machine would fail on it.
-        "--prometheus-port": metrics_port,
-        "--policy": "manual" if by_key else "cache_aware",
-        "--assignment-mode": "min_load",
-        "--request-timeout-secs": int(request_deadline_s) + 1,
-        # No limit of its own: a request beyond it would be refused, not queued.
-        "--max-concurrent-requests": -1,
-        "--log-level": "warn",
-    }
-    # Engines are watched by their owner, and lost requests are repeated by the client, because here
-    # - the health check would ask a paused server, which cannot answer, and drop it;
-    # - the circuit breaker counts a client's mistakes (status 400): a few prompts too long would close healthy engines;
-    # - a retry goes to the same engine again (cache affinity) unless the circuit breaker is on.
-    flags = ["--disable-health-check", "--disable-circuit-breaker", "--disable-retries"]
-    if disaggregated:
-        flags.append("--pd-disaggregation")
-    return python_argv(
-        "slimx.engines.server.router_launch",
-        "--keys",
-        STDIN,
-        "--",
-        *[str(x) for pair in options.items() for x in pair],
-        *flags,
-    )
+JOIN_S, LEAVE_S = 60.0, 30.0
+"""Seconds in which it sends to a worker that was added, and no more to one that was removed."""
 
 
 class Router:
@@ -73,19 +32,50 @@ class Router:
         port: int,
         metrics_port: int,
         log_path: Path | str,
-        host: str = "127.0.0.1",
+        *,
         request_deadline_s: float = 600.0,
         disaggregated: bool = False,
         by_key: bool = False,
         keys: Keys | None = None,
     ) -> None:
-        """`request_deadline_s`: seconds that one generation request may take. `keys`: its workers', whose `api_key` it
-        asks for itself. The others are those of `router_argv`."""
-        self.url = f"http://{host}:{port}"
-        argv = router_argv(host, port, metrics_port, request_deadline_s, disaggregated=disaggregated, by_key=by_key)
+        """`request_deadline_s`: seconds that one generation request may take. `disaggregated`: workers are prefill and
+        decode servers, and each request goes to one of either. `by_key`: requests of one key (`requests.KEY_HEADER`) go
+        to one worker, the least busy one when the first of them came; else those that share a prefix do, unless it is
+        far busier than others. `keys`: its workers', whose `api_key` it asks for itself."""
+        options = {
+            "--host": HOST,
+            "--port": port,
+            "--prometheus-host": HOST,
+            # Its default port is fixed: two routers on a machine would fail on it.
+            "--prometheus-port": metrics_port,
+            "--policy": "manual" if by_key else "cache_aware",
+            "--assignment-mode": "min_load",
+            "--request-timeout-secs": int(request_deadline_s) + 1,
+            # No limit of its own: a request beyond it would be refused, not queued.
+            "--max-concurrent-requests": -1,
+            "--log-level": "warn",
+        }
+        # Engines are watched by their owner, and lost requests are repeated by the client, because here
+        # - the health check would ask a paused server, which cannot answer, and drop it;
+        # - the circuit breaker counts a client's mistakes (status 400): a few prompts too long would close healthy
+        #   engines;
+        # - a retry goes to the same engine again (cache affinity) unless the circuit breaker is on.
+        flags = ["--disable-health-check", "--disable-circuit-breaker", "--disable-retries"]
+        if disaggregated:
+            flags.append("--pd-disaggregation")
+        argv = python_argv(
+            "slimx.engines.server.router_launch",
+            "--keys",
+            STDIN,
+            "--",
+            *[str(x) for pair in options.items() for x in pair],
+            *flags,
+        )
+        self.url = f"http://{HOST}:{port}"
         self.keys = Keys.random() if keys is None else keys
-        own = Keys(self.keys.api_key)  # it generates, and changes nothing
-        self.process = SupervisedProcess("router", argv, log_path, stdin=own.to_bytes())
+        api_key = Keys(self.keys.api_key)  # it generates, and changes nothing
+        self.wire = Wire(self.url, "the router", api_key, CALL_S)
+        self.process = SupervisedProcess("router", argv, log_path, stdin=api_key.to_bytes())
 
     def start(self) -> None:
         self.process.start()
@@ -95,9 +85,7 @@ class Router:
 
     def ended(self) -> str | None:
         """The end of its process in words; None while it runs."""
-        if (status := self.process.poll()) is None:
-            return None
-        return f"the router {how_ended(status)}; {quoted(self.process.log_path, self.process.tail())}"
+        return self.process.ended()
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Wait until the router answers; it has no workers yet."""
@@ -111,7 +99,7 @@ class Router:
 
     async def workers(self, deadline_s: float = CALL_S) -> list[Json]:
         """The registered workers: {id, url, is_healthy, load, ...}."""
-        return (await self._call("GET", "/workers", deadline_s=deadline_s)).get("workers", [])
+        return (await self.wire.call("/workers", method="GET", deadline_s=deadline_s)).get("workers", [])
 
     async def add(
         self,
@@ -120,7 +108,6 @@ class Router:
         role: str = "regular",
         bootstrap_port: int | None = None,
         keys: Keys | None = None,
-        deadline_s: float = 60.0,
     ) -> None:
         """Register a worker and wait until the router sends to it. (/health of the router is 200 before that.)
 
@@ -128,28 +115,28 @@ class Router:
         a prefill server, which the router tells the decode server of each request. `keys`: that the worker asks for, if
         not those of the router.
         """
-        await self.remove(url, deadline_s)
+        await self.remove(url)
         optional = {
             "worker_type": None if role == "regular" else role,
             "bootstrap_port": bootstrap_port,
             "api_key": (keys or self.keys).api_key,
         }
         worker = {"url": url} | {name: value for name, value in optional.items() if value is not None}
-        await self._call("POST", "/workers", worker)
+        await self.wire.call("/workers", worker)
         await self._until(
             lambda workers: any(worker["url"] == url and worker["is_healthy"] for worker in workers),
-            deadline_s,
+            JOIN_S,
             f"worker {url} to become healthy in the router",
         )
 
-    async def remove(self, url: str, deadline_s: float = 30.0) -> None:
+    async def remove(self, url: str) -> None:
         """Send no new request to a worker. Removing one that is not registered is no error."""
         for worker in await self.workers():
             if worker["url"] == url:
-                await self._call("DELETE", f"/workers/{worker['id']}")
+                await self.wire.call(f"/workers/{worker['id']}", method="DELETE")
         await self._until(
             lambda workers: all(worker["url"] != url for worker in workers),
-            deadline_s,
+            LEAVE_S,
             f"worker {url} to leave the router",
         )
 
@@ -166,12 +153,3 @@ class Router:
                 awaited = f"{awaited.partition(' (')[0]} ({error})"
             await asyncio.sleep(0.1)
         raise DeadlineError(awaited, deadline_s, f"the router, log {self.process.log_path}")
-
-    async def _call(self, method: str, path: str, body: Json | None = None, deadline_s: float = CALL_S) -> Json:
-        url, headers = self.url + path, bearer(self.keys.api_key)
-        status, answer = await request(method, url, body, deadline_s=deadline_s, headers=headers, who="the router")
-        if status >= 300:
-            raise SlimxError(
-                f"router: {method} {url} answered {status}: {message_of(answer)}", code="router.call", about=url
-            )
-        return answer

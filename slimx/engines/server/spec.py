@@ -6,12 +6,16 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
+from slimx.config.sections.policies import ACTOR
 from slimx.engines.server.arguments import check_server_args, command_line
-from slimx.engines.server.control import RECEIVER
 from slimx.engines.server.keys import STDIN, Keys
+from slimx.engines.server.wire import RECEIVER
 from slimx.errors import SlimxError
-from slimx.layout.ranks import EngineSizes
-from slimx.numerics.mode import NumericsMode
+from slimx.layout.adapters import served_modules
+from slimx.layout.ranks import EngineSizes, engine_sizes
+from slimx.numerics.mode import NumericsMode, mode_of
 from slimx.runtime.children import python_argv
 from slimx.runtime.nvshmem import NVSHMEM
 from slimx.runtime.ports import address, is_loopback
@@ -57,7 +61,8 @@ class EngineSpec:
     """Hugging Face directory."""
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
-    port: int
+    port: int = 0
+    """0: chosen when it starts."""
     host: str = "127.0.0.1"
     threads: int = 1
     """CPU threads of the server (CPU only)."""
@@ -99,10 +104,39 @@ class EngineSpec:
         return f"http://{address(self.host, self.port)}"
 
 
-def ending_grace(device: str, grace_s: float) -> float:
-    """Seconds that a server gets to end by itself when `grace_s` are allowed: none on the CPU, where SGLang looks only
-    every 5 s whether it was told to end, and has nothing to give back but memory."""
-    return 0.0 if device == "cpu" else grace_s
+def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: bool) -> EngineSpec:
+    """The specification of a server `name` of `group` as the configuration has it: without address and places."""
+    return EngineSpec(
+        name=name,
+        model_path=group.model or config.model.path,
+        dtype=config.numerics.dtype,
+        device=device,
+        threads=group.threads,
+        max_total_tokens=group.max_total_tokens,
+        numerics=NumericsMode() if group.frozen else mode_of(config),
+        sizes=engine_sizes(group),
+        seed=config.run.seed,
+        routed_experts=moe and config.rollout.routed_experts,
+        sglang=group.sglang if config.track.prometheus.port is None else {"enable_metrics": True, **group.sglang},
+        role=group.role,
+        frozen=group.frozen,
+        draft=config.publishes_draft(group),
+        adapters=None if group.frozen else served_lora(config),
+        precompile=group.precompile,
+        sleeps=config.schedule.colocate and not group.frozen,
+    )
+
+
+def served_lora(config: Config) -> ServedLora | None:
+    """The adapters that servers of the policy compute with; None: they get weights alone."""
+    lora = config.trainer.lora
+    if lora is None or not config.serves_adapters:
+        return None
+    alphas = {ACTOR: lora.alpha}
+    if config.served_beside:
+        by_policy = config.by_policy
+        alphas |= {name: by_policy[name].trainer.lora.alpha for name in config.served_beside}
+    return ServedLora(lora.rank, alphas, served_modules(lora.targets))
 
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
@@ -194,7 +228,7 @@ def policy_args(spec: EngineSpec) -> dict[str, Any]:
 
     In deterministic inference SGLang samples by the request's seed, and computes each token alike in any batch: the
     only form in which SGLang's CPU path takes seeds. With SGLang's kernels on a GPU it would cost the tuned ones and
-    the custom all-reduce: there the plugin carries the seeds (slimx.adapters.sglang.seeds), to the one sampler that
+    the custom all-reduce: there the plugin carries the seeds (slimx.adapters.sglang.hooks), to the one sampler that
     takes them.
     """
     deterministic = spec.numerics.replaces_layers or spec.device == "cpu"

@@ -82,9 +82,9 @@ async def _first(run: Run, trajectory: Trajectory) -> str:
     await run.publish()  # forgets the KV of these tokens, so that the engine computes them all
     actor = run.policies[ACTOR]
     engines = actor.engines.engines
-    await asyncio.gather(*(engine.trace(True) for engine in engines))
+    await asyncio.gather(*(engine.perform("trace", None, True) for engine in engines))
     await actor.client.score(trajectory.token_ids)  # by one of them
-    traces = await asyncio.gather(*(engine.trace(False) for engine in engines))
+    traces = await asyncio.gather(*(engine.perform("trace", None, False) for engine in engines))
     served = max(traces, key=lambda trace: sum(map(len, trace.values())))
     count = len(trajectory.token_ids) - 1
     copies = [trajectory] * actor.sizes.data  # a pass wants one for each data-parallel rank

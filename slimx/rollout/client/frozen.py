@@ -14,8 +14,8 @@ import numpy as np
 
 from slimx.data.whole import as_ids
 from slimx.engines.outage import Elsewhere, Outage
-from slimx.engines.server.answers import message_of, parse_body
 from slimx.engines.server.keys import bearer
+from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import SlimxError
 from slimx.rollout.client.sending import Answer, Resending, failed, input_logprobs, input_top_logprobs, send
 

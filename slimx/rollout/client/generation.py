@@ -19,8 +19,8 @@ import numpy as np
 from slimx.config.sections.rollout import MAX_SUPPORT
 from slimx.data.whole import as_ids
 from slimx.engines.outage import Outage
-from slimx.engines.server.answers import message_of
 from slimx.engines.server.keys import bearer
+from slimx.engines.server.wire import message_of
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, ModelShape, Scores
 from slimx.rollout.client.reader import Reader

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slimx.data.support import Support
-from slimx.engines.server.stamp import stamped
+from slimx.engines.server.wire import stamped
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, ModelShape, VersionSpan
 from slimx.rollout.client.request import GenerationRequest

@@ -17,7 +17,7 @@ import numpy as np
 
 from slimx.data.whole import as_ids
 from slimx.engines.outage import Absence
-from slimx.engines.server.answers import message_of, parse_body
+from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.standing_clock import Clock
 

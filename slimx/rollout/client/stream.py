@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from slimx.engines.server.answers import message_of, parse_body
+from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import Completion, Scores
 from slimx.rollout.client.reader import Meta, Reader

@@ -15,8 +15,7 @@ import torch
 import slimx
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
-from slimx.engines.server.attestation import check_numerics
-from slimx.engines.server.control import PROTOCOL, EngineControl
+from slimx.engines.server.attestation import check_plugin, check_ranks
 from slimx.engines.server.spec import EngineSpec, server_argv
 from slimx.extras.exact import operations as exact
 from slimx.extras.exact import rules
@@ -38,9 +37,11 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import gpt_oss, qwen3_5, qwen3_next, read_model
 from slimx.numerics.mode import NumericsMode, mode_of, server_mode
 from slimx.orchestration.step.measure import check_gap
+from slimx.reshard.parties import PROTOCOL
 from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import invalid, refused
+from tests.unit.engines.attestation_stand import attesting
 
 TRITON = {"sglang": {"moe_runner_backend": "triton"}}
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, numerics=Exact(2))
@@ -251,13 +252,13 @@ def test_a_server_is_told_its_leaves_on_its_command_line() -> None:
 
 def test_a_server_with_another_contract_is_refused() -> None:
     same = exact.contract(leaves=2, dtype="float32")
-    check_numerics([{"numerics": same}], SPEC)
+    check_ranks([attesting(numerics=same)], SPEC)
     others = (exact.contract(leaves=4, dtype="float32"), same | {"version": 0}, None)
     for other in others:
         with refused("engine.numerics", about="e rank 1"):
-            check_numerics([{"numerics": same}, {"numerics": other}], SPEC)
+            check_ranks([attesting(numerics=same), attesting(numerics=other)], SPEC)
     with refused("engine.numerics", about="e rank 0"):
-        check_numerics([{"numerics": same}], replace(SPEC, numerics=NumericsMode()))
+        check_ranks([attesting(numerics=same)], replace(SPEC, numerics=NumericsMode()))
 
 
 def test_a_server_in_which_nothing_was_registered_attests_it() -> None:
@@ -286,7 +287,7 @@ def test_an_operation_that_is_not_in_force_is_named() -> None:
     assert wrong == [NORM, LINEAR]
     rank = {"protocol": PROTOCOL, "slimx": slimx.__version__, "cpu": None, "pid": 7}
     with refused("engine.plugin_part", about=f"{NORM}, {LINEAR}"):
-        EngineControl("http://127.0.0.1:1", "e")._check(rank | {"hooks": room.in_force(registry, model)})
+        check_plugin(rank | {"hooks": room.in_force(registry, model)}, "e")
 
 
 MOE, GLM, LATENT = {"FusedMoE"}, {"FusedMoE", "Glm4MoeSparseMoeBlock"}, {"DeepseekV2AttentionMLA"}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimx.adapters.sglang.weights.receiver import load_staged, receiver_of
+from slimx.adapters.sglang.weights.receiver import RankReceiver, load_staged, receiver_of
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Manifest
@@ -30,6 +30,11 @@ def manifest(version: int = 1, epoch: int = 0, **change: Any) -> dict[str, Any]:
     return Manifest(**(base | change)).to_json()
 
 
+def stage(receiver: RankReceiver, policy: str, version: int, epoch: int, bucket: int, **part: Any) -> dict[str, Any]:
+    """Have a rank open a bucket of which every rank takes the same part."""
+    return receiver.stage(policy=policy, version=version, epoch=epoch, bucket=bucket, ranks={"all": part})
+
+
 def publish(model: nn.Module, weights: Weights, version: int = 1, **change: Any) -> None:
     """Bring `weights` in one bucket through the receiver of `model`, up to the proof; `change`: of the manifest."""
     receiver, entries, end = receiver_of(model), [], 0
@@ -42,7 +47,7 @@ def publish(model: nn.Module, weights: Weights, version: int = 1, **change: Any)
             end += tensor.nbytes
         where = {"fd_path": f"/proc/self/fd/{file.fileno()}", "size": end, "tensors": entries}
         policy = change.get("policy", "actor")
-        receiver.stage(policy=policy, version=version, epoch=version, bucket=0, **where)
+        stage(receiver, policy, version, version, 0, **where)
     load_staged(model, [])
     assert "error" not in receiver.outcome, receiver.outcome
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-from slimx.adapters.sglang import absent, draws, seeds
+from slimx.adapters.sglang import absent, draws, hooks
 from slimx.adapters.sglang import cpu as sglang_cpu
 
 VOCABULARY, REQUESTS = 500, 16
@@ -39,7 +39,7 @@ def main(hooked: bool) -> None:
     original = sampler.multinomial_with_seed
     if hooked:
         HookRegistry.register(draws.DRAW, draws.draw, HookType.REPLACE)
-        HookRegistry.register(seeds.ADJUST, seeds.carry, HookType.AFTER)
+        HookRegistry.register(hooks.ADJUST, hooks.carry_seeds, HookType.AFTER)
         HookRegistry.apply_hooks()
     features = SimpleNamespace(enable_custom_logit_processor=False, enable_watermark=False)
     fast = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False), features=features)

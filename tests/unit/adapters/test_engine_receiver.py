@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from slimx.adapters.sglang import plugin as sglang_plugin
 from slimx.adapters.sglang.weights.receiver import RankReceiver, load_staged, receiver_of
-from slimx.engines.server import control
+from slimx.engines.server.wire import RECEIVER
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.transports.memory import MemoryFile
@@ -28,7 +30,7 @@ from tests.unit.adapters.engine_model import (
     expert_location,
     rank_local,
 )
-from tests.unit.adapters.receiver_stand import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome
+from tests.unit.adapters.receiver_stand import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome, stage
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def test_a_publication_arrives_whole(model, receiver, sent, encoding: str, bucke
         receiver.begin(manifest=manifest(version, encoding=encoding), staging=staging)
         for number in range(buckets):
             names = list(offered)[number::buckets]
-            receiver.stage(**sent({name: offered[name] for name in names}).argument(version, bucket=number))
+            stage(receiver, **sent({name: offered[name] for name in names}).argument(version, bucket=number))
             if staging == "bucket":
                 assert "error" not in outcome(model)
         assert receiver.status()["missing"] == 0
@@ -107,7 +109,7 @@ def test_norms_that_keep_one_more_than_their_weight_keep_it_of_the_new_one(model
     norm.refresh_gemma_weight = lambda: norm.gemma_weight.copy_(norm.weight.data).add_(1.0)
     weights = checkpoint(LAYOUT)
     receiver.begin(manifest=manifest(encoding="local"), staging="model")
-    receiver.stage(**sent(rank_local(LAYOUT, weights, 1)).argument())
+    stage(receiver, **sent(rank_local(LAYOUT, weights, 1)).argument())
     assert "error" not in outcome(model)
     assert norm.gemma_weight.equal(weights["model.norm.weight"] + 1)
 
@@ -122,7 +124,7 @@ def test_scales_of_the_kv_cache_get_back_what_sleep_made_undefined(model, receiv
         layer.k_scale, layer.v_scale = (torch.nn.Parameter(torch.tensor(math.nan)) for _ in range(2))
     layers[0].k_scale_float, layers[0].v_scale_float = 0.25, 1.0
     receiver.begin(manifest=manifest(encoding=encoding), staging="model")
-    receiver.stage(**sent(offered).argument())
+    stage(receiver, **sent(offered).argument())
     assert "error" not in outcome(model)
     assert [(layer.k_scale.item(), layer.v_scale.item()) for layer in layers] == [(0.25, 1.0), (-1.0, -1.0)]
     assert receiver.verify()["missing"] == []
@@ -133,10 +135,10 @@ def test_what_waits_for_its_partner_outlives_its_bucket(model, receiver, sent) -
     weights = checkpoint(LAYOUT)
     first = sent({LATENT[0]: weights[LATENT[0]]})
     receiver.begin(manifest=manifest(), staging="bucket")
-    receiver.stage(**first.argument())
+    stage(receiver, **first.argument())
     assert outcome(model) == {"loaded": 0} and receiver.status()["staged"] == 1
     os.pwrite(first.fd, bytes(first.size), 0)  # the publisher packs the next bucket there
-    receiver.stage(**sent({LATENT[1]: weights[LATENT[1]]}).argument())
+    stage(receiver, **sent({LATENT[1]: weights[LATENT[1]]}).argument())
     assert outcome(model) == {"loaded": 2}
     name = "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa.weight"
     assert torch.equal(model.get_parameter(name).data, torch.cat([weights[part] for part in LATENT]))
@@ -153,7 +155,7 @@ def test_bytes_that_changed_are_refused_before_any_copy(model, receiver, sent) -
             os.pwrite(bucket.fd, bytes([os.pread(bucket.fd, 1, at)[0] ^ 1]), at)
             receiver.begin(manifest=manifest())
             with refused("receiver.checksum", about=name):
-                receiver.stage(**bucket.argument())
+                stage(receiver, **bucket.argument())
             assert receiver.status()["open"] is None
     assert all(torch.equal(before[name], value) for name, value in held(model).items())
 
@@ -161,7 +163,7 @@ def test_bytes_that_changed_are_refused_before_any_copy(model, receiver, sent) -
 def test_bytes_that_change_after_staging_are_found_by_verification(model, receiver, sent) -> None:
     bucket = sent(checkpoint(LAYOUT))
     receiver.begin(manifest=manifest())
-    receiver.stage(**bucket.argument())
+    stage(receiver, **bucket.argument())
     entry = next(e for e in bucket.entries if e["name"].endswith("0.self_attn.o_proj.weight"))
     os.pwrite(bucket.fd, b"\0\0\0\1", entry["offset"] + entry["nbytes"] - 4)
     assert "error" not in outcome(model)
@@ -186,7 +188,7 @@ def test_entries_that_the_model_cannot_take_are_refused(receiver, sent, change: 
     bucket.entries[0] |= change
     receiver.begin(manifest=manifest())
     with refused(code, about=bucket.entries[0]["name"]):
-        receiver.stage(**bucket.argument())
+        stage(receiver, **bucket.argument())
 
 
 def test_a_bucket_brings_a_tensor_once(receiver, sent) -> None:
@@ -194,42 +196,42 @@ def test_a_bucket_brings_a_tensor_once(receiver, sent) -> None:
     bucket.entries *= 2
     receiver.begin(manifest=manifest())
     with refused("receiver.twice", about="model.norm.weight"):
-        receiver.stage(**bucket.argument())
+        stage(receiver, **bucket.argument())
 
 
 def test_a_tensor_comes_once_and_its_file_must_be_there(receiver, sent) -> None:
     bucket = sent({"model.norm.weight": torch.randn(16)})
     for load in (False, True):
         receiver.begin(manifest=manifest(), staging="bucket")
-        receiver.stage(**bucket.argument())
+        stage(receiver, **bucket.argument())
         if load:
             receiver.load()
         with refused("receiver.twice", about="model.norm.weight"):
-            receiver.stage(**bucket.argument())
+            stage(receiver, **bucket.argument())
     other = {"model.layers.1.mlp.experts.0.up_proj.weight": torch.randn(8, 16)}  # of the other rank
     receiver.begin(manifest=manifest())
-    receiver.stage(**(sent(other).argument() | {"fd_path": "/nowhere"}))
+    stage(receiver, **(sent(other).argument() | {"fd_path": "/nowhere"}))
     for change, code in (({"fd_path": "/proc/self/fd/999"}, "bucket.gone"), ({"size": 4096}, "bucket.size")):
         receiver.abort()
         receiver.begin(manifest=manifest())
         argument = bucket.argument() | change
         with refused(code, about=argument["fd_path"]):
-            receiver.stage(**argument)
+            stage(receiver, **argument)
 
 
 def test_publications_begin_one_at_a_time_and_never_go_back(receiver, sent) -> None:
     bucket = sent({"model.norm.weight": torch.randn(16)})
     with refused("receiver.not_open", about="version 1"):
-        receiver.stage(**bucket.argument())
+        stage(receiver, **bucket.argument())
     receiver.begin(manifest=manifest(1, epoch=3))
     for change, about in (({"version": 2}, "version 2"), ({"epoch": 4}, "version 1")):
         with refused("receiver.not_open", about=about):
-            receiver.stage(**(bucket.argument(1, 3) | change))
+            stage(receiver, **(bucket.argument(1, 3) | change))
     with refused("receiver.open", about="version 1 of actor (epoch 3)"):
         receiver.begin(manifest=manifest(2, epoch=3))
     with refused("receiver.late", about="version 2 of actor (epoch 2)"):
         receiver.begin(manifest=manifest(2, epoch=2))
-    receiver.stage(**bucket.argument(1, 3))
+    stage(receiver, **bucket.argument(1, 3))
     assert receiver.begin(manifest=manifest(2, epoch=4))["staged"] == 0
     receiver.abort(), receiver.abort()
     receiver.begin(manifest=manifest(2, epoch=4))
@@ -269,7 +271,7 @@ def test_nothing_is_copied_before_everything_is_staged(model, receiver, sent) ->
     )
     before = held(model)
     receiver.begin(manifest=manifest())
-    receiver.stage(**sent(weights).argument())
+    stage(receiver, **sent(weights).argument())
     # Expert 2 is the other rank's.
     status = receiver.status()
     assert (status["missing"], status["first_missing"]) == (1, "model.layers.1.mlp.experts.7.down_proj.weight")
@@ -285,12 +287,12 @@ def test_a_part_of_the_tensors_is_not_verified(model, receiver, sent) -> None:
     weights = checkpoint(LAYOUT)
     receiver.begin(manifest=manifest(), staging="bucket")
     last = {"lm_head.weight": weights.pop("lm_head.weight")}
-    receiver.stage(**sent(weights).argument())
+    stage(receiver, **sent(weights).argument())
     assert "error" not in outcome(model)
     assert receiver.verify()["missing"] == ["lm_head.weight"]
     with refused("receiver.not_verified", about="version 1 of actor (epoch 0)"):
         receiver.commit(version=1)
-    receiver.stage(**sent(last).argument())
+    stage(receiver, **sent(last).argument())
     with refused("receiver.not_verified", about="version 1 of actor (epoch 0)"):
         receiver.commit(version=1)
     assert "error" not in outcome(model) and receiver.verify()["missing"] == []
@@ -300,7 +302,7 @@ def test_a_part_of_the_tensors_is_not_verified(model, receiver, sent) -> None:
 def test_a_loader_that_fails_is_reported_and_ends_the_publication(model, receiver, sent) -> None:
     weights = checkpoint(LAYOUT)
     receiver.begin(manifest=manifest())
-    receiver.stage(**sent(weights).argument())
+    stage(receiver, **sent(weights).argument())
     model.load_weights = lambda named: next(iter(named)) and 1 / 0
     told = outcome(model)
     assert told["loaded"] == 0 and told["error"].startswith("ZeroDivisionError: ")
@@ -311,7 +313,7 @@ def test_a_loader_that_fails_is_reported_and_ends_the_publication(model, receive
 
 def test_a_change_behind_its_back_is_named(model, receiver, sent) -> None:
     receiver.begin(manifest=manifest())
-    receiver.stage(**sent(checkpoint(LAYOUT)).argument())
+    stage(receiver, **sent(checkpoint(LAYOUT)).argument())
     assert "error" not in outcome(model) and receiver.verify()["differ"] == []
     receiver.commit(version=1)
     model.get_parameter("model.layers.1.mlp.experts.w13_weight").data[2, 9, 3] += 1
@@ -320,7 +322,7 @@ def test_a_change_behind_its_back_is_named(model, receiver, sent) -> None:
 
 def test_a_parameter_put_in_place_of_a_verified_one_is_looked_at(model, receiver, sent) -> None:
     receiver.begin(manifest=manifest())
-    receiver.stage(**sent(checkpoint(LAYOUT)).argument())
+    stage(receiver, **sent(checkpoint(LAYOUT)).argument())
     assert "error" not in outcome(model)
     norm = model.get_submodule("model.norm")
     norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
@@ -336,7 +338,8 @@ def test_experts_that_balancing_moved_are_loaded_where_they_are_now(sent) -> Non
     receiver, location = receiver_of(ServerModel(QWEN3, sizes)), expert_location(QWEN3, sizes)
     names = []
     for _ in range(2):
-        forms = receiver.inventory(encoding="hf", experts=location)["forms"]
+        receiver.experts = location
+        forms = receiver.inventory(encoding="hf")["forms"]
         names.append([name for name in forms if "up_proj" in name])
         location.physical_to_logical_map_cpu += 2
     assert [name.split(".")[5] for name in names[0][:4]] == list("0123")
@@ -347,8 +350,9 @@ def test_redundant_copies_are_verified_one_by_one(sent) -> None:
     sizes = EngineSizes(tensor=1, redundant=4)
     layout, model = engine_layout(QWEN3, sizes), ServerModel(QWEN3, sizes)
     receiver = receiver_of(model)
-    receiver.begin(manifest=manifest(), experts=expert_location(QWEN3, sizes))
-    receiver.stage(**sent(checkpoint(layout)).argument())
+    receiver.experts = expert_location(QWEN3, sizes)
+    receiver.begin(manifest=manifest())
+    stage(receiver, **sent(checkpoint(layout)).argument())
     assert "error" not in outcome(model) and receiver.verify()["differ"] == []
     model.get_parameter("model.layers.0.mlp.experts.w2_weight").data[9] += 1
     assert receiver.verify()["differ"] == ["model.layers.0.mlp.experts.1.down_proj.weight"]
@@ -362,18 +366,38 @@ def test_inventories_list_what_this_rank_takes(receiver) -> None:
     assert [name.split(".")[5] for name in hf["forms"] if "experts" in name and "up" in name][:4] == list("4567")
 
 
-def test_plugin_and_client_speak_the_same_protocol() -> None:
-    assert sglang_plugin.PROTOCOL == control.PROTOCOL
-    module, _, function = control.RECEIVER.rpartition(".")
+def test_engines_name_the_plugins_loader() -> None:
+    module, _, function = RECEIVER.rpartition(".")
     assert (module, function) == (load_staged.__module__, load_staged.__name__)
 
 
-def test_each_rank_gets_its_own_part_of_a_bucket() -> None:
-    argument = {"version": 1, "bucket": 2, "ranks": {"0": {"size": 5}, "1": {"size": 6}}}
-    assert sglang_plugin._own_part(dict(argument), 1) == {"version": 1, "bucket": 2, "size": 6}
-    assert sglang_plugin._own_part(argument | {"ranks": {"all": {"size": 7}}}, 1)["size"] == 7
+def test_each_rank_takes_its_own_part_of_a_bucket(receiver, sent) -> None:
+    parts = [sent({name: checkpoint(LAYOUT)[name]}).argument() for name in LATENT]
+    parts = [{key: part[key] for key in ("fd_path", "size", "tensors")} for part in parts]
+    which = {"policy": "actor", "version": 1, "epoch": 0, "bucket": 2}
+    for rank, name in enumerate(LATENT):
+        receiver.rank = rank
+        receiver.begin(manifest=manifest(epoch=rank))
+        receiver.stage(**which | {"epoch": rank}, ranks=dict(zip("01", parts, strict=True)))
+        assert receiver.open.staged.keys() == {name}
+    receiver.rank = 2
     with refused("plugin.bucket", about="bucket 2"):
-        sglang_plugin._own_part(dict(argument), 2)
+        receiver.stage(**which, ranks=dict(zip("01", parts, strict=True)))
+
+
+@pytest.mark.parametrize("verb", ["status", "load", "_what_is_open", "nothing"])
+def test_the_verbs_of_a_rank_are_the_public_methods_of_its_receiver(receiver, monkeypatch, verb) -> None:
+    monkeypatch.setattr(sglang_plugin, "_coordinates", lambda: {"rank": 1})
+    monkeypatch.setattr(sglang_plugin, "_expert_location", lambda: None)
+    runner = SimpleNamespace(
+        model=receiver.model,
+        _weight_checker=SimpleNamespace(_parallelism_info=lambda role: SimpleNamespace(model_dump=dict)),
+    )
+    told = sglang_plugin.check_weights(None, runner, f"slimx.{verb}", role="target")["checksums"]
+    code = {"status": None, "load": "receiver.nothing_staged"}.get(verb, "plugin.action")
+    assert told.get("code") == code and told["pid"] == str(os.getpid())
+    if verb == "status":
+        assert json.loads(told["slimx"]) == receiver.status()
 
 
 def test_the_test_of_a_bucket_on_a_gpu_holds_for_one_in_host_memory() -> None:

@@ -22,7 +22,7 @@ from slimx.reshard.kernels.sums import sum_rects
 from slimx.reshard.transports.device import DeviceMemory
 from tests.refusals import refused
 from tests.unit.adapters.engine_model import DEEPSEEK, ServerModel, Weights, checkpoint, rank_local
-from tests.unit.adapters.receiver_stand import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome
+from tests.unit.adapters.receiver_stand import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome, stage
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 
 
@@ -59,12 +59,12 @@ def test_of_a_bucket_only_the_ranks_own_part_is_copied(model, monkeypatch) -> No
     fetch = sglang_buckets.fetch
     monkeypatch.setattr(sglang_buckets, "fetch", lambda *given: fetched.append(given[1:3]) or fetch(*given))
     receiver.begin(manifest=manifest(), staging="bucket")
-    assert receiver.stage(**argument)["staged"] == 2, "experts 5 and 6 of this rank, the others of the other"
+    assert stage(receiver, **argument)["staged"] == 2, "experts 5 and 6 of this rank, the others of the other"
     first, last = argument["tensors"][2:4]
     assert fetched == [(first["offset"], last["offset"] + last["nbytes"])]
     receiver.begin(manifest=manifest(epoch=1))
     other = slot.pack({experts[0]: weights[experts[0]]}) | {"epoch": 1}
-    assert receiver.stage(**other)["staged"] == 0 and len(fetched) == 1, "nothing of it is this rank's"
+    assert stage(receiver, **other)["staged"] == 0 and len(fetched) == 1, "nothing of it is this rank's"
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_buckets_arrive_whole_although_the_next_one_takes_their_place(model, enc
         receiver.begin(manifest=manifest(version, encoding=encoding), staging=staging)
         for number in range(3):
             names = list(offered)[number::3]
-            receiver.stage(**slot.pack({name: offered[name] for name in names}, version, number))
+            stage(receiver, **slot.pack({name: offered[name] for name in names}, version, number))
             slot.memory.bytes.fill_(0xDD)  # the publisher has got its memory back
             if staging == "bucket":
                 assert "error" not in outcome(model)
@@ -101,7 +101,7 @@ def test_bytes_that_changed_on_the_device_are_refused_before_any_copy(model) -> 
             slot.memory.bytes[at] ^= 1
             receiver.begin(manifest=manifest())
             with refused("receiver.checksum", about=name):
-                receiver.stage(**argument)
+                stage(receiver, **argument)
             slot.memory.bytes[at] ^= 1
     assert all(torch.equal(before[name], value) for name, value in held(model).items())
 
@@ -112,7 +112,7 @@ def test_a_device_that_fails_while_it_copies_ends_the_publication_with_the_model
     argument = slot.pack(checkpoint(LAYOUT))
     emulator.emulator_fail(719)
     with refused("device.copy", about=argument["fd_path"]):
-        receiver.stage(**argument)
+        stage(receiver, **argument)
     emulator.emulator_fail(0)
     assert receiver.status()["open"] is None
     assert all(torch.equal(before[name], value) for name, value in held(model).items())
@@ -124,7 +124,7 @@ def test_memory_that_ends_before_a_tensor_is_refused(model) -> None:
     argument["tensors"][0]["offset"] = 1 << 29
     receiver.begin(manifest=manifest())
     with refused("bucket.size", about=argument["fd_path"]):
-        receiver.stage(**(argument | {"size": 1 << 30}))
+        stage(receiver, **(argument | {"size": 1 << 30}))
 
 
 def test_sums_on_the_device_are_those_of_the_cpu(model) -> None:

@@ -9,8 +9,7 @@ import pytest
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.policies import ACTOR
-from slimx.engines.server.configured import served_lora
-from slimx.engines.server.spec import ServedLora
+from slimx.engines.server.spec import ServedLora, served_lora
 from slimx.layout.adapters import served_modules
 from tests.refusals import invalid
 

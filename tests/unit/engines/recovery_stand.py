@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 from slimx.cluster.restarts import Restart
 from slimx.config.sections.engines import Health
@@ -19,11 +21,15 @@ class FakeEngine:
 
     def __init__(self, name: str, log: list[str], starts: list[SlimxError | None]):
         self.name, self.log, self.starts = name, log, starts
-        self.url, self.standing, self.incarnation = f"http://{name}/0", Standing.JOINING, 1
-        self.role, self.bootstrap_port, self.keys = "regular", None, NO_KEYS
+        self.standing, self.incarnation = Standing.JOINING, 1
+        self.url, self.role = f"http://{name}/0", "regular"
         self.end: str | None = None
         self.sick: SlimxError | None = None
         self.ready = True
+
+    @property
+    def spec(self) -> SimpleNamespace:
+        return SimpleNamespace(url=self.url, role=self.role, bootstrap_port=None, keys=NO_KEYS)
 
     def lose(self, error: SlimxError) -> None:
         self.standing = Standing.OUT
@@ -44,8 +50,11 @@ class FakeEngine:
     async def ended(self) -> str | None:
         return self.end
 
-    async def serves(self) -> bool:
-        return self.ready
+    async def perform(self, verb: str, epoch: int | None, *arguments: Any, deadline_s: float | None = None) -> Any:
+        if verb == "serves":
+            return self.ready
+        assert verb == "check_health"
+        await self.check_health(*arguments)
 
     async def check_health(self, deadline_s: float) -> None:
         if self.end or self.sick:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
-from slimx.engines.fleet.nodes import DirectEnd
+from slimx.engines.server.nodes import DirectEnd
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.reshard.direct import receiver, sender

@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp.web
 import pytest
 
-from slimx.engines.server.control import EngineControl
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.spec import EngineSpec
+from slimx.engines.server.wire import Wire
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
@@ -211,20 +211,23 @@ async def ranks(answer: Answer, places: list[tuple[int, int]]) -> AsyncIterator[
 
 def engine_at(url: str, tmp_path: Path, state: State = State.PAUSED) -> Engine:
     """An engine of two ranks whose server is the one at `url`."""
-    engine = Engine(EngineSpec("e", "/m", "float32", "cpu", 1, sizes=EngineSizes(tensor=2)), tmp_path / "log")
-    engine.control, engine.state = EngineControl(url, "e"), state
+    port = int(url.rpartition(":")[2])
+    spec = EngineSpec("e", "/m", "float32", "cpu", port, sizes=EngineSizes(tensor=2), external=True)
+    engine = Engine(spec, tmp_path / "log")
+    engine.state = state
     return engine
 
 
 async def test_every_rank_answers_once_in_order() -> None:
     # With DP-attention each scheduler brings the answers of all ranks.
     async with ranks(lambda action, _, rank: {"of": rank}, [(1, 11), (0, 10), (1, 11), (0, 10)]) as (url, _):
-        assert await EngineControl(url).status() == [{"of": 0}, {"of": 1}]
+        assert await Wire(url).ask("status") == [{"of": 0}, {"of": 1}]
 
 
-async def test_a_trace_is_that_of_the_first_rank() -> None:
+async def test_a_trace_is_that_of_the_first_rank(tmp_path: Path) -> None:
     async with ranks(lambda action, of, rank: {"at": [action, of["on"], rank]}, [(1, 11), (0, 10)]) as (url, _):
-        assert await EngineControl(url).trace(False) == {"at": ["trace", False, 0]}
+        engine = engine_at(url, tmp_path, State.READY)
+        assert await engine.trace(False) == {"at": ["trace", False, 0]}
 
 
 async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -> None:
@@ -235,13 +238,13 @@ async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -
     ):
         async with ranks(lambda *_: {}, places) as (url, _):
             with refused(code, about="engine"):
-                await EngineControl(url).status()
+                await Wire(url).ask("status")
 
 
 async def test_an_error_names_its_rank() -> None:
     async with ranks(lambda action, _, rank: NO_ROOM if rank else {}, [(0, 10), (1, 11)]) as (url, _):
         with refused(NO_ROOM["code"], about=NO_ROOM["about"]):
-            await EngineControl(url, "e").status()
+            await Wire(url, "e").ask("status")
 
 
 async def test_inventories_are_one_list_of_names_or_one_of_parameters_per_rank(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -19,7 +20,7 @@ import pytest
 from slimx.cluster.place import Placement
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
-from slimx.engines.fleet.nodes import share_of
+from slimx.engines.fleet.group import EngineGroup, share_of
 from slimx.engines.outage import Outage
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.router import Router
@@ -168,6 +169,21 @@ def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine()
     refuse("memory", "10.0.0.1", {})
     with refused("publish.reach", about="actor-1"):
         refuse("memory", "10.0.0.1", {"actor-1": "10.0.0.2"})
+
+
+async def test_a_group_begins_behind_the_newest_epoch_that_one_of_its_servers_has_seen() -> None:
+    """A server that runs already refuses what is older than the publications of the run before."""
+
+    async def done(*_: Any) -> None: ...
+
+    def engine(*epochs: int) -> SimpleNamespace:
+        return SimpleNamespace(start=done, attestation=[{"epoch": epoch} for epoch in epochs])
+
+    router = SimpleNamespace(start=lambda: None, wait_ready=done)
+    for started, epoch in (([engine(-1, 4), engine()], 5), ([engine(-1), engine()], 2)):
+        members = SimpleNamespace(epoch=2)
+        await EngineGroup.start(SimpleNamespace(start_deadline_s=1, router=router, engines=started, members=members))
+        assert members.epoch == epoch
 
 
 # Arguments ----------------------------------------------------------------------------------------------------------

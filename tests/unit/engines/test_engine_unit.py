@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import plugin as sglang_plugin
 from slimx.adapters.sglang.lora import asked
 from slimx.engines.server.arguments import check_server_args, command_line, server_fields
-from slimx.engines.server.attestation import check_adapters, check_backends
+from slimx.engines.server.attestation import check_backends, check_ranks
 from slimx.engines.server.engine import TRANSITIONS, Engine, State
 from slimx.engines.server.spec import EngineSpec, ServedLora, server_args, server_argv, server_env
 from slimx.layout.engine_kernels import PLAIN
@@ -33,6 +33,7 @@ from slimx.numerics.mode import NumericsMode
 from slimx.runtime.process import LOOK_S, SupervisedProcess
 from tests.processes import lives, wait_for
 from tests.refusals import refused
+from tests.unit.engines.attestation_stand import attesting
 
 CPU = EngineSpec("e", "/model", "float32", "cpu", 31000, max_total_tokens=512, seed=7)
 
@@ -66,7 +67,7 @@ async def test_calls_in_a_wrong_state_are_refused_without_asking_the_server(tmp_
         (State.DIRTY, engine.resume),
         (State.ASLEEP, engine.resume),
         (State.STARTING, engine.pause),
-        (State.READY, engine.sleep),
+        (State.DIRTY, engine.sleep),
     ):
         engine.state = state
         with refused("engine.state", about=call.__name__):
@@ -80,10 +81,10 @@ async def test_calls_in_a_wrong_state_are_refused_without_asking_the_server(tmp_
 async def test_graphs_sleep_and_come_back_with_the_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, calls = Engine(CPU, tmp_path / "log"), []
 
-    async def called(method: str, path: str, body: Any = None, **options: Any) -> None:
+    async def called(path: str, body: Any = None) -> None:
         calls.append((path, sorted((body or {}).get("tags", ()))))
 
-    monkeypatch.setattr(engine.control, "_call", called)
+    monkeypatch.setattr(engine, "call", called)
     engine.state = State.PAUSED
     await engine.sleep()
     await engine.wake(("weights",))
@@ -96,6 +97,29 @@ async def test_graphs_sleep_and_come_back_with_the_kv_cache(tmp_path: Path, monk
         ("/continue_generation", []),
     ]
     assert engine.state is State.READY and not engine.asleep
+
+
+async def test_an_engine_holds_its_weights_alone_before_a_publication_whenever_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    async def call(path: str, body: Any = None) -> None:
+        called.append(path)
+
+    found = {}
+    for state in State:
+        engine = Engine(CPU, tmp_path / "log")
+        engine.state = state
+        engine.asleep = {"weights", "kv_cache"} if state is State.ASLEEP else set()
+        monkeypatch.setattr(engine, "call", call)
+        called.clear()
+        await engine.hold_weights()
+        found[state] = list(called), engine.state
+    weights = "/resume_memory_occupation"
+    assert found.pop(State.READY) == (["/pause_generation", "/release_memory_occupation", weights], State.DIRTY)
+    assert found.pop(State.ASLEEP) == ([weights], State.DIRTY)
+    assert found == {state: ([], state) for state in found}, "one that waits for a publication holds them already"
 
 
 def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:
@@ -157,8 +181,8 @@ def test_a_server_that_computes_with_adapters_is_told_so_and_must_attest_them() 
         assert told in line
     assert "enable_lora" not in server_args(CPU) and "lora_backend" not in server_args(replace(spec, device="cuda"))
     attested = {"rank": 4, "scales": {"actor": 2.0}, "modules": ["o_proj", "qkv_proj"]}
-    check_adapters([{"adapters": attested}], spec)
-    check_adapters([{"adapters": None}], CPU)
+    check_ranks([attesting(adapters=attested)], spec)
+    check_ranks([attesting()], CPU)
     for own, other in (
         (spec, None),
         (CPU, attested),
@@ -167,10 +191,20 @@ def test_a_server_that_computes_with_adapters_is_told_so_and_must_attest_them() 
         (spec, attested | {"rank": 8}),
     ):
         with refused("engine.adapters", about="e rank 0"):
-            check_adapters([{"adapters": other}], own)
+            check_ranks([attesting(adapters=other)], own)
     two = replace(spec, adapters=replace(spec.adapters, alphas={"actor": 8.0, "judge": 2.0}))
     assert asked(server_argv(two)) == two.adapters.alphas and server_args(two)["max_loras_per_batch"] == 3
-    check_adapters([{"adapters": attested | {"scales": {"actor": 2.0, "judge": 0.5}}}], two)
+    check_ranks([attesting(adapters=attested | {"scales": {"actor": 2.0, "judge": 0.5}})], two)
+
+
+@pytest.mark.parametrize(
+    ("fact", "found"), [("dtype", "bfloat16"), ("sizes", asdict(EngineSizes(tensor=2))), ("draft", True)]
+)
+def test_a_rank_that_attests_another_fact_is_refused_by_it(fact: str, found: Any) -> None:
+    with refused(f"engine.{fact}", about="e rank 1"):
+        check_ranks([attesting(), attesting(**{fact: found})], CPU)
+    if fact == "draft":
+        check_ranks([attesting(draft=True)], replace(CPU, frozen=True))
 
 
 def test_unknown_and_ill_typed_arguments_are_refused_with_the_nearest_name() -> None:

@@ -116,7 +116,7 @@ async def test_prefill_and_decode_engines_serve_only_together():
         await asyncio.sleep(0.01)
         assert not starved.done() and not failed.done()
         stand.engines[1].standing = Standing.JOINING  # back, without a version
-        stand.members._changed()
+        stand.members.changed()
         await asyncio.wait_for(starved, 60)
         await stand.members.quarantine(stand.engines[0], gone("e0"))
         with refused("engines.gone", about="e0", kind=PartLost):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from slimx.engines.fleet.handle import EngineHandle, Standing
-from slimx.engines.fleet.turn import EnginesTurn
-from slimx.engines.server.engine import State
+from slimx.engines.fleet.handle import Standing
+from slimx.engines.outage import EnginesTurn
 from tests.unit.engines.recovery_stand import Stand, gone
 from tests.virtual_time import virtually
 
@@ -65,28 +64,3 @@ async def test_the_turn_is_the_engines_where_nobody_ends_it():
     turn = EnginesTurn()
     async with asyncio.timeout(LIMIT_S), turn.starting(), turn.ending():
         assert turn.theirs
-
-
-class Woken(EngineHandle):
-    """A handle on an engine in `now`; what it is asked to do is noted."""
-
-    def __init__(self, now: State):
-        self.now, self.done = now, []
-
-    async def state(self) -> State:
-        return self.now
-
-    async def perform(self, verb: str, epoch: int | None, *arguments: object, deadline_s: float | None = None) -> None:
-        self.done.append((verb, *arguments))
-
-
-async def test_an_engine_holds_its_weights_alone_before_a_publication_whenever_it_started():
-    done = {}
-    for state in State:
-        engine = Woken(state)
-        await engine.wake()
-        done[state] = engine.done
-    weights = ("wake", ("weights",))
-    assert done.pop(State.READY) == [("pause",), ("sleep",), weights]
-    assert done.pop(State.ASLEEP) == [weights]
-    assert not any(done.values()), "one that waits for a publication holds them already"

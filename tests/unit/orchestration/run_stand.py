@@ -15,8 +15,7 @@ from rich.console import Console
 
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainBatch
-from slimx.engines.fleet.turn import EnginesTurn
-from slimx.engines.outage import Outage
+from slimx.engines.outage import EnginesTurn, Outage
 from slimx.layout.ranks import Sizes
 from slimx.observability.alerts.alerts import Alerts
 from slimx.observability.live.table import LiveTable

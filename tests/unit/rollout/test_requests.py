@@ -175,12 +175,12 @@ async def test_a_probe_asks_the_server_itself_once_for_what_rollouts_ask_for():
     probe = prober(shape, config_of())
     async with client_of(FAULT) as (broken, bodies), client_of(GOOD) as (without_experts, _):
         with pytest.raises(AnswerError):
-            await probe(SimpleNamespace(url=broken.url, keys=Keys("key")))
+            await probe(SimpleNamespace(url=broken.url, spec=SimpleNamespace(keys=Keys("key"))))
         assert (
             len(bodies) == 1 and bodies[0]["return_logprob"] and "routed_experts" in bodies[0]["custom_labels"]["slimx"]
         )
         with refused("answer.experts", about=without_experts.url):
-            await probe(SimpleNamespace(url=without_experts.url, keys=Keys("key")))
+            await probe(SimpleNamespace(url=without_experts.url, spec=SimpleNamespace(keys=Keys("key"))))
 
 
 async def test_the_deadline_of_a_request_covers_all_its_attempts():

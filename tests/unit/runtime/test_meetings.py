@@ -9,11 +9,10 @@ from threading import Thread
 import psutil
 import pytest
 
-from slimx.adapters.sglang import meeting as sglang_meeting
+from slimx.adapters.sglang import hooks as sglang_hooks
 from slimx.cluster.access import ADDRESS, local_options
 from slimx.config.sections.run import Cluster
-from slimx.engines.fleet.nodes import shares_of
-from slimx.engines.server.spec import EngineSpec, server_env
+from slimx.engines.server.spec import EngineSpec, NodeShare, server_env
 from slimx.errors import SlimxError
 from slimx.runtime.meeting import meet
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
@@ -36,7 +35,7 @@ def test_ranks_meet_at_one_address_only(how: str) -> None:
         if how == "meet":
             stores[rank] = meet("127.0.0.1", port, rank=rank, size=2, timeout=LIMIT)
         else:
-            stores[rank] = sglang_meeting.at_one_address("127.0.0.1", port, rank, 2, LIMIT, use_libuv=True)
+            stores[rank] = sglang_hooks.at_one_address("127.0.0.1", port, rank, 2, LIMIT, use_libuv=True)
 
     threads = [Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -53,8 +52,8 @@ import sys
 from datetime import timedelta
 import psutil, torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from slimx.adapters.sglang import meeting as sglang_meeting
-HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
+from slimx.adapters.sglang import hooks as sglang_hooks
+HookRegistry.register(sglang_hooks.CREATE_STORE, sglang_hooks.at_one_address, HookType.REPLACE)
 HookRegistry.apply_hooks()
 where = f"tcp://127.0.0.1:{sys.argv[1]}"
 dist.init_process_group("gloo", init_method=where, rank=0, world_size=1, timeout=timedelta(seconds=60))
@@ -82,8 +81,7 @@ def test_servers_take_their_address_in_the_named_network() -> None:
 
 
 def test_servers_of_several_machines_hear_these_machines_only() -> None:
-    first, second = shares_of(("10.0.0.1", "10.0.0.2"), "10.0.0.1:31000")
-    assert (first.rank, second.rank, second.count, second.meeting) == (0, 1, 2, "10.0.0.1:31000")
+    second = NodeShare(1, 2, "10.0.0.1:31000", ("10.0.0.1", "10.0.0.2"))
     spec = EngineSpec("e", "/model", "bfloat16", "cuda", 31000, host="10.0.0.2", node=second)
     environment = server_env(spec)
     assert environment["SGLANG_ZMQ_ALLOWED_PEERS"] == "10.0.0.1,10.0.0.2"
@@ -129,7 +127,7 @@ os._exit(0)
 def test_a_strangers_pickle_does_not_reach_sglangs_sockets(tmp_path: Path) -> None:
     """The sockets are opened by SGLang's own functions, with the variables that its servers get. A machine of the
     server itself is heard, and what it sends is run: this is what `cluster.trusted_network` is about."""
-    share = shares_of(("127.0.0.1", "127.0.0.1"), "127.0.0.1:31000")[0]
+    share = NodeShare(0, 2, "127.0.0.1:31000", ("127.0.0.1", "127.0.0.1"))
     environment = server_env(EngineSpec("e", "/model", "float32", "cpu", 31000, node=share))
     done = run_with_sglang(
         *("-c", STRANGER, f"{free_port()},{free_port()}", "127.0.0.1", "127.0.0.9"),

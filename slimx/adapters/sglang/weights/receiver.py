@@ -2,10 +2,10 @@
 
     begin -> stage* -> load (once, or after each stage) -> verify -> commit          abort ends it at any point
 
-Written for sglang 0.5.23. Actions are reached through the stock endpoint /weights_checker (`plugin`), the copy
-through /update_weights_from_tensor (`load_staged`). SGLang loads in place and dies of an exception in a loader, so
-nothing is copied before its bytes are proven, and `load_staged` reports instead of raising. A failure here ends the
-publication on this rank only; the client aborts it on the others.
+Written for sglang 0.5.23. Each public method is a verb that is reached through the stock endpoint /weights_checker
+(`plugin`); an engine asks for the copy through /update_weights_from_tensor (`load_staged`). SGLang loads in place and
+dies of an exception in a loader, so nothing is copied before its bytes are proven, and `load_staged` reports instead of
+raising. A failure here ends the publication on this rank only; the engine aborts it on the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ import torch
 from torch import nn
 
 from slimx.adapters.sglang.weights.adapters import ServedAdapters, is_adapter
-from slimx.adapters.sglang.weights.buckets import check_entry, open_bucket
-from slimx.adapters.sglang.weights.held import derive, derived, differing
+from slimx.adapters.sglang.weights.buckets import OpenPublication, Staged, check_entry, open_bucket
 from slimx.adapters.sglang.weights.layout import hf_layout
-from slimx.adapters.sglang.weights.open_publication import OpenPublication, Staged
-from slimx.adapters.sglang.weights.places import Layout, local_layout, restore_cache_scales, staged_sums, weights_of
+from slimx.adapters.sglang.weights.places import (
+    Layout,
+    derive,
+    derived,
+    differing,
+    local_layout,
+    restore_cache_scales,
+    staged_sums,
+    weights_of,
+)
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.parties import Staging
@@ -38,6 +45,10 @@ class RankReceiver:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.rank = 0
+        """Number of this rank in its engine."""
+        self.experts: Any = None
+        """SGLang's ExpertLocationMetadata, as for `hf_layout`; it changes when experts are balanced."""
         self.open: OpenPublication | None = None
         self.epoch = -1
         """Membership epoch of the publication begun last."""
@@ -55,8 +66,8 @@ class RankReceiver:
 
     # Life of a publication ------------------------------------------------------------------------------------------
 
-    def begin(self, *, manifest: Answer, staging: Staging = "model", experts: Any = None) -> Answer:
-        """Open a publication, unless one of the same or a newer epoch is open. `experts`: as for `hf_layout`."""
+    def begin(self, *, manifest: Answer, staging: Staging = "model") -> Answer:
+        """Open a publication, unless one of the same or a newer epoch is open."""
         new = Manifest.from_json(manifest)
         if new.rule not in RULES:
             raise SlimxError(
@@ -80,7 +91,7 @@ class RankReceiver:
                 code="receiver.open",
                 about=str(self.open.manifest),
             )
-        layout = local_layout(self.model) if new.encoding == "local" else self._hf_layout(experts)
+        layout = local_layout(self.model) if new.encoding == "local" else self._hf_layout()
         if layout.uncovered:
             name, why = next(iter(layout.uncovered.items()))
             raise SlimxError(
@@ -100,22 +111,21 @@ class RankReceiver:
         self.open, self.epoch = OpenPublication(new, staging, layout, loaded=base), new.membership_epoch
         return self.status()
 
-    def stage(
-        self,
-        *,
-        policy: str,
-        version: int,
-        epoch: int,
-        bucket: int,
-        fd_path: str,
-        size: int,
-        tensors: list[Answer],
-    ) -> Answer:
-        """Open one bucket of `size` bytes at `fd_path` and keep this rank's tensors once every checksum agrees.
+    def stage(self, *, policy: str, version: int, epoch: int, bucket: int, ranks: dict[str, Answer]) -> Answer:
+        """Open this rank's part of a bucket and keep its tensors once every checksum agrees.
 
-        Each entry of `tensors` is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex
-        digits). Nothing of the model is touched. Any error ends the publication on this rank.
+        `ranks`: {number of a rank, or "all": {"fd_path", "size": bytes of that memory, "tensors"}}. Each of the tensors
+        is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex digits). Nothing of the
+        model is touched. Any error ends the publication on this rank.
         """
+        part = ranks.get(str(self.rank), ranks.get("all"))
+        if part is None:
+            raise SlimxError(
+                f"bucket {bucket} brings nothing for rank {self.rank}, only for {', '.join(ranks)}",
+                code="plugin.bucket",
+                about=f"bucket {bucket}",
+            )
+        size, tensors = part["size"], part["tensors"]
         publication = self._belonging(policy, version, epoch)
         beside = self._beside(publication)
         try:
@@ -123,7 +133,7 @@ class RankReceiver:
                 check_entry(entry, publication.layout.places, publication.taken, bucket, size)
                 publication.taken.add(entry["name"])
             mine = [entry for entry in tensors if publication.layout.places[entry["name"]].held]
-            views, device = open_bucket(fd_path, size, mine, next(self.model.parameters()).device)
+            views, device = open_bucket(part["fd_path"], size, mine, next(self.model.parameters()).device)
             sums = staged_sums(views, publication.layout.places, device)
             for entry in mine:
                 name, expected = entry["name"], int(entry["checksum"], 16)
@@ -270,23 +280,23 @@ class RankReceiver:
             "outcome": self.outcome,
         }
 
-    def inventory(self, *, encoding: Encoding, experts: Any = None) -> Answer:
+    def inventory(self, *, encoding: Encoding) -> Answer:
         """`{"forms": {name: "dtype:d0,d1"}, "uncovered": {parameter: why}}` of an encoding.
 
         `forms`: all that this rank takes of a publication; `uncovered`: what it holds and no publication reaches.
         """
-        layout = local_layout(self.model) if encoding == "local" else self._hf_layout(experts)
+        layout = local_layout(self.model) if encoding == "local" else self._hf_layout()
         names = (name for name in layout.held if encoding != "adapters" or is_adapter(name))
         return {"forms": {name: layout.places[name].form for name in names}, "uncovered": layout.uncovered}
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _hf_layout(self, experts: Any) -> Layout:
+    def _hf_layout(self) -> Layout:
         """Read anew only after expert balancing has moved experts between slots: for DeepSeek-V3's 45,395 tensors it
         takes a second, in which the server does not generate."""
-        moved = None if experts is None else experts.physical_to_logical_map_cpu
+        moved = None if self.experts is None else self.experts.physical_to_logical_map_cpu
         if self._layout is None or (moved is not None and not torch.equal(moved, self._layout[0])):
-            self._layout = None if moved is None else moved.clone(), hf_layout(self.model, experts)
+            self._layout = None if moved is None else moved.clone(), hf_layout(self.model, self.experts)
             for slot in [*self.adapters.values()][:1]:  # all slots are alike
                 slot.place(self._layout[1])
         return self._layout[1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.dotted import load_function
-from slimx.engines.server.answers import message_of, request
+from slimx.engines.server.wire import message_of, request
 from slimx.errors import SlimxError
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"

@@ -1,6 +1,6 @@
 """A server that spans several machines: what each machine's actor does, and what the first one knows of the others.
 
-The first machine's actor (`slimx.engines.fleet.actor.EngineActor`) owns the others': they end with it, and the
+The first machine's actor (`slimx.engines.server.engine.Engine`) owns the others': they end with it, and the
 guards of their processes end these.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -17,27 +18,12 @@ from typing import Any
 import ray
 
 from slimx.cluster.place import Placement
-from slimx.engines.server.spec import EngineSpec, NodeShare, ending_grace, server_argv, server_env
+from slimx.cluster.waiting import gather
+from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.packed import PackedBucket
-from slimx.runtime.logs import how_ended, quoted
 from slimx.runtime.ports import address, free_port, own_address
 from slimx.runtime.process import SupervisedProcess
-
-
-def share_of(ranks: Sequence[Placement], name: str) -> Placement:
-    """The place of a server's share that takes turns with trainer `ranks`, one GPU each. Raises SlimxError if they are
-    not on one machine."""
-    nodes = {place.node for place in ranks}
-    if len(nodes) > 1:
-        raise SlimxError(
-            f"{len(ranks)} consecutive trainer ranks, whose GPUs a server of rollout.engines group {name} shares, are "
-            f"on {len(nodes)} machines; make the ranks of a machine's share (tensor x pipeline / nodes) divide its "
-            "GPUs",
-            code="engines.shared_gpus",
-            about=name,
-        )
-    return Placement(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
 
 
 class DirectEnd:
@@ -61,7 +47,7 @@ class DirectEnd:
             self._receivers.append(await asyncio.to_thread(Receiver.invited, invitation, host))
         return [receiver.offer() for receiver in self._receivers]
 
-    def bases(self) -> list[list[int]]:
+    async def bases(self) -> list[list[int]]:
         """By receiver and bucket the transfer whose bytes are held, to which changes can be applied."""
         return [receiver.bases() for receiver in self._receivers]
 
@@ -114,10 +100,10 @@ class FilesEnd:
 class NodeActor:
     """The process that owns a server's share on a machine other than its first."""
 
-    def __init__(self, values: dict[str, Any], log_path: str, network: str | None, direct: bool):
-        """`values`: an EngineSpec without what differs between starts. `network`: in which it takes its address.
-        `direct`: whether buckets come from every trainer rank."""
-        self.values, self.log_path, self.host = values, log_path, own_address(network)
+    def __init__(self, spec: EngineSpec, log_path: Path, network: str | None, direct: bool):
+        """`spec`: without what differs between starts. `network`: in which it takes its address. `direct`: whether
+        buckets come from every trainer rank."""
+        self.spec, self.log_path, self.host = spec, log_path, own_address(network)
         self.end = DirectEnd() if direct else None
         self.process: SupervisedProcess | None = None
         self._held = AsyncExitStack()
@@ -127,7 +113,7 @@ class NodeActor:
         return self.host
 
     async def start(self, share: NodeShare) -> None:
-        spec = EngineSpec(port=free_port(self.host), host=self.host, node=share, **self.values)
+        spec = replace(self.spec, port=free_port(self.host), host=self.host, node=share)
         name = f"engine {spec.name}, machine {share.rank}"
         keys = spec.keys.to_bytes()
         self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec), keys)
@@ -137,13 +123,11 @@ class NodeActor:
 
     async def ended(self) -> str | None:
         """The end of its process in words; None while it runs."""
-        if self.process is None or (status := self.process.poll()) is None:
-            return None
-        return f"{self.process.name} {how_ended(status)}; {quoted(self.process.log_path, self.process.tail())}"
+        return None if self.process is None else self.process.ended()
 
     async def stop(self, grace_s: float) -> None:
         if self.process is not None:
-            await asyncio.to_thread(self.process.stop, ending_grace(self.values["device"], grace_s))
+            await asyncio.to_thread(self.process.stop, grace_s)
 
     async def offer(self, invitations: Sequence[Any]) -> list[Any]:
         """Offer memory to the trainer ranks, for the server's ranks on this machine."""
@@ -151,7 +135,7 @@ class NodeActor:
 
     async def bases(self) -> list[list[int]]:
         """By receiver and bucket the transfer whose bytes are held."""
-        return self.end.bases()
+        return await self.end.bases()
 
     async def land(self, packed: PackedBucket) -> PackedBucket:
         """Take a bucket; the same as it lies in memory that the server opens, until `let_go`."""
@@ -161,65 +145,81 @@ class NodeActor:
         await self._held.aclose()
 
 
-class OtherNodes:
-    """The actors of a server's machines other than the first, called together."""
+class Nodes:
+    """The machines of a server on several: what arrives at the first one, and the actors of the others, called
+    together."""
 
     def __init__(
         self,
-        values: dict[str, Any],
-        log_path: str,
+        spec: EngineSpec,
+        log_path: Path,
         network: str | None,
         places: Sequence[Placement],
-        cpus: float,
-        *,
-        direct: bool,
+        end: DirectEnd | FilesEnd | None,
+        deadline_s: float,
     ):
-        self.name = values["name"]
+        """`places`: of all machines but the first. `end`: of the first. `deadline_s`: seconds for taking bytes."""
+        self.name, self.end, self.deadline_s = spec.name, end, deadline_s
+        direct = isinstance(end, DirectEnd)
+        cpus = spec.threads * spec.sizes.world / (len(places) + 1)
+        self._logs = [
+            log_path.with_name(f"{log_path.stem}.node{n}{log_path.suffix}") for n in range(1, len(places) + 1)
+        ]
         self._actors = [
             ray.remote(NodeActor)
             .options(**place.options(cpus))
-            .remote(values | {"gpus": place.gpus}, str(node_log(log_path, number)), network, direct)
-            for number, place in enumerate(places, 1)
+            .remote(replace(spec, gpus=place.gpus), log, network, direct)
+            for place, log in zip(places, self._logs, strict=True)
         ]
 
     @property
     def count(self) -> int:
         return len(self._actors)
 
-    async def start(self, host: str, deadline_s: float) -> NodeShare | None:
-        """Start their processes; the first machine's share, None where it is the only one."""
-        if not self._actors:
-            return None
-        others = await self._call("address", [()] * self.count, deadline_s)
-        shares = shares_of((host, *others), address(host, free_port(host)))
-        await self._call("start", [(share,) for share in shares[1:]], deadline_s)
-        return shares[0]
+    async def start(self, host: str, deadline_s: float) -> NodeShare:
+        """Start their processes; the share of the first machine, at `host`."""
+        hosts = (host, *await self._call("address", deadline_s))
+        meeting = address(host, free_port(host))
+        first, *shares = [NodeShare(rank, len(hosts), meeting, hosts) for rank in range(len(hosts))]
+        await self._call("start", deadline_s, [(share,) for share in shares])
+        return first
 
     async def ended(self, deadline_s: float) -> str | None:
-        """The end of the first of them that ended, in words."""
-        answers = await self._call("ended", [()] * self.count, deadline_s)
+        """The end of the first of them that ended, in words; None while they run, or do not say."""
+        try:
+            answers = await self._call("ended", deadline_s)
+        except DeadlineError:
+            return None
+        except SlimxError as error:
+            return str(error)
         return next((answer for answer in answers if answer is not None), None)
 
-    async def offer(self, invitations: Sequence[Sequence[Any]], deadline_s: float) -> list[Any]:
-        """The offers of memory that they make to `invitations`, those of each machine."""
-        return list(chain.from_iterable(await self._call("offer", [(own,) for own in invitations], deadline_s)))
+    async def join(self, invitations: Sequence[Any], host: str) -> list[Any]:
+        """The offers of memory to trainer ranks: as many from each machine, the first one's at `host`."""
+        share = len(invitations) // (1 + self.count)
+        first, *rest = (invitations[at : at + share] for at in range(0, len(invitations), share))
+        offered = self._call("offer", self.deadline_s, [(part,) for part in rest])
+        own, others = await asyncio.gather(self.end.join(first, host), offered)
+        return [*own, *chain.from_iterable(others)]
 
-    async def bases(self, deadline_s: float) -> list[list[int]]:
-        return list(chain.from_iterable(await self._call("bases", [()] * self.count, deadline_s)))
+    async def bases(self) -> list[list[int]]:
+        """By receiver and bucket the transfer whose bytes are held, on all machines."""
+        others = await self._call("bases", self.deadline_s)
+        return [*await self.end.bases(), *chain.from_iterable(others)]
 
     @asynccontextmanager
-    async def landed(self, end: DirectEnd, packed: PackedBucket, deadline_s: float) -> AsyncIterator[PackedBucket]:
-        """A bucket of direct transfers, of which each machine, the first (`end`) included, has what its ranks take."""
+    async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
+        """A bucket of direct transfers, of which each machine has what its ranks take."""
         from slimx.reshard.direct.copies import shares_of, together
 
         first, *rest = shares_of(packed, self.count + 1)
-        landing = asyncio.ensure_future(self._call("land", [(part,) for part in rest], deadline_s))
+        landing = asyncio.ensure_future(self._call("land", self.deadline_s, [(part,) for part in rest]))
         try:
-            async with end.landed(first) as landed:
+            async with self.end.landed(first) as landed:
                 yield together(packed, [landed, *await landing])
         finally:
             landing.cancel()
-            await self._call("let_go", [()] * self.count, deadline_s)
+            await self._call("let_go", self.deadline_s)
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
         """End their processes, and the actors: another start makes others. Does not raise."""
@@ -232,31 +232,19 @@ class OtherNodes:
             ray.kill(actor)
         await asyncio.gather(*stopping, return_exceptions=True)
 
-    async def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> list[Any]:
-        calls = [
-            _answer(getattr(actor, method).remote(*given)) for actor, given in zip(self._actors, arguments, strict=True)
-        ]
-        what = f"{method} on {self.count} other machines of engine {self.name}"
-        try:
-            async with asyncio.timeout(deadline_s):
-                return list(await asyncio.gather(*calls))
-        except TimeoutError:
-            raise DeadlineError(what, deadline_s, f"engine {self.name}") from None
-        except ray.exceptions.RayError as error:
-            raise SlimxError(
-                f"{what} failed: {' '.join(str(error).split())[:300]}", code="engine.nodes", about=self.name
-            ) from None
-
-
-def shares_of(hosts: tuple[str, ...], meeting: str) -> list[NodeShare]:
-    """The share of each of `hosts`, the addresses of a server's machines."""
-    return [NodeShare(rank, len(hosts), meeting, hosts) for rank in range(len(hosts))]
-
-
-def node_log(log_path: str | Path, number: int) -> Path:
-    """The log of a server's share on its machine `number`; the first writes the server's own."""
-    path = Path(log_path)
-    return path if number == 0 else path.with_name(f"{path.stem}.node{number}{path.suffix}")
+    async def _call(
+        self, method: str, deadline_s: float, arguments: Sequence[tuple[Any, ...]] | None = None
+    ) -> list[Any]:
+        """The answers of all actors to `method`, of each with its arguments. Raises SlimxError, as one raised it."""
+        if arguments is None:
+            arguments = [()] * self.count
+        return await gather(
+            [getattr(actor, method).remote(*values) for actor, values in zip(self._actors, arguments, strict=True)],
+            what=method,
+            holders=[f"machine {number} of engine {self.name}" for number in range(1, self.count + 1)],
+            deadline_s=deadline_s,
+            logs=self._logs,
+        )
 
 
 async def _answer(reference: Any) -> Any:
