@@ -63,6 +63,7 @@ class TimedRun(Run):
             self._generated += time.perf_counter() - began
 
     async def record(self, metrics: dict[str, float], groups: list[Group], rows: StepRows, began: float) -> None:
+        await self.records.kept()
         self.seconds.append(time.perf_counter() - began)
         await super().record(metrics, groups, rows, began)
         self.waited.append(self._generated)

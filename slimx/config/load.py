@@ -17,7 +17,7 @@ from slimx.config.names import to_known_names
 from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
 from slimx.config.section import echoed
-from slimx.config.sections.objectives import OBJECTIVES
+from slimx.config.sections.objectives import OBJECTIVES, merged_objective
 from slimx.errors import SlimxError
 
 
@@ -101,15 +101,27 @@ def _merged(tree: DictConfig, override: dict[str, Any], where: str) -> DictConfi
         return OmegaConf.create(base)
     if value is None and suggestions.is_list(Config, path):
         functools.reduce(_inner, above, override)[last] = []
-    if isinstance(section, str) and above[-2:-1] == ["algorithm"] and above[-1] in OBJECTIVES:
-        OmegaConf.update(tree, ".".join(above), {"kind": section})
+    _take_objectives(override, base)
     try:
-        return OmegaConf.merge(tree, OmegaConf.create(_listed(override, base, (), where)))
+        return OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(_listed(override, base, (), where)))
     except (OmegaConfBaseException, TypeError) as error:
         if "incompatible container types" not in str(error):
             raise
         told = f"{where}: {suggestions.for_entry(Config, path, value)}"
         raise SlimxError(told, code="config.override", about=".".join(path)) from error
+
+
+def _take_objectives(override: dict[str, Any], base: dict[str, Any]) -> None:
+    """Move the losses and estimators of `override` into `base`."""
+    for key, inner in override.items():
+        if not isinstance(inner, dict):
+            continue
+        if key == "algorithm":
+            section = base[key] = base.get(key) or {}
+            for name in OBJECTIVES.keys() & inner.keys():
+                section[name] = merged_objective(section.get(name), inner.pop(name))
+        elif isinstance(base.get(key), dict):
+            _take_objectives(inner, base[key])
 
 
 def _listed(override: Any, base: Any, path: tuple[str, ...], where: str) -> Any:

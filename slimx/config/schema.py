@@ -15,7 +15,7 @@ import yaml
 from pydantic import PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
 
 from slimx import entry_points
-from slimx.config import wording
+from slimx.config import suggestions, wording
 from slimx.config.rule import Refusal, all_rules, broken, refuse
 from slimx.config.section import Section, refuse_faults
 from slimx.config.sections.algorithm import Algorithm
@@ -189,7 +189,6 @@ def _of_policy(name: str, item: Any) -> Refusal:
         return Refusal(f"policies.{name}: {cause}", code=cause.code, about=f"policies.{name}.{cause.about}")
     where = ".".join([f"policies.{name}", *map(str, item["loc"])])
     if item["type"] == "extra_forbidden":
-        return Refusal(
-            f"unknown key {where}; keys are as in the run's own sections", code="config.unknown_key", about=where
-        )
+        hint = suggestions.for_key(Config, item["loc"], item["input"], override=False)
+        return Refusal(f"unknown key {where}; {hint}", code="config.unknown_key", about=where)
     return Refusal(wording.value(where, item), code="policies.value", about=where)

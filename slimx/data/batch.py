@@ -106,8 +106,9 @@ def _aligned(trajectory: Trajectory, name: str, algorithm: Algorithm | None) -> 
             return None
         trained = trajectory.loss_mask[1:] > 0
         if values is None or values.shape[1:] != shape or not np.isfinite(values[1:][trained]).all():
+            size = f" of {shape[0]} tokens" if shape else ""
             raise SlimxError(
-                f"trajectory {trajectory.id} has trained tokens without {name} of shape {list(shape)}: it was "
+                f"trajectory {trajectory.id} has trained tokens without {name}{size}: it was "
                 "generated before its teacher or algorithm.teacher_top_k was set; generate it again",
                 code="data.column",
                 about=trajectory.id,

@@ -123,11 +123,11 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name in (item.name for item in fields(self)):
-            values, count = getattr(self, name), length - (name == "routed_experts")
-            if isinstance(values, np.ndarray | Support) and len(values) != count:
+        for item in fields(self):
+            values, count = getattr(self, item.name), length - (item.name == "routed_experts")
+            if item.type.startswith(("np.ndarray", "Support")) and values is not None and len(values) != count:
                 raise ValueError(
-                    f"trajectory {self.id}: {name} has {len(values)} entries for {length} tokens, expected {count}"
+                    f"trajectory {self.id}: {item.name} has {len(values)} entries for {length} tokens, expected {count}"
                 )
         if self.support is not None:
             self._check_support(self.support)

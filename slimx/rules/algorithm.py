@@ -165,11 +165,13 @@ def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> P
             continue
         here, there = tokenizer.get_vocab(), load_tokenizer(group.model).get_vocab()
         if here != there:
+            key = "teacher_engine" if group.name == algorithm.teacher_engine else "teacher_engines"
             token = min((here.items() ^ there.items()), key=lambda item: (item[1], item[0]))[0]
             yield (
+                f"algorithm.{key}",
                 f"the teacher {group.name}: {group.model} has another vocabulary than the policy: "
                 f"{token!r} is token {there.get(token)} there and {here.get(token)} here; serve a model with the "
-                "policy's tokenizer"
+                "policy's tokenizer",
             )
 
 

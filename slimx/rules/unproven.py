@@ -251,5 +251,4 @@ def _kinds(spec: ModelSpec) -> Iterator[str]:
 def _refusals(entries: Sequence[str], sections: Sections, feature: str) -> Iterator[tuple[str, str]]:
     for entry in entries:
         if is_set(entry, sections):
-            key = key_of(entry)
-            yield key, f"{key} was never proven with {feature}; leave one of the two at its default"
+            yield key_of(entry), f"{entry} was never proven with {feature}; leave one of the two at its default"

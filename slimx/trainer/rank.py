@@ -18,6 +18,7 @@ import torch
 
 from slimx import entry_points
 from slimx.config.schema import Config
+from slimx.errors import SlimxError
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.trainer.critic import CriticTrainer
@@ -106,6 +107,12 @@ class TrainerRank:
     def _role(self, name: str) -> Role:
         """The role `name`; one that this rank was not built with is an entry point of `slimx.roles`."""
         if name not in self.roles:
+            if name not in entry_points.find("slimx.roles"):
+                raise SlimxError(
+                    f"rank {self.number} has no role {name}; it has {', '.join(self.roles)}",
+                    code="trainer.role",
+                    about=name,
+                )
             self.roles[name] = entry_points.load("slimx.roles", name)(self)
         return self.roles[name]
 

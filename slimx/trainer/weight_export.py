@@ -111,10 +111,11 @@ class WeightExport:
         """The paths of this rank's own memory for a bucket, by part of it."""
         return self._gatherers[name].open(bucket)
 
-    @operation(needs="weights")
+    @operation()
     def fill(self, *, name: str, bucket: int, paths: Sequence[str]) -> Any:
         """Write this rank's share of a bucket into the memories at `paths`."""
         with self._memory.phase("export" if name == "export" else "publish"):
+            self.reload(training=False)
             return self._gatherers[name].fill(bucket, paths)
 
     @operation()

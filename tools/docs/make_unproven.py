@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections import ChainMap
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from slimx import entry_points
-from slimx.rules.unproven import ARCHITECTURES, LAYERS, UNPROVEN
+from slimx.rules import unproven
+from slimx.rules.unproven import ARCHITECTURES, LAYERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 TITLE = "## Never proven together"
@@ -33,8 +34,9 @@ def section() -> str:
 
 def _lines() -> Iterator[str]:
     yield "\n| with | never proven |\n| --- | --- |\n"
-    of_extras = [vars(module).get("UNPROVEN", {}) for module in entry_points.load_all("slimx.rules").values()]
-    for feature, entries in ChainMap(*of_extras, UNPROVEN).items():
+    modules = [module for module in entry_points.load_all("slimx.rules").values() if module is not unproven]
+    tables = [unproven.UNPROVEN, *(vars(module).get("UNPROVEN", {}) for module in modules)]
+    for feature, entries in chain.from_iterable(table.items() for table in tables):
         yield f"| {_cell(feature)} | {', '.join(map(_cell, entries))} |\n"
     for kind, entries in LAYERS.items():
         yield f"| layers: {kind} | {', '.join(map(_cell, entries))} |\n"

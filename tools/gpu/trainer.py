@@ -51,7 +51,8 @@ class Trainer:
         where = await self._run(deadline_s, "rendezvous", self._worker.rendezvous)
         started = await self._run(deadline_s, "start", lambda: self._worker.start(where))
         plan, on_device = self.buckets.plan.to_bytes(), self.config.publish.on_device
-        await self.call("weights.prepare", name=PUBLISH, plan=plan, remote=[], on_device=on_device)
+        arguments = {"name": PUBLISH, "plan": plan, "remote": [], "on_device": on_device}
+        await self._run(deadline_s, "prepare", lambda: self._worker.call("weights.prepare", **arguments))
         return started
 
     async def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:

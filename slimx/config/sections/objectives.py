@@ -150,6 +150,16 @@ def check_kind(key: str, kind: str, known: Collection[str]) -> None:
     )
 
 
+def merged_objective(base: Any, change: Any) -> Any:
+    """`base` with `change`, values of a key of `OBJECTIVES` as people write them: parameters are added to those of the
+    same kind, and another kind replaces all of them."""
+    base, change = ({"kind": value} if isinstance(value, str) else value for value in (base, change))
+    if not isinstance(base, Mapping) or not isinstance(change, Mapping):
+        return change
+    kind = base.get("kind")
+    return dict(change) if kind is not None and change.get("kind", kind) != kind else {**base, **change}
+
+
 def read_objective(key: str, value: Any, preset: str | Mapping[str, Any] = {}) -> Objective:
     """Return the record for `value` of algorithm.KEY: a kind, a hook's dotted path, or a mapping of parameters that may
     have a kind. Defaults come from `preset`, of the same form, for the parameters that this kind has.
@@ -159,13 +169,16 @@ def read_objective(key: str, value: Any, preset: str | Mapping[str, Any] = {}) -
         return value
     records, where = OBJECTIVES[key], f"algorithm.{key}"
     values, defaults = (part if isinstance(part, Mapping) else {"kind": part} for part in (value, preset))
-    kind = str({"kind": next(iter(records)), **defaults, **values}["kind"])
+    kind = {"kind": next(iter(records)), **defaults, **values}["kind"]
+    if not isinstance(kind, str):
+        raise Refusal(f"{where} needs the name of a kind: {', '.join(records)}", code="algorithm.unknown", about=where)
     check_kind(key, kind, records)
     record = records.get(kind, Objective)
-    for name in values.keys() - record.model_fields.keys():
-        known = ", ".join(record.model_fields)
+    for name in sorted(map(str, values.keys() - record.model_fields.keys())):
+        near = difflib.get_close_matches(name.lower(), record.model_fields, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"leave it out, or set {where}.kind"
         raise Refusal(
-            f"{where}.{name} is no parameter of {kind}, which has {known}; leave it out, or set {where}.kind",
+            f"{where}.{name} is no parameter of {kind}, which has {', '.join(record.model_fields)}; {remedy}",
             code="algorithm.unused",
             about=f"{where}.{name}",
         )

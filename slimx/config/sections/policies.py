@@ -10,6 +10,7 @@ from pydantic import Field
 
 from slimx.config.section import Faults, Section
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.objectives import OBJECTIVES, merged_objective
 
 ACTOR = "actor"
 """Name of the policy that the run's own sections describe."""
@@ -160,6 +161,8 @@ def derived(run: Mapping[str, Any], name: str, policy: Policy) -> dict[str, Any]
     # Another algorithm begins with defaults of its own.
     base = {} if "name" in policy.algorithm else run.get("algorithm", {})
     own["algorithm"] = merged(base, policy.algorithm)
+    for key in OBJECTIVES.keys() & policy.algorithm.keys():
+        own["algorithm"][key] = merged_objective(base.get(key), policy.algorithm[key])
     own["algorithm"].pop("credit", None)  # given once, for the trajectories of all policies
     own["rollout"] = {**run["rollout"], "engines": _engines(run["rollout"], name, policy)}
     return own

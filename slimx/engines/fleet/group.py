@@ -42,6 +42,10 @@ def keys_of(group: Engines) -> Keys:
     return Keys(*(key_in(name, os.environ, where) for name in (group.api_key_env, group.admin_api_key_env)))
 
 
+CALLS = 3
+"""Calls to a server, each with a deadline, of which a turn's change is made at most: pause, release, resume."""
+
+
 class EngineGroup:
     """Engines of one model, the router in front of them, and who of them takes part (`members`)."""
 
@@ -148,7 +152,7 @@ class EngineGroup:
 
         async def tried(engine: EngineHandle) -> None:
             try:
-                await engine.perform(method, None)
+                await engine.perform(method, None, deadline_s=CALLS * engine.deadline_s)
             except SlimxError as error:
                 await self.members.quarantine(engine, error)
 

@@ -297,9 +297,9 @@ class Engine(Server):
         body = {"selector": "all" if self.spec.draft else "target"}
         try:
             await self.call("/begin_weight_update", body)
-        except ReceiverLost:
-            raise
-        except SlimxError:
+        except SlimxError as error:
+            if error.code != "http.refused":
+                raise
             # A publisher that died after opening left its update open: close it, then ours must open.
             await self.call("/end_weight_update", {})
             await self.call("/begin_weight_update", body)

@@ -57,7 +57,8 @@ MOVED: Table = {
     "algorithm.dpo_beta": "algorithm.advantages.beta",
 }
 """Parameters of losses and estimators where section algorithm would have them, each with its key."""
-FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT)
+MOVED |= {key.removeprefix("algorithm."): moved for key, moved in MOVED.items()}
+FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT, MOVED)
 """Flags, which say the same in whatever section they are written. Flags that are called as a key is, such as --lr, are
 not repeated here (slimx.config.suggestions)."""
 PATHS: Sequence[Table] = (VERL, SHORT, MOVED)

@@ -104,8 +104,7 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         kind = "frozen" if engine["frozen"] else engine["role"]
         nodes = f", {engine['nodes']} machines" if engine["nodes"] > 1 else ""
         again = f", started again: {engine['restarts']}" if engine["restarts"] else ""
-        where = engine["url"] or "no address"
-        lines.append(f"engine   {engine['name']} ({kind}): {engine['standing']} at {where}{nodes}{again}")
+        lines.append(f"engine   {engine['name']} ({kind}): {engine['standing']} at {engine['url']}{nodes}{again}")
         lines += _restarts(engine)
     for router in status["routers"]:
         up = "up" if router["up"] else "out"

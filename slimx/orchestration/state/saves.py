@@ -6,7 +6,7 @@
             .metadata  common.pt  *.distcp   model, optimizer and random state (torch_dist, as Megatron-LM lays it out)
             critic/                          the critic of a PPO run, likewise
             policies/NAME/                   each further policy of a run that trains several, likewise
-            slimx/run.json                   step, version, layout, cursor of the prompts
+            slimx/run.json                   step, version, layouts, cursor of the prompts
             slimx/tickets.bin                admitted prompts and the groups that are generated but not trained
             slimx/manifest.json              size and digest of every file; written last, then the directory is named
 
@@ -154,14 +154,20 @@ def saved_step(directory: Path) -> int:
 
 
 def read_state(path: Path) -> RunState:
-    """The run's state in checkpoint `path`. Raises Damaged naming the file that is."""
+    """The run's state in checkpoint `path`. Raises Damaged naming the file that is, and SlimxError for the state of
+    another release of slimx."""
     fields = _read(path, _RUN, json.loads)
     tickets = _read(path, _TICKETS, lambda data: decode(list[SavedTicket], data))
     try:
         fields["rollouts"]["tickets"] = tickets
         return RunState(**fields)
     except (TypeError, KeyError) as error:
-        raise Damaged(path, path / _RUN, f"holds no state of a run ({error})") from error
+        raise SlimxError(
+            f"{path / _RUN} has other fields than this slimx writes ({error}); go on with the release that wrote it, "
+            "or begin a new run from its weights (trainer.load)",
+            code="checkpoint.release",
+            about=str(path),
+        ) from error
 
 
 def _read(path: Path, name: str, parse: Callable[[bytes], Any]) -> Any:

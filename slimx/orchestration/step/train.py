@@ -44,9 +44,12 @@ async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Bat
         metrics = await run.recovery.lasting(lambda: _updates(run, groups, rows, batches))
         run.recovery.trained(step, version, batches[ACTOR], metrics)
         return metrics
+    if critic.own is None:
+        metrics = await _policy_step(run, groups, rows, batches)
+        return metrics | await critic.train_step(rows[ACTOR], step=run.step)
     works = [_policy_step(run, groups, rows, batches), critic.train_step(rows[ACTOR], step=run.step)]
-    parts = await all_or_none(works) if critic.own is not None else [await work for work in works]
-    return parts[0] | parts[1]
+    policy, values = await all_or_none(works)
+    return policy | values
 
 
 async def _policy_step(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:

@@ -115,6 +115,20 @@ async def test_the_loss_of_the_last_engine_ends_the_work_and_is_what_is_told(fai
         assert ended.is_set()
 
 
+async def test_engines_of_several_policies_are_watched_by_their_owner_alone():
+    async with Stand() as stand:
+        run = Watched(stand)
+        run.policy, run._shared = "judge", SimpleNamespace(owner="actor")
+        await lose(stand, 0, 1)
+
+        async def work() -> str:
+            await stand.until(lambda: stand.members.joining() != [])
+            await asyncio.sleep(0.02)
+            return "done"
+
+        assert await run.watched(work(), STEP) == "done" and run.published == []
+
+
 async def test_an_error_of_the_work_itself_is_told_and_a_run_without_engines_just_waits():
     async def work(fail: bool) -> int:
         await asyncio.sleep(0.01)

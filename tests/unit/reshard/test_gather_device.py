@@ -144,6 +144,7 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
         parallel=SimpleNamespace(rank=PUBLISHER, device=DEVICE, host_group=None),
         weights=SimpleNamespace(parameters=held, published=held, merging=None),
         config=SimpleNamespace(serves_adapters=False),
+        reload=lambda training: None,
     )
     export = WeightExport(model, PhaseMemory(ProcessMeter(), "generate"))
     for on_device in (True, False):

@@ -159,7 +159,7 @@ class RankReceiver:
         publication.waiting += 1
         return self.status()
 
-    def load(self) -> None:
+    def _load(self) -> None:
         """Copy what is staged into the model; raises with the model half copied only if SGLang's own loader fails."""
         publication = self.open
         if publication is None or not publication.waiting:
@@ -373,7 +373,7 @@ def load_staged(model: nn.Module, named_tensors: Iterable[Any]) -> None:
     receiver = receiver_of(model)
     receiver.outcome = {"loaded": 0}
     try:
-        receiver.load()
+        receiver._load()
     except Exception as error:
         receiver.outcome["error"] = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
         receiver.open = None

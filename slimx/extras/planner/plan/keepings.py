@@ -22,6 +22,12 @@ def kept_rules() -> tuple[Rule, ...]:
     return tuple(rule for rule in all_rules() if rule.facts <= Config.model_fields.keys() or rule.code.startswith(kept))
 
 
+def allowed(facts: Mapping[str, Any]) -> bool:
+    """True if no rule about activations, and none of the configuration, is broken."""
+    problems = broken(kept_rules(), facts)
+    return all(each.code == "unproven.layers" and each.about != "trainer.offload_activations" for each in problems)
+
+
 class Keeping(NamedTuple):
     """A way to get activations from the forward to the backward pass."""
 

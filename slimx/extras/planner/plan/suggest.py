@@ -32,7 +32,7 @@ from slimx.extras.planner.memory.phases import phase_memory
 from slimx.extras.planner.memory.trainer import StageState, holdings, stage_states, trainer_memory
 from slimx.extras.planner.memory_record import EngineMemory, TrainerMemory
 from slimx.extras.planner.plan.cost_model import Cost, again, update_cost
-from slimx.extras.planner.plan.keepings import KEEPINGS, Keeping, kept_rules
+from slimx.extras.planner.plan.keepings import KEEPINGS, Keeping, allowed
 from slimx.extras.planner.plan.splits import Fields, divides, sizes_of_split, splits
 from slimx.extras.planner.record import Searched, Suggestion
 from slimx.extras.planner.rules import memory
@@ -262,7 +262,7 @@ class Search:
             changed["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload_fraction": keeping.moments}
         tried = with_trainer(self.config, changed)
         facts = {"spec": self.spec, "device": self.device}
-        return None if tried is None or broken(kept_rules(), tried.sections | facts) else tried
+        return None if tried is None or not allowed(tried.sections | facts) else tried
 
     def _weigh(self, split: Split, tried: Config, states: tuple[tuple[StageState, ...], ...]) -> Way:
         merging = most_merging(tried, max(found.state.adapted for found in states[0]))
