@@ -18,9 +18,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slimx.models.families import read_model
 from slimx.models.files.megatron_directory import check_fit
+from slimx.runtime.ports import free_port
 from slimx.trainer.checkpoint import files
 from tests.integration.chosen import chosen_cases
-from tests.integration.conftest import free_port
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.integration.rank_processes import run_ranks
 from tests.integration.saved_tensors import saved_tensors, written_by_0_16

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slimx.runtime.ports import free_port
 from tests.integration import transformer_engine_stand
 from tests.integration.block_models import make_block_deepseek, make_block_model
-from tests.integration.conftest import Weights, free_port
+from tests.integration.conftest import Weights
 from tests.integration.optimizer_rank import SEQUENCES
 from tests.integration.rank_processes import run_ranks
 from tests.needed import missing

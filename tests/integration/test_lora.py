@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slimx.extras.convert.formats.peft import export_adapters
+from slimx.runtime.ports import free_port
 from tests.integration import transformer_engine_stand
-from tests.integration.conftest import free_port
 from tests.integration.deepseek_checkpoint import make_deepseek
 from tests.integration.engine_families import make_model
 from tests.integration.lora_rank import ASKED, LORA, LR, STEPS, TRAINED

@@ -14,7 +14,7 @@ from slimx.extras.planner.memory.parameter_runs import Holdings
 from slimx.extras.planner.memory.state import Buffers
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
-from tests.integration.conftest import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration

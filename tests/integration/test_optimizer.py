@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from slimx.runtime.ports import free_port
 from tests.integration import transformer_engine_stand
 from tests.integration.chosen import chosen_cases
-from tests.integration.conftest import Weights, free_port
+from tests.integration.conftest import Weights
 from tests.integration.optimizer_rank import KINDS, OPTIMIZER, WITH_TERMS
 from tests.integration.rank_processes import run_ranks
 from tests.needed import missing

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.conftest import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.exact_runs import assert_none, gaps
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, steps, write_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.rank_processes import run_ranks
 from tests.refusals import numbers
 from tests.warm.interpreter import MARK, programs

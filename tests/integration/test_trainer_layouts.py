@@ -21,8 +21,9 @@ from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group
 from slimx.data.saved.codec import save_groups
 from slimx.layout.ranks import Sizes, coordinates
+from slimx.runtime.ports import free_port
 from tests.integration.chosen import chosen_cases
-from tests.integration.conftest import Weights, free_port, perturbed
+from tests.integration.conftest import Weights, perturbed
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import TEMPERATURE, Oracle, difference, rollouts, write_model
 from tests.integration.trainer_rank import OPTIMIZER, STEPS, VERSION, demonstrations

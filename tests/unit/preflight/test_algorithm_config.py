@@ -206,7 +206,6 @@ def test_a_loss_takes_the_parameters_of_its_record():
         (None, ["algorithm.loss.high=0.3"], Clip(kind="clip", high=0.3)),
         ("sapo", ["algorithm.loss.tau_positive=2"], Sapo(kind="sapo", tau_positive=2)),
         ({"kind": "sapo", "tau_positive": 2}, ["algorithm.loss=gspo"], Clipped(kind="gspo")),
-        ({"high": 0.3}, ["algorithm.loss=sapo", "algorithm.loss.tau_positive=2"], Sapo(kind="sapo", tau_positive=2)),
         ({"high": 0.3}, ["algorithm.loss=null"], Clip(kind="clip")),
     ],
 )
@@ -214,6 +213,13 @@ def test_overrides_change_one_parameter_or_the_kind(tmp_path, loss, overrides, e
     algorithm = {} if loss is None else {"algorithm": {"loss": loss}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE | algorithm))
     assert load_config(tmp_path / "run.yaml", overrides).algorithm.loss == expected
+
+
+def test_a_parameter_without_a_kind_is_not_dropped_when_an_override_names_one(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE | {"algorithm": {"loss": {"high": 0.3}}}))
+    assert load_config(tmp_path / "run.yaml", ["algorithm.loss=gspo"]).algorithm.loss == Clipped(kind="gspo", high=0.3)
+    with refused("algorithm.unused", about="algorithm.loss.high"):
+        load_config(tmp_path / "run.yaml", ["algorithm.loss=sapo"])
 
 
 def test_an_override_for_another_kind_is_refused_and_blamed_on_the_override(tmp_path):
