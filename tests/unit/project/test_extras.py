@@ -36,7 +36,12 @@ def graph() -> grimp.ImportGraph:
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_has_a_readme_and_tests(extra: str) -> None:
     assert list((ROOT / "tests" / "extras" / extra).rglob("test_*.py"))
-    assert FACTS.search((FOLDER / extra / "README.md").read_text())
+    text = (FOLDER / extra / "README.md").read_text()
+    assert FACTS.search(text)
+    links = re.findall(r"\]\(([^)#]+)", text)
+    files = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    assert [path for path in links if not (FOLDER / extra / path).exists()] == []
+    assert [path for path in files if not (any((FOLDER / extra).rglob(path)) or (ROOT / path).exists())] == []
     assert ast.get_docstring(ast.parse((FOLDER / extra / "__init__.py").read_text()))
 
 
