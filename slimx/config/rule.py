@@ -2,7 +2,7 @@
 
 The parameters of a rule's function are the facts that it needs, by name: sections of the configuration, the model, the
 machine (`FACTS`). A moment (load, plan, doctor, start) brings facts, and `broken` asks every rule that these suffice
-for; nobody lists calls. Rules are in modules that are entry points of the group `slimx.rules`: those of the core
+for; no moment lists its rules. They are in modules that are entry points of the group `slimx.rules`: those of the core
 (`slimx/rules/`), of extras and of other packages.
 """
 

@@ -33,7 +33,7 @@ class Column:
 
 
 def column(*args: object, **kwargs: object) -> dict[str, Column]:
-    """Metadata of a field that is a column; arguments as of `Column`."""
+    """Return the metadata of a field that is a column; the arguments are those of `Column`."""
     return {"column": Column(*args, **kwargs)}
 
 

@@ -120,7 +120,7 @@ Absence = Outage | Elsewhere
 
 class EnginesTurn:
     """Says when engines may start: SGLang sizes its KV cache by the memory that is free then, so trainers must be gone
-    from the devices. The turn is the engines' until somebody ends it; without shared devices nobody does."""
+    from the devices. The turn is the engines' until `end` is called; without shared devices it never is."""
 
     def __init__(self) -> None:
         self._theirs, self._idle = asyncio.Event(), asyncio.Event()
@@ -157,7 +157,7 @@ class EnginesTurn:
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
-        """An engine gives its memory back inside the block, whoever's turn it is."""
+        """Count an engine that gives its memory back inside the block, in any turn."""
         self._busy += 1
         self._idle.clear()
         try:

@@ -89,7 +89,7 @@ async def check_guarded(wire: Wire) -> None:
         )
         if status not in REFUSED:
             raise SlimxError(
-                f"{wire.who} answers {method} {wire.url}{path} with {status} to whoever asks, without a "
+                f"{wire.who} answers {method} {wire.url}{path} with {status} to anyone, without a "
                 "key; leave the arguments out of rollout.engines.sglang that have it do so",
                 code="engine.unguarded",
                 about=path,

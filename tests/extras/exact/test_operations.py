@@ -67,7 +67,7 @@ def test_functions_are_within_their_bounds() -> None:
 def assert_gradients(
     ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], *inputs: torch.Tensor
 ) -> None:
-    """Of a random weighting of the result, against autograd through the same function of plain torch in fp64."""
+    """Compare the gradients of a randomly weighted sum with autograd through plain torch in fp64."""
     own = [t.clone().requires_grad_() for t in inputs]
     wide = [t.double().requires_grad_() for t in inputs]
     out, expected = ours(*own), plain(*wide)

@@ -1,4 +1,4 @@
-"""What a trainer computes with in exact mode is what its engines make of a publication in blocks of fp8."""
+"""A trainer in exact mode computes with the weights that its engines have after a publication in blocks of fp8."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ START_S = 300
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """A driver that waits for a rank, whose child is a worker, in RUN/logs one log, beside a process of nobody's."""
+    """A driver that waits for a rank, its child, a worker, one log, and a process that does not belong to the run."""
     directory = tmp_path / "run"
     (directory / "logs").mkdir(parents=True)
     (directory / "config.yaml").write_text("run: {name: r}\nschedule: {steps: 1}\n")

@@ -92,7 +92,7 @@ def points(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 
 
 def test_a_group_without_entry_points_is_refused(points: list[EntryPoint]) -> None:
-    """What an installation lacks is not left out in silence, as a tracker would be."""
+    """An outdated installation is refused: it would leave trackers out in silence."""
     with pytest.raises(SlimxError) as refusal:
         entry_points.find("slimx.test")
     assert (refusal.value.code, refusal.value.about) == ("entry_point.none", "slimx.test")

@@ -86,7 +86,7 @@ def test_what_the_model_does_not_have_is_refused(qwen):
 
 @pytest.mark.parametrize("argument", [{"enable_lora": True}, {"lora_paths": ["a=b"]}])
 def test_engines_that_are_published_to_serve_no_adapters_and_none_does_on_the_cpu(qwen, argument):
-    """Whether or not adapters are trained: a layer that SGLang has wrapped cannot be published to."""
+    """A layer that SGLang has wrapped cannot be published to, with trained adapters or without."""
     served = {"name": "actor", "sglang": argument}
     key = f"rollout.engines.sglang.{next(iter(argument))}"
     for lora in (LORA, None):
