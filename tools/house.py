@@ -36,7 +36,7 @@ GRPO = (
 """Modules that the processes of a GRPO run start from: driver, trainer ranks, servers, hook, reward and rules."""
 FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
-LARGE_ROOMS = ("slimx.models.families",)
+LARGE_ROOMS = ("slimx.extras.families",)
 BOUNDS = {"core tokens": 332_800, "core files": 474, "closure": 457, "edges from core to extras": 0}
 LAYOUT = frozenset(
     (

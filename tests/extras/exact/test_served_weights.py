@@ -9,9 +9,9 @@ import torch
 
 from slimx.extras.exact.adapters.sglang.widener import Widener
 from slimx.extras.exact.served_weights import ServedWeights
+from slimx.extras.families import deepseek_v3
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
-from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels.record import RULE
 from slimx.reshard.plan.precision import Quantisation

@@ -11,9 +11,14 @@ import pytest
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
-from slimx.rules.unproven import ARCHITECTURES, CONDITIONS, LAYERS, UNPROVEN, is_set, key_of
+from slimx.rules.unproven import ARCHITECTURES, CONDITIONS, UNPROVEN, is_set, key_of, layer_tables
 
-ENTRIES = {*UNPROVEN, *chain.from_iterable(UNPROVEN.values()), *chain.from_iterable(LAYERS.values()), *ARCHITECTURES}
+ENTRIES = {
+    *UNPROVEN,
+    *chain.from_iterable(UNPROVEN.values()),
+    *chain.from_iterable(layer_tables().values()),
+    *ARCHITECTURES,
+}
 PLAIN = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
 FROZEN = {"name": "judge", "frozen": True, "model": "j", "tensor": 2}
 DICTIONARIES = ("megatron", "sglang")
