@@ -94,9 +94,9 @@ class LayerKind:
         """Returns bytes of a token in one layer of an engine's cache, in addition to keys and values."""
         return 0
 
-    def replay_bytes(self, model: Mapping[str, Any], tokens: int, length: int, layers: int) -> int:
+    def replay_bytes(self, model: Mapping[str, Any], tokens: int, length: int, layers: Sequence[int]) -> int:
         """Returns host memory for the choices of one micro-batch that `recorder` keeps for later passes. `tokens`: of a
-        context-parallel rank; `length`: of all those ranks; `layers`: of a pipeline stage."""
+        context-parallel rank; `length`: of all those ranks; `layers`: those of a pipeline rank, counted from 0."""
         return 0
 
     def exchanged(self, model: Mapping[str, Any]) -> int:

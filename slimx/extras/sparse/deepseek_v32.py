@@ -7,6 +7,7 @@ attention rotates pairs. The choice has no gradient: the indexer stays as the ch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from slimx.extras.families.deepseek_v3 import gpt_arguments as gpt_arguments
 from slimx.extras.families.prediction import mtp_layers as mtp_layers
 from slimx.extras.families.prediction import table_with_prediction
 from slimx.extras.families.sigmoid_router import unsupported_places
+from slimx.extras.sparse.layers import indexers, period, sharing_field
 from slimx.extras.sparse.layers import layer_kind as layer_kind
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
@@ -29,12 +31,15 @@ UNTRAINED = ("*.core_attention.indexer.*",)
 def transformer_config(hf: dict[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
     """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype). `interleaved`:
     the indexer rotates pairs."""
+    every, offset = period(indexers(hf)) or (1, 0)
     return {
         **deepseek_v3.transformer_config(hf),
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": hf["index_n_heads"],
         "dsa_indexer_head_dim": hf["index_head_dim"],
         "dsa_indexer_topk": hf["index_topk"],
+        "dsa_indexer_topk_freq": every,
+        "dsa_indexer_skip_topk_offset": offset,
         "dsa_indexer_rope_interleaved": interleaved,
         # DeepSeek's own code turns queries and keys by a Hadamard matrix before it rounds them to fp8. The products are
         # the same without: the matrix is orthogonal.
@@ -50,6 +55,8 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     if hf.get("indexer_rope_interleave"):
         return "indexer_rope_interleave true"
+    if not all(indexers(hf)):
+        return f"{sharing_field(hf)} with layers that share a choice of tokens"
     return unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
@@ -61,14 +68,9 @@ def unsupported_sparse(hf: dict[str, Any]) -> str | None:
         return f"index_head_dim {hf['index_head_dim']}, less than qk_rope_head_dim {hf['qk_rope_head_dim']}"
     if set(hf.get("layer_types") or ()) - {"indexed_attention"}:
         return "layer_types other than indexed_attention"
-    if set(hf.get("indexer_types") or ()) - {"full"}:
-        return "indexer_types other than full (layers that share a choice of tokens)"
-    if hf.get("index_topk_freq") not in (None, 1):
-        return f"index_topk_freq {hf['index_topk_freq']} (layers that share a choice of tokens)"
-    if set(hf.get("index_topk_pattern") or ()) - {"F", "full"}:
-        return "index_topk_pattern with layers that share a choice of tokens"
-    # Where they would begin to share, and how layers of multi-token prediction do.
-    _ = hf.get("index_skip_topk_offset"), hf.get("index_share_for_mtp_iteration")
+    if not (has := indexers(hf))[0] or period(has) is None:
+        return f"{sharing_field(hf)} whose layers share choices of tokens without a period"
+    hf.get("index_share_for_mtp_iteration")  # how layers of multi-token prediction draft, several times in an engine
     return unsupported_places(hf)
 
 
@@ -103,7 +105,15 @@ def engine_indexer(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
 def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
     """Latent attention whose norms stand alone, because the indexer takes the query's normed latent, and the indexer,
     which every tensor-parallel rank holds whole."""
-    return *deepseek_v3.attention(hf, at, fused=False), *_indexer(hf, at)
+    return *deepseek_v3.attention(hf, at, fused=False), *_indexer(hf, with_indexers(hf, at))
+
+
+def with_indexers(hf: dict[str, Any], at: Layer) -> Layer:
+    """The layers of `at` that have an indexer: each layer of multi-token prediction does."""
+    if at.stage == "mtp" or all(indexers(hf)):
+        return at
+    layers = range(hf["num_hidden_layers"]) if at.layers is None else at.layers
+    return replace(at, layers=tuple(layer for layer in layers if indexers(hf)[layer]))
 
 
 def _indexer(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:

@@ -43,7 +43,8 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
             about="indexer_rope_interleave",
         )
 
-    def indexer(at: Layer) -> tuple[Row, ...]:
+    def indexer(every: Layer) -> tuple[Row, ...]:
+        at = deepseek_v32.with_indexers(hf, every)
         heads, head, hidden = hf["index_n_heads"], hf["index_head_dim"], hf["hidden_size"]
         both = [("self_attn.indexer.wk", (head, hidden)), ("self_attn.indexer.weights_proj", (heads, hidden))]
         fused = at.row("self_attn.indexer.wk_weights_proj.weight", both, map=Concat(), dtype="bfloat16")

@@ -3,7 +3,7 @@ chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,10 @@ _INDEXER_ROWS = 8192
 
 @dataclass(frozen=True)
 class SparseAttention(LayerKind):
-    """Sparse attention in every layer."""
+    """Sparse attention in every layer. A layer without an indexer sees the tokens that the last one before it chose."""
+
+    indexers: tuple[bool, ...]
+    """True for layers with an indexer."""
 
     unproven = {"megatron-core's experimental attention": ("trainer.offload_activations",)}
     fuses_rotation = False
@@ -29,11 +32,11 @@ class SparseAttention(LayerKind):
         of which the heads share one key."""
         rank, heads = model["kv_lora_rank"], model["num_attention_heads"]
         pairs = heads * (2 * rank + model["qk_pos_emb_head_dim"])
-        indexers, head, hidden = model["dsa_indexer_n_heads"], model["dsa_indexer_head_dim"], model["hidden_size"]
-        read = model["q_lora_rank"] * indexers * head + hidden * (head + indexers)
-        scored = indexers * (head + 1)  # dimensions of a pair's score, the sum over heads included
-        linear = 3 * 2 * layers * pairs * model["dsa_indexer_topk"] + 2 * layers * read
-        return SequenceFlops(linear=linear, quadratic=2 * layers * scored / 2)
+        choosing, head, hidden = model["dsa_indexer_n_heads"], model["dsa_indexer_head_dim"], model["hidden_size"]
+        read = model["q_lora_rank"] * choosing * head + hidden * (head + choosing)
+        scored = choosing * (head + 1)  # dimensions of a pair's score, the sum over heads included
+        linear = 3 * 2 * layers * pairs * model["dsa_indexer_topk"] + 2 * sum(self.indexers) * read
+        return SequenceFlops(linear=linear, quadratic=2 * sum(self.indexers) * scored / 2)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float]:
         """Without a fused kernel (`materialised`) scores are taken of every pair of the whole micro-batch, sequences
@@ -71,8 +74,14 @@ class SparseAttention(LayerKind):
         key = model["dsa_indexer_head_dim"]
         return key + key // 128 * 4
 
-    def replay_bytes(self, model: Mapping[str, Any], tokens: int, length: int, layers: int) -> int:
-        return INT32 * min(model["dsa_indexer_topk"], length) * tokens * layers
+    def replay_bytes(self, model: Mapping[str, Any], tokens: int, length: int, layers: Sequence[int]) -> int:
+        choices = sum(self.indexers[layer] for layer in layers)
+        return INT32 * min(model["dsa_indexer_topk"], length) * tokens * choices
+
+    def split_rules(self) -> tuple[Any, ...]:
+        from slimx.extras.sparse.rules import stages_begin_with_an_indexer
+
+        return (stages_begin_with_an_indexer,)
 
     def decoder_spec(self, transformer: Any, chunk: int | None) -> Any:
         from slimx.extras.sparse.adapters.megatron.sparse import block_spec
@@ -93,6 +102,37 @@ class SparseAttention(LayerKind):
         return (lambda: partial(SparseSequences, chosen={})) if trainer.indexer_replay == "R2" else None
 
 
+def indexers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Returns True for each layer that has an indexer, as transformers and SGLang read config.json: by its
+    `indexer_types`, else by `index_topk_pattern`, else every `index_topk_freq` layers after the first
+    `index_skip_topk_offset` (2)."""
+    layers, types = hf["num_hidden_layers"], hf.get("indexer_types") or hf.get("index_topk_pattern")
+    period, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset")
+    if types:
+        if odd := {*types} - {"full", "shared", "F", "S"}:
+            raise ValueError(f"{sharing_field(hf)} has a layer of type {min(odd)}")
+        if len(types) != layers:
+            raise ValueError(f"{sharing_field(hf)} has {len(types)} layers of {layers}")
+        return tuple(kind in ("full", "F") for kind in types)
+    first = 2 if offset is None else max(offset, 1)
+    return tuple(max(layer - first + 1, 0) % period == 0 for layer in range(layers))
+
+
+def sharing_field(hf: Mapping[str, Any]) -> str:
+    """Returns the field of config.json that `indexers` goes by."""
+    return next((name for name in ("indexer_types", "index_topk_pattern") if hf.get(name)), "index_topk_freq")
+
+
+def period(has: tuple[bool, ...]) -> tuple[int, int] | None:
+    """Returns `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` of megatron-core for layers of which those in
+    which `has` is true have an indexer; None if no two numbers stand for them."""
+    for offset in range(1, len(has) + 1):
+        for every in range(1, len(has) + 1):
+            if has == tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(len(has))):
+                return every, offset
+    return None
+
+
 def layer_kind(hf: Mapping[str, Any]) -> LayerKind:
     """Returns the kind of a model of DeepSeek-V3.2's shape."""
-    return SparseAttention()
+    return SparseAttention(indexers(hf))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
@@ -9,6 +10,7 @@ from slimx.config.sections.trainer import Trainer
 from slimx.extras.sparse.layers import SparseAttention
 
 if TYPE_CHECKING:
+    from slimx.layout.ranks import Sizes
     from slimx.models.families import ModelSpec
 
 
@@ -16,6 +18,22 @@ if TYPE_CHECKING:
 def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.megatron.get("dsa_indexer_loss_coeff") and isinstance(spec.layer_kind, SparseAttention):
         yield f"the indexer of {spec.path} is not trained: it stays as the checkpoint has it; leave the key out"
+
+
+@rule("sparse.shared_stage", "trainer.layers_per_stage")
+def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
+    if not isinstance(spec.layer_kind, SparseAttention):
+        return
+    has = spec.layer_kind.indexers
+    counts = sizes.split or (len(has) // sizes.stages,) * sizes.stages
+    for layer in accumulate(counts[:-1]):
+        if not has[layer]:
+            fits = ", ".join(str(index) for index, indexer in enumerate(has) if indexer)
+            yield (
+                f"a pipeline stage begins with layer {layer} of {spec.path}, which sees the tokens that a layer of the "
+                f"stage before chooses; stages may begin with one of {fits}: set trainer.layers_per_stage, or fewer "
+                "stages (trainer.pipeline, trainer.virtual_pipeline)"
+            )
 
 
 @rule("sparse.replay", "trainer.indexer_replay")

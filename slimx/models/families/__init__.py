@@ -47,7 +47,7 @@ class Family(Protocol):
         ...
 
     def layer_kind(self, hf: dict[str, Any]) -> LayerKind:
-        """Which parts the layers of the decoder have (`slimx.models.layer_kind`)."""
+        """The parts of the decoder's layers (`slimx.models.layer_kind`)."""
         ...
 
     def engine_table(self, hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:

@@ -99,10 +99,10 @@ class PolicyOutput:
 
 
 def bounds_alone(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
-    """The bounds of `sequences` alone, without choices that a kind of layers records there: megatron-core counts layers
-    of multi-token prediction from 1 again, and no pass before the updates runs them."""
-    if sequences is None or type(sequences) is PackedSeqParams:
-        return sequences
+    """The bounds of `sequences` alone, without choices that layers keep there: megatron-core counts layers of
+    multi-token prediction from 1 again, and no pass before the updates runs them."""
+    if sequences is None:
+        return None
     return PackedSeqParams(**{field.name: getattr(sequences, field.name) for field in fields(PackedSeqParams)})
 
 

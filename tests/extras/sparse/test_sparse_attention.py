@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    GlmMoeDsaConfig,
+)
 
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
@@ -20,7 +29,7 @@ from slimx.extras.planner.memory.batch_plan import batch_plan
 from slimx.extras.planner.memory.engine import kv_bytes
 from slimx.extras.planner.memory.trainer import holdings, trainer_memory
 from slimx.extras.sparse import deepseek_v32, glm_moe_dsa
-from slimx.extras.sparse.layers import SparseAttention
+from slimx.extras.sparse.layers import SparseAttention, period
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec, read_model
@@ -87,7 +96,10 @@ def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path):
     specs = []
     # SGLang's CPU builds no rotary embedding of pairs without scaling.
     yarn = {**V32["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000}
-    for number, hf in enumerate((V32, {**GLM_5, "rope_parameters": yarn})):
+    sharing = {"index_topk_freq": 4, "index_skip_topk_offset": 1}
+    for number, hf in enumerate(
+        (V32, {**GLM_5, "rope_parameters": yarn}, {**GLM_5, "rope_parameters": yarn, **sharing})
+    ):
         directory = tmp_path / str(number)
         directory.mkdir()
         specs.append(read(directory, small({**hf, "quantization_config": None})))
@@ -162,10 +174,12 @@ def test_a_layer_of_multi_token_prediction_neither_takes_nor_leaves_a_choice():
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
     given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 5}
     plain = PackedSeqParams(**given)
-    assert bounds_alone(plain) is plain
-    alone = bounds_alone(SparseSequences(**given, chosen={1: torch.zeros(1, 8, 5)}))
-    assert type(alone) is PackedSeqParams
-    assert {name: getattr(alone, name) for name in given} == given
+    plain._dsa_index_share_topk_holder = {1: torch.zeros(1, 8, 5)}  # as layers that share a choice leave it
+    for sequences in (plain, SparseSequences(**given, chosen={1: torch.zeros(1, 8, 5)})):
+        alone = bounds_alone(sequences)
+        assert type(alone) is PackedSeqParams
+        assert {name: vars(alone)[name] for name in given} == given
+        assert vars(alone).keys() == {field.name for field in fields(PackedSeqParams)}
 
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])
@@ -200,9 +214,10 @@ def test_the_indexer_is_published_as_engines_hold_it(tmp_path: Path, hf: dict[st
         (V32, "index_head_dim", 32),
         (V32, "layer_types", ["full_attention"] * 61),
         (GLM_5, "indexer_rope_interleave", False),
-        (GLM_5, "indexer_types", ["full"] * 3 + ["shared"] * 75),
-        (GLM_5, "index_topk_freq", 4),
-        (GLM_5, "index_topk_pattern", "FS"),
+        (V32, "index_topk_freq", 4),
+        (V32, "indexer_types", ["full"] * 60 + ["shared"]),
+        (GLM_5, "indexer_types", ["full", "shared", "shared", "full", "shared", "full"] * 13),
+        (GLM_5, "index_topk_pattern", "S" + 77 * "F"),
         (GLM_5, "mlp_layer_types", ["sparse"] * 78),
         (GLM_5, "attention_bias", True),
     ],
@@ -211,6 +226,69 @@ def test_the_indexer_is_published_as_engines_hold_it(tmp_path: Path, hf: dict[st
 def test_what_cannot_be_built_is_refused_by_its_field(tmp_path: Path, hf: dict[str, Any], field: str, value: Any):
     with refused("model.unsupported", about=field):
         read(tmp_path, hf | {field: value})
+
+
+@pytest.mark.parametrize("types", [["full", "sparse"] * 39, "F" * 77 + "X", "FS"], ids=str)
+def test_types_of_indexers_that_no_model_has_are_refused(tmp_path: Path, types: list[str] | str):
+    key = "indexer_types" if isinstance(types, list) else "index_topk_pattern"
+    with refused("model.field"):
+        read(tmp_path, GLM_5 | {key: types})
+
+
+# Layers that share a choice (GLM-5.2) ---------------------------------------------------------------------------------
+
+SHARED = small(GLM_5, num_hidden_layers=11, index_topk_freq=4, index_skip_topk_offset=3)
+"""Indexers in the layers 0, 1, 2, 6 and 10."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"indexer_types": [{"F": "full", "S": "shared"}[kind] for kind in "FFFSSSFSSSF"], "index_topk_freq": 7},
+        {"index_topk_pattern": "FFFSSSFSSSF"},
+    ],
+    ids=lambda fields: min(fields),
+)
+def test_layers_that_share_a_choice_are_those_of_transformers(tmp_path: Path, fields: dict[str, Any]):
+    hf = small(GLM_5, num_hidden_layers=11, num_nextn_predict_layers=1, **fields)
+    spec = read(tmp_path, hf, mtp_layers=1)
+    theirs = GlmMoeDsaConfig(**{key: value for key, value in hf.items() if key != "architectures"}).indexer_types
+    assert spec.layer_kind.indexers == tuple(kind == "full" for kind in theirs)
+    offset, every = (spec.transformer[f"dsa_indexer_{name}"] for name in ("skip_topk_offset", "topk_freq"))
+    skips = [is_dsa_skip_topk_layer(layer, offset, every) for layer in range(1, 12)]
+    assert skips == [kind == "shared" for kind in theirs]
+    holders = {int(name.split(".")[2]) for name in spec.table.checkpoint_shapes() if INDEXER in name}
+    assert holders == {0, 1, 2, 6, 10, 11}, "the layer of multi-token prediction has an indexer"
+
+
+def test_a_period_is_found_for_any_that_megatron_core_knows():
+    for offset, every, layers in product((1, 2, 3, 5), (1, 2, 4), (4, 9, 13)):
+        has = tuple(not is_dsa_skip_topk_layer(layer, offset, every) for layer in range(1, layers + 1))
+        found = period(has)
+        assert has == tuple(not is_dsa_skip_topk_layer(layer, found[1], found[0]) for layer in range(1, layers + 1))
+    assert period((True, False, True, True, False)) is None
+
+
+@pytest.mark.parametrize(
+    ("split", "fits"), [((3, 8), False), ((6, 5), True), ((2, 4, 4, 1), True), ((2, 3, 5, 1), False)], ids=str
+)
+def test_a_stage_that_begins_with_anothers_choice_is_refused(tmp_path: Path, split: tuple[int, ...], fits: bool):
+    spec = read(tmp_path, SHARED)
+    facts = {"sizes": Sizes(pipeline=2, virtual=len(split) // 2, split=split), "spec": spec}
+    found = broken(spec.layer_kind.split_rules(), facts)
+    assert {(problem.code, problem.about) for problem in found} == (
+        set() if fits else {("sparse.shared_stage", "trainer.layers_per_stage")}
+    )
+
+
+def test_shared_choices_cost_less_to_make_and_to_keep(tmp_path: Path):
+    shared, full = (SparseAttention(has) for has in ((True, False) * 4, (True,) * 8))
+    model = read(tmp_path, small(GLM_5, num_hidden_layers=8)).transformer
+    parts = [kind.attention_flops(model, 8, 0) for kind in (shared, full, SparseAttention((False,) * 8))]
+    assert parts[0].quadratic * 2 == parts[1].quadratic
+    assert parts[1].linear - parts[0].linear == parts[0].linear - parts[2].linear > 0
+    assert [kind.replay_bytes(model, 10, 20, (0, 1, 2, 3)) for kind in (shared, full)] == [2 * 800, 4 * 800]
 
 
 def test_an_engine_is_refused_a_glm_that_it_would_misread():
@@ -266,7 +344,7 @@ def test_the_indexers_flops_are_those_that_torch_counts():
     sparse = DeepseekV32ForCausalLM(DeepseekV32Config(**sizes, **index))
     dense = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
     hf = {**dense.config.to_dict(), **sizes, **index}
-    found = sequence_flops(deepseek_v32.transformer_config(hf), 160, SparseAttention())
+    found = sequence_flops(deepseek_v32.transformer_config(hf), 160, SparseAttention((True,) * hf["num_hidden_layers"]))
     plain = sequence_flops(deepseek_v3.transformer_config(hf), 160, LayerKind())
     chosen = 3 * 2 * 2 * 8 * (2 * 16 + 8) * 5  # three passes, two layers: each token sees five others in latent space
     for tokens in (16, 48):
@@ -298,7 +376,7 @@ def test_an_engine_caches_the_indexers_keys_beside_the_latents():
     bytes_of = {
         cache: [
             kv_bytes(model, kind, EngineSizes(), 2, cache)
-            for model, kind in ((latent, LayerKind()), (sparse, SparseAttention()))
+            for model, kind in ((latent, LayerKind()), (sparse, SparseAttention((True,) * 5)))
         ]
         for cache in (None, "fp8_e4m3")
     }

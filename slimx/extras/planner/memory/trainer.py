@@ -207,7 +207,7 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
         return 0
     sizes = setting.sizes
     microbatches = batch_plan(config, sizes).microbatches_per_update * config.schedule.updates_per_step
-    layers, length = len(stage_layers(sizes, spec.table.layers)[stage]), setting.tokens * sizes.context
+    layers, length = stage_layers(sizes, spec.table.layers)[stage], setting.tokens * sizes.context
     return microbatches * spec.layer_kind.replay_bytes(spec.transformer, setting.tokens, length, layers)
 
 

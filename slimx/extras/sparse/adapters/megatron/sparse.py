@@ -62,18 +62,24 @@ class SparseAttention(DSAttention):
     that replays finds itself there as its own source. Recomputation sees the same object, hence the same choice.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._shares, self._chooses = self.index_share, not self.skip_topk
+
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> torch.Tensor:
         """Attention of the local heads, as upstream's."""
         chosen = packed_seq_params.chosen if isinstance(packed_seq_params, SparseSequences) else None
-        self.index_share = chosen is not None
-        self.skip_topk = chosen is not None and self.layer_number in chosen
-        if chosen is None:
+        if self._chooses:
+            self.index_share = self._shares or chosen is not None
+            self.skip_topk = chosen is not None and self.layer_number in chosen
+        if chosen is None or not self._chooses:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         shared = self._get_index_share_topk_holder(packed_seq_params)
         if self.skip_topk:
             shared[self.layer_number] = chosen[self.layer_number].to(kwargs["x"].device, non_blocking=True)
         output = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-        taken = shared.pop(self.layer_number)
+        # Layers behind this one, and their recomputation, may want it too.
+        taken = shared[self.layer_number] if self._shares else shared.pop(self.layer_number)
         # Kernels that want the length of each choice count it where none is kept.
         self._get_index_share_topk_length_holder(packed_seq_params).pop(self.layer_number, None)
         if not self.skip_topk:
