@@ -293,7 +293,7 @@ def row_of(name: str) -> tuple[Split, dict[str, str]]:
     for pattern, split in all_rows():
         if found := re.fullmatch(pattern, name):
             return split, found.groupdict()
-    raise Unexpected(f"neither slimx.adapters.sglang.weights.layout.ROWS nor an entry point of {GROUP} names it")
+    raise Unexpected(f"no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP} names it")
 
 
 def _experts(at: ServedParameter) -> Iterator[tuple[str, int | None]]:

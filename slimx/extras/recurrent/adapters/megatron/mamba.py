@@ -34,12 +34,13 @@ from slimx.numerics.norm import rms_scale
 
 
 class StackSpec(ModuleSpec):
-    """The specification of a HybridStack, which lists those of its layers as TransformerBlockSubmodules does."""
+    """The specification of a HybridStack, which lists those of its layers with experts, as TransformerBlockSubmodules
+    does of all: the one part that trainers exchange."""
 
     @property
     def layer_specs(self) -> list[ModuleSpec]:
-        """One for each kind of layers."""
-        return [part for part in vars(self.submodules).values() if isinstance(part, ModuleSpec)]
+        """None in a model without experts."""
+        return [self.submodules.moe_layer] if isinstance(self.submodules.moe_layer, ModuleSpec) else []
 
 
 def stack_spec(config: TransformerConfig) -> StackSpec:
