@@ -39,11 +39,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 
 from quantities import positive
 
-from slimx.reshard.kernels import delta  # noqa: E402
+from slimx.extras.direct import frames  # noqa: E402
+from slimx.extras.disk.changes import ChainReader, ChangesShelf  # noqa: E402
+from slimx.extras.disk.shelf import Shelf, newest  # noqa: E402
 from slimx.reshard.manifest import Manifest  # noqa: E402
 from slimx.reshard.packed import PackedBucket, PackedTensor  # noqa: E402
-from slimx.reshard.transports.disk import Shelf, newest  # noqa: E402
-from slimx.reshard.transports.disk_changes import ChainReader, ChangesShelf  # noqa: E402
 from slimx.reshard.transports.memory import open_memory  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -139,9 +139,9 @@ def publish(kept: torch.Tensor, held: torch.Tensor, fresh: torch.Tensor, frame: 
     for start in range(0, len(fresh), BUCKET):
         part = slice(start, min(start + BUCKET, len(fresh)))
         began = time.perf_counter()
-        length = delta.encode(kept[part], fresh[part], frame, item=ITEM)
+        length = frames.encode(kept[part], fresh[part], frame, item=ITEM)
         found = time.perf_counter()
-        delta.apply(frame[:length], held[part], item=ITEM)
+        frames.apply(frame[:length], held[part], item=ITEM)
         find, take, sent = find + found - began, take + time.perf_counter() - found, sent + length
     assert torch.equal(held, fresh), "changes made other bytes than were published"
     began = time.perf_counter()
@@ -200,7 +200,7 @@ def described(data: torch.Tensor) -> PackedBucket:
 
 def measure(rate: float, arguments: argparse.Namespace) -> None:
     training = Training(arguments.layers, rate)
-    frame = torch.zeros(delta.room(BUCKET), dtype=torch.uint8)
+    frame = torch.zeros(frames.room(BUCKET), dtype=torch.uint8)
     shape = {"rows": arguments.rows, "length": arguments.length}
     losses = [training.step(number, **shape) for number in range(arguments.warm)]
     kept, held = training.bytes.clone(), training.bytes.clone()

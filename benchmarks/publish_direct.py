@@ -41,7 +41,12 @@ from publish_tensors import Meeting as Tensors  # noqa: E402
 from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
 from quantities import positive, positive_float
 
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource  # noqa: E402
+from slimx.extras.direct.copies import SentBucket  # noqa: E402
+from slimx.extras.direct.dealing import link_load  # noqa: E402
+from slimx.extras.direct.delivery import DirectDelivery, DirectSource  # noqa: E402
+from slimx.extras.direct.offer import Offer  # noqa: E402
+from slimx.extras.direct.receiver import Invitation, Receiver  # noqa: E402
+from slimx.extras.direct.sender import Sender  # noqa: E402
 from slimx.extras.planner.links.model import STEPS, direct_traffic, predict  # noqa: E402
 from slimx.extras.planner.links.rehearsal import (  # noqa: E402
     MODEL,
@@ -55,16 +60,11 @@ from slimx.layout.engine import EngineLayout  # noqa: E402
 from slimx.layout.megatron import MegatronLayout  # noqa: E402
 from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
 from slimx.models.families.qwen3_moe import engine_table, weight_table  # noqa: E402
-from slimx.reshard.direct.copies import SentBucket  # noqa: E402
-from slimx.reshard.direct.offer import Offer  # noqa: E402
-from slimx.reshard.direct.receiver import Invitation, Receiver  # noqa: E402
-from slimx.reshard.direct.sender import Sender  # noqa: E402
 from slimx.reshard.outcome import Publication  # noqa: E402
 from slimx.reshard.pack.packer import Packer  # noqa: E402
 from slimx.reshard.pack.pieces import PlannedBuckets  # noqa: E402
 from slimx.reshard.packed import PackedBucket  # noqa: E402
 from slimx.reshard.plan.copy_plan import Plan, compile_plan  # noqa: E402
-from slimx.reshard.plan.dealing import link_load  # noqa: E402
 from slimx.reshard.plan.precision import Precision  # noqa: E402
 from slimx.reshard.publish import Publisher  # noqa: E402
 

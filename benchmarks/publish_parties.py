@@ -10,9 +10,9 @@ import ray
 from publish_hosts import Resident
 
 from slimx.errors import SlimxError
-from slimx.reshard.direct.copies import SentBucket
-from slimx.reshard.direct.offer import Offer
-from slimx.reshard.direct.receiver import Invitation
+from slimx.extras.direct.copies import SentBucket
+from slimx.extras.direct.offer import Offer
+from slimx.extras.direct.receiver import Invitation
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import LocalRecipient, ReceiverLost
@@ -38,14 +38,14 @@ class Trainers:
         self.published = plan
         self.ranks, self.actors = ranks, [Living(rank.process) for rank in ranks]
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+    async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
         data = dealt.to_bytes()
         await self._all("prepare", [(data, edges, item)] * len(self.ranks))
 
-    async def connect_direct(self, engine: int, offer: Offer) -> None:
+    async def connect(self, engine: int, offer: Offer) -> None:
         await self._all("connect", [(engine, offer.of(rank).to_bytes()) for rank in range(len(self.ranks))])
 
-    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
+    async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         return await self._all("send", [(bucket, transfer, engines)] * len(self.ranks))
 
     async def _all(self, method: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -62,6 +62,9 @@ class Engine(LocalRecipient):
 
     async def inventory(self, encoding: str) -> list[dict[str, str]]:
         return self._forms
+
+    async def transport(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self, method)(*arguments)
 
     async def join(self, invitations: list[Invitation]) -> list[Offer]:
         return [await self._ask("join", *invitations)]

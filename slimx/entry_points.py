@@ -22,6 +22,7 @@
     slimx.sections          sections of the configuration
     slimx.sinks             destinations of a step's metrics
     slimx.toolboxes         toolboxes: `rollout.options.toolbox`
+    slimx.transports        transports of weights to engines: `publish.transport`
 
 An entry point is a line of a package's pyproject.toml, so that the core needs no import of what it does not know.
 """

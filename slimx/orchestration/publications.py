@@ -8,10 +8,9 @@ from typing import Any
 
 from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
-from slimx.engines.delivery.deliveries import make_delivery
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.membership import Joining
+from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.weight_source import WeightSource
@@ -53,12 +52,8 @@ class Publications:
         self.lasting: Lasting = _once
         """Waits for work that needs trainers, which may be replaced meanwhile."""
         self._maker, self._encoding, self._note = maker, encoding, records.table.note
-        source: Source = WeightSource(trainers, "publish")
-        if self.config.publish.transport == "nixl" and self.engines is not None:
-            self.delivery = self._direct(self.engines)
-            source = DirectSource(self.delivery)
-        else:
-            self.delivery = make_delivery(trainers, self.config)
+        transport = transport_of(config.publish)
+        source, self.delivery = transport.connect(config, trainers, engines, WeightSource(trainers, "publish"))
         self.publisher = self.adapters = None
         self._shared = shared
         self._based: dict[str, int] = {} if shared is None else shared.based
@@ -72,19 +67,6 @@ class Publications:
             if "adapters" in trainers.plans:
                 source = WeightSource(trainers, "adapters")
                 self.adapters = self._publisher(source, members, self.delivery, encoding="adapters")
-
-    def _direct(self, engines: EngineGroup) -> DirectDelivery:
-        """The delivery by which every trainer rank writes to every engine."""
-        machines = {engine.name: engine.nodes for engine in engines.engines}
-        ranks = None
-        if self.config.publish.on_gpus(engines.device, colocate=self.config.schedule.colocate):
-            ranks = self.trainers.published.targets
-        return DirectDelivery(
-            self.trainers,
-            receivers_of(machines, ranks),
-            step_deadline_s=self.config.publish.engine_deadline,
-            changes=self.config.publish.changes,
-        )
 
     async def publish(self, step: int) -> Publication:
         """Publish the weights of `step` as the version of that number, until at least one engine has taken part to the

@@ -32,20 +32,6 @@ class PackedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainFile:
-    """One file of a bucket on disk that is whole in one file and changed by those which follow
-    (`slimx.reshard.transports.disk_changes`)."""
-
-    attempt: str
-    """The publication that wrote it: no other one has this name."""
-    path: str
-    start: int
-    """Bytes before the bucket's own, or before its changes."""
-    nbytes: int
-    """Bytes of the bucket, or of its changes."""
-
-
-@dataclass(frozen=True, slots=True)
 class PackedBucket:
     """A bucket in memory: one region per target, one after another, or each in memory of its own."""
 
@@ -59,8 +45,8 @@ class PackedBucket:
     others: tuple[str, ...] = ()
     """Paths of further memories, in the order of the engine ranks that open them: each other rank's own, or copies on
     the other machines of an engine that spans several. Empty: every rank opens `path`."""
-    chain: tuple[ChainFile, ...] = ()
-    """Files that the bucket has to be made of first, the whole one and what has changed since; empty: `path` has it."""
+    chain: tuple[Any, ...] = ()
+    """Pieces of which a transport's end at an engine makes the bucket first; empty: `path` has it."""
 
     @property
     def on_device(self) -> bool:

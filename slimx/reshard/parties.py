@@ -64,13 +64,8 @@ class Receiver(Protocol):
         """Every tensor that the engine takes in this encoding, in the form of `Source.forms`."""
         ...
 
-    async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Offer memory to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks."""
-        ...
-
-    async def bases(self) -> list[list[int]]:
-        """By receiver and bucket the number of the transfer whose bytes are held, to which changes can be applied; 0:
-        none are (`publish.delta`)."""
+    async def transport(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the transport's end at the engine, before the publication begins there."""
         ...
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
@@ -113,7 +108,7 @@ class Receiver(Protocol):
 PROTOCOL = 8
 """Version of the verbs as JSON, in which an engine passes them on to the ranks of its server
 (`slimx/adapters/sglang/plugin.py`)."""
-BEFORE_BEGIN = ("inventory", "join", "bases", "begin")
+BEFORE_BEGIN = ("inventory", "transport", "begin")
 """Verbs that come before the publication has begun at an engine."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 
 from slimx.config.rule import Problems, rule
@@ -86,26 +85,10 @@ def changes_travel(publish: Publish) -> Problems:
         )
 
 
-@rule("publish.delta_beside", "publish.delta")
-def put_together(rollout: Rollout, publish: Publish) -> Problems:
-    for group in rollout.policy_engines if publish.changes_on_disk else ():
-        if group.urls or group.nodes > 1:
-            yield (
-                "with publish.transport=disk a process of slimx at each server puts its weights together on one "
-                f"machine, and {group.where} has urls, or servers over several machines; leave it out"
-            )
-
-
 @rule("publish.triton_dtype", "publish.quantise")
 def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
     if publish.quantise == "triton" and numerics.dtype == "float32":
         yield "it is defined for bfloat16 weights, and numerics.dtype is float32; set that to bfloat16, or this to ieee"
-
-
-@rule("publish.nixl_package", "publish.transport")
-def has_nixl(publish: Publish, local_device: str) -> Problems:
-    if publish.transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
-        yield "the package nixl-cu13 is not installed here; install it as requirements/ pins it, or set disk"
 
 
 @rule("policies.transport", "publish.transport")

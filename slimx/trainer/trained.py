@@ -40,7 +40,7 @@ class TrainedModel:
             deadline_s=config.checkpoint.deadline,
             holder=holder,
         )
-        self.on_moved: Callable[[], None] = lambda: None
+        self.on_moved: list[Callable[[], None]] = []
         """Called when parameters have other addresses."""
         settings = chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
@@ -89,7 +89,8 @@ class TrainedModel:
         """Take back what `offload` gave away: the weights, and with `training` all the rest."""
         if self.offloading.away:
             self.offloading.reload(training=training)
-            self.on_moved()
+            for moved in self.on_moved:
+                moved()
 
     def holds(self) -> dict[str, int]:
         """Bytes on the device by kind, and the largest parameters by name."""

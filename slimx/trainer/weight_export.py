@@ -6,30 +6,21 @@ fills a bucket.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 
 from slimx.errors import SlimxError
 from slimx.models.files.writer import write_bucket
-from slimx.reshard.direct.copies import SentBucket
-from slimx.reshard.direct.offer import Offer
-from slimx.reshard.direct.sender import Sender
-from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.gather import Gatherer
 from slimx.reshard.pack.gather_device import DeviceGatherer
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.packed import ON_DEVICE, PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.transports.device import DeviceMemory, fetch
-from slimx.reshard.transports.disk import Shelf
-from slimx.reshard.transports.disk_changes import ChangesShelf
 from slimx.reshard.transports.memory import MemoryFile, open_memory
-from slimx.runtime.ports import own_address
 from slimx.trainer.device.memory import PhaseMemory
 from slimx.trainer.operation import operation
 from slimx.trainer.trained import TrainedModel
@@ -44,15 +35,12 @@ class WeightExport:
         self.model, self._memory = model, memory
         self.rank, self.device = model.parallel.rank, model.parallel.device
         self._gatherers: dict[str, Gatherer | DeviceGatherer] = {}
-        self._sender: Sender | None = None
-        self._shelf: Shelf | None = None
         self._probe: DeviceMemory | MemoryFile | None = None
-        model.on_moved = self._refresh_addresses
+        model.on_moved.append(self._refresh_addresses)
 
     def _refresh_addresses(self) -> None:
-        senders = [] if self._sender is None else [self._sender]
-        for part in chain(self._gatherers.values(), senders):
-            part.packer.refresh_addresses()
+        for gatherer in self._gatherers.values():
+            gatherer.packer.refresh_addresses()
 
     def reload(self, *, training: bool = True) -> None:
         """Bring the model to the device."""
@@ -127,44 +115,3 @@ class WeightExport:
     def write_bucket(self, *, packed: PackedBucket, path: str) -> list[str]:
         """Write a packed bucket as a safetensors file; its tensors' names."""
         return write_bucket(packed, path, self.model.weights.spec.table)
-
-    # Versions on disk -------------------------------------------------------------------------------------------------
-
-    @operation()
-    def begin_version(self, *, directory: str, manifest: Manifest) -> None:
-        """Begin a version as files in `directory`: buckets are in this rank's memory."""
-        if self._shelf is None:
-            changes = self.model.config.publish.changes_on_disk
-            self._shelf = Shelf(directory) if changes is None else ChangesShelf(directory, *changes)
-        self._shelf.begin(manifest)
-
-    @operation("publish")
-    def write_version(self, *, bucket: int, packed: PackedBucket) -> PackedBucket:
-        """Write a bucket of the version; the same bucket as it lies in its file."""
-        return self._shelf.add(bucket, packed, open_memory(packed.path, packed.size))
-
-    @operation()
-    def complete_version(self) -> None:
-        """Make the version complete: all its buckets are written."""
-        self._shelf.commit()
-
-    # Written to engines by every rank itself --------------------------------------------------------------------------
-
-    @operation()
-    def prepare_direct(self, *, plan: bytes, edges: Sequence[int], item: int, on_gpu: bool) -> None:
-        """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`, `on_gpu`: as for `Sender`."""
-        weights = self.model.weights
-        packer = Packer(Plan.from_bytes(plan), self.rank, weights.parameters, merging=weights.merging)
-        host = own_address(self.model.config.cluster.network)
-        name = f"trainer rank {self.rank} ({os.getpid()})"
-        self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
-
-    @operation()
-    def connect_direct(self, offer: bytes, *, engine: int) -> None:
-        """Get to know the memory that `engine` offers (`slimx.reshard.direct.offer.Offer`)."""
-        self._sender.connect(engine, Offer.from_bytes(offer))
-
-    @operation("publish", needs="weights")
-    def send_direct(self, *, bucket: int, transfer: int, engines: dict[int, int]) -> SentBucket:
-        """Pack this rank's part of a bucket and begin to write it to `engines` (`Sender.send`)."""
-        return self._sender.send(bucket, transfer, engines)

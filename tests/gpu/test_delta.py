@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.reshard.kernels import delta
-from tests.unit.reshard.test_kernel_delta import cases, encoded, versions
+from slimx.extras.direct import frames
+from tests.extras.direct.test_frames import cases, encoded, versions
 
 
 def test_gpu_makes_the_frames_of_the_cpu(device: torch.device) -> None:
     for before, after, item in cases():
         wanted = encoded(before, after, item)
         for base in (before.to(device), before.pin_memory()):
-            made = delta.encode_on_device(base, after.to(device), item=item)
+            made = frames.encode_on_device(base, after.to(device), item=item)
             assert torch.equal(made.cpu()[: len(wanted)], wanted)
 
 
-@pytest.mark.parametrize("item", delta.ITEMS)
+@pytest.mark.parametrize("item", frames.ITEMS)
 def test_gpu_makes_large_frames(device: torch.device, item: int) -> None:
     before, after = versions(0, 1 << 28, item, 0.02)
     assert torch.equal(
-        delta.encode_on_device(before.to(device), after.to(device), item=item).cpu(), encoded(before, after, item)
+        frames.encode_on_device(before.to(device), after.to(device), item=item).cpu(), encoded(before, after, item)
     )

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.cluster.waiting import gather
+from slimx.extras.direct.copies import SentBucket
+from slimx.extras.direct.offer import Offer
+from slimx.extras.direct.sender import Sender
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
-from slimx.reshard.direct.copies import SentBucket
-from slimx.reshard.direct.offer import Offer
-from slimx.reshard.direct.sender import Sender
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
@@ -92,7 +92,7 @@ class SendingRank:
 
 
 class DirectTrainers:
-    """All trainer ranks, as the delivery calls them (`slimx.engines.delivery.direct.Senders`)."""
+    """All trainer ranks, as the delivery calls them (`slimx.extras.direct.delivery.Senders`)."""
 
     def __init__(self, model: Path, plan: Plan, network: str | None, *, step_deadline_s: float):
         """`plan`: for one engine. `step_deadline_s`: seconds for one call of a publication."""
@@ -114,14 +114,14 @@ class DirectTrainers:
     async def hold(self, version: int) -> None:
         await self._all("hold", [(version,)] * SIZES.world)
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+    async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
         assert not on_gpus
         await self._all("prepare", [(dealt.to_bytes(), edges, item)] * SIZES.world)
 
-    async def connect_direct(self, engine: int, offer: Offer) -> None:
+    async def connect(self, engine: int, offer: Offer) -> None:
         await self._all("connect", [(engine, offer.of(rank).to_bytes()) for rank in range(SIZES.world)])
 
-    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
+    async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         return await self._all("send", [(bucket, transfer, engines)] * SIZES.world)
 
     async def _all(self, method: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:

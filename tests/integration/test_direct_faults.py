@@ -23,11 +23,11 @@ import psutil
 import pytest
 import torch
 
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.wire import Wire
 from slimx.errors import SlimxError
+from slimx.extras.direct.delivery import DirectDelivery, DirectSource
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.outcome import Publication

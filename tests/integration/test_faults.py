@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slimx.engines.delivery.deliveries import MemoryDelivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.wire import Wire
+from slimx.engines.transport import MemoryDelivery
 from slimx.errors import LOST
 from slimx.models.families import read_model
 from slimx.reshard.outcome import Publication

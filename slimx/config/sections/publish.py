@@ -63,21 +63,9 @@ class Publish(Section):
         return None if self.delta is None else (2 if self.quantise is None else 1, self.delta.every_full)
 
     @property
-    def changes_on_disk(self) -> tuple[int, int] | None:
-        """`changes`, where versions are written as files of what has changed; None elsewhere."""
-        return self.changes if self.transport == "disk" else None
-
-    @property
     def on_device(self) -> bool:
         """True if buckets are packed in memory that GPUs of one machine share."""
         return self.transport == "cuda_ipc"
-
-    def on_gpus(self, device: str, *, colocate: bool) -> bool:
-        """True if buckets lie in the memory of GPUs in a run on `device`, "cpu" or "cuda"; with nixl they do if nothing
-        has to be found in them on the host, and no GPU gives memory back that would have to be registered anew."""
-        if self.transport != "nixl":
-            return self.on_device
-        return device == "cuda" and self.staging == "bucket" and self.delta is None and not colocate
 
     @property
     def one_machine(self) -> bool:

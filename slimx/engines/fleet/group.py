@@ -18,15 +18,14 @@ from slimx.cluster.place import Placement
 from slimx.cluster.restarts import Restart, Restarts
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.publish import Publish
 from slimx.durable import write_atomic
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.keys import Keys, key_in
-from slimx.engines.server.nodes import DirectEnd, FilesEnd
 from slimx.engines.server.router import Router
 from slimx.engines.server.spec import engine_spec
+from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
 from slimx.models.files.starting import start_deadline
 from slimx.runtime.ports import free_port
@@ -107,7 +106,7 @@ class EngineGroup:
             deadline,
             network=config.cluster.network,
             places=others,
-            end=None if group.frozen else _end(config.publish),
+            make_end=None if group.frozen else transport_of(config.publish).end(config.publish),
         )
         return EngineHandle(spec, make, log, deadline, nodes=group.nodes)
 
@@ -184,14 +183,6 @@ def share_of(ranks: Sequence[Placement], name: str) -> Placement:
             about=name,
         )
     return Placement(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
-
-
-def _end(publish: Publish) -> DirectEnd | FilesEnd | None:
-    """The end beside a server at which buckets arrive; None: the server opens them where they are."""
-    if publish.transport == "nixl":
-        return DirectEnd()
-    changes = publish.changes_on_disk
-    return FilesEnd(changes[0]) if changes else None
 
 
 def follow(groups: Sequence[EngineGroup], path: Path) -> None:

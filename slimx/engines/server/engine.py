@@ -13,7 +13,7 @@ import asyncio
 import base64
 import contextlib
 import pickle
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -237,17 +237,13 @@ class Engine(Server):
         await self.ask("begin", manifest=manifest.to_json(), staging=staging)
         self.publication, self.staging = manifest, staging
 
-    async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Offer memory to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks."""
-        return await self.ends.join(invitations, self.host)
-
-    async def bases(self) -> list[list[int]]:
-        """By receiver and bucket the transfer whose bytes are held beside the server."""
-        return await self.ends.bases()
+    async def transport(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the transport's end here."""
+        return await getattr(self.end, method)(*arguments)
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
         """Take a bucket into memory that the server opens, and have it staged."""
-        async with self.ends.landed(packed) as landed:
+        async with self.end.landed(packed) as landed:
             await self.stage(landed, bucket)
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:

@@ -7,11 +7,8 @@ guards of their processes end these.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,93 +17,21 @@ import ray
 from slimx.cluster.place import Placement
 from slimx.cluster.waiting import gather
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
+from slimx.engines.transport import End
 from slimx.errors import DeadlineError, SlimxError
-from slimx.reshard.packed import PackedBucket
 from slimx.runtime.ports import address, free_port, own_address
 from slimx.runtime.process import SupervisedProcess
-
-
-class DirectEnd:
-    """This machine's end of direct transfers, in which trainer ranks write into its memory, or that of its GPUs."""
-
-    def __init__(self) -> None:
-        self._receivers: list[Any] = []
-
-    async def prepare(self) -> None:
-        """Import torch and NIXL, which nothing else needs here."""
-        await asyncio.to_thread(import_module, "slimx.reshard.direct.receiver")
-
-    async def join(self, invitations: Sequence[Any], host: str) -> list[Any]:
-        """Offer memory at `host` to the trainer ranks, as each `Invitation` of slimx.reshard.direct.receiver asks; what
-        was offered before is withdrawn."""
-        from slimx.reshard.direct.receiver import Receiver
-
-        while self._receivers:
-            await asyncio.to_thread(self._receivers.pop().close)
-        for invitation in invitations:
-            self._receivers.append(await asyncio.to_thread(Receiver.invited, invitation, host))
-        return [receiver.offer() for receiver in self._receivers]
-
-    async def bases(self) -> list[list[int]]:
-        """By receiver and bucket the transfer whose bytes are held, to which changes can be applied."""
-        return [receiver.bases() for receiver in self._receivers]
-
-    @asynccontextmanager
-    async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """A bucket once it has come, in memory that the server opens, for the time of the block. Whoever is cancelled
-        while it comes closes the receivers, and leaves when their threads have ended."""
-        from slimx.reshard.direct.copies import shares_of, together
-
-        shares = zip(self._receivers, shares_of(packed, len(self._receivers)), strict=True)
-        arriving = [receiver.landed(share) for receiver, share in shares]
-        entering = [asyncio.ensure_future(asyncio.to_thread(one.__enter__)) for one in arriving]
-        try:
-            await asyncio.wait(entering)
-            yield together(packed, [entered.result() for entered in entering])
-        finally:
-            if not all(entered.done() for entered in entering):
-                for receiver in self._receivers:
-                    await asyncio.to_thread(receiver.close)
-                await asyncio.wait(entering)
-            for one, entered in zip(arriving, entering, strict=True):
-                if entered.exception() is None:
-                    one.__exit__(None, None, None)
-
-
-class FilesEnd:
-    """This machine's end of a directory to which changes are written (`publish.delta` with `disk`)."""
-
-    def __init__(self, item: int) -> None:
-        """`item`: bytes of an element."""
-        self.item = item
-        self._reader: Any = None
-
-    async def prepare(self) -> None:
-        """Import torch, which nothing else needs here."""
-        module = await asyncio.to_thread(import_module, "slimx.reshard.transports.disk_changes")
-        self._reader = module.ChainReader(self.item)
-
-    @asynccontextmanager
-    async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """The whole bucket, made of its files, in memory that the server opens, for the time of the block."""
-        arriving = self._reader.landed(packed)
-        landed = await asyncio.to_thread(arriving.__enter__)
-        try:
-            yield landed
-        finally:
-            arriving.__exit__(None, None, None)
 
 
 class NodeActor:
     """The process that owns a server's share on a machine other than its first."""
 
-    def __init__(self, spec: EngineSpec, log_path: Path, network: str | None, direct: bool):
-        """`spec`: without what differs between starts. `network`: in which it takes its address. `direct`: whether
-        buckets come from every trainer rank."""
+    def __init__(self, spec: EngineSpec, log_path: Path, network: str | None, make_end: Callable[[], End] | None):
+        """`spec`: without what differs between starts. `network`: in which it takes its address. `make_end`: of a
+        transport that has an end on each machine."""
         self.spec, self.log_path, self.host = spec, log_path, own_address(network)
-        self.end = DirectEnd() if direct else None
+        self.end = None if make_end is None else make_end()
         self.process: SupervisedProcess | None = None
-        self._held = AsyncExitStack()
 
     async def address(self) -> str:
         """The address at which this machine's share listens, and from which it connects."""
@@ -119,7 +44,7 @@ class NodeActor:
         self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec), keys)
         self.process.start()
         if self.end is not None:
-            await self.end.prepare()
+            await self.end.prepare(self.host)
 
     async def ended(self) -> str | None:
         """The end of its process in words; None while it runs."""
@@ -129,25 +54,13 @@ class NodeActor:
         if self.process is not None:
             await asyncio.to_thread(self.process.stop, grace_s)
 
-    async def offer(self, invitations: Sequence[Any]) -> list[Any]:
-        """Offer memory to the trainer ranks, for the server's ranks on this machine."""
-        return await self.end.join(invitations, self.host)
-
-    async def bases(self) -> list[list[int]]:
-        """By receiver and bucket the transfer whose bytes are held."""
-        return await self.end.bases()
-
-    async def land(self, packed: PackedBucket) -> PackedBucket:
-        """Take a bucket; the same as it lies in memory that the server opens, until `let_go`."""
-        return await self._held.enter_async_context(self.end.landed(packed))
-
-    async def let_go(self) -> None:
-        await self._held.aclose()
+    async def transport(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the transport's end here."""
+        return await getattr(self.end, method)(*arguments)
 
 
 class Nodes:
-    """The machines of a server on several: what arrives at the first one, and the actors of the others, called
-    together."""
+    """The machines of a server on several: the actors of all but the first, called together."""
 
     def __init__(
         self,
@@ -155,12 +68,11 @@ class Nodes:
         log_path: Path,
         network: str | None,
         places: Sequence[Placement],
-        end: DirectEnd | FilesEnd | None,
+        make_end: Callable[[], End] | None,
         deadline_s: float,
     ):
-        """`places`: of all machines but the first. `end`: of the first. `deadline_s`: seconds for taking bytes."""
-        self.name, self.end, self.deadline_s = spec.name, end, deadline_s
-        direct = isinstance(end, DirectEnd)
+        """`places`: of all machines but the first. `deadline_s`: seconds for a call to a transport's ends."""
+        self.name, self.deadline_s = spec.name, deadline_s
         cpus = spec.threads * spec.sizes.world / (len(places) + 1)
         self._logs = [
             log_path.with_name(f"{log_path.stem}.node{n}{log_path.suffix}") for n in range(1, len(places) + 1)
@@ -168,7 +80,7 @@ class Nodes:
         self._actors = [
             ray.remote(NodeActor)
             .options(**place.options(cpus))
-            .remote(replace(spec, gpus=place.gpus), log, network, direct)
+            .remote(replace(spec, gpus=place.gpus), log, network, make_end)
             for place, log in zip(places, self._logs, strict=True)
         ]
 
@@ -194,32 +106,10 @@ class Nodes:
             return str(error)
         return next((answer for answer in answers if answer is not None), None)
 
-    async def join(self, invitations: Sequence[Any], host: str) -> list[Any]:
-        """The offers of memory to trainer ranks: as many from each machine, the first one's at `host`."""
-        share = len(invitations) // (1 + self.count)
-        first, *rest = (invitations[at : at + share] for at in range(0, len(invitations), share))
-        offered = self._call("offer", self.deadline_s, [(part,) for part in rest])
-        own, others = await asyncio.gather(self.end.join(first, host), offered)
-        return [*own, *chain.from_iterable(others)]
-
-    async def bases(self) -> list[list[int]]:
-        """By receiver and bucket the transfer whose bytes are held, on all machines."""
-        others = await self._call("bases", self.deadline_s)
-        return [*await self.end.bases(), *chain.from_iterable(others)]
-
-    @asynccontextmanager
-    async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """A bucket of direct transfers, of which each machine has what its ranks take."""
-        from slimx.reshard.direct.copies import shares_of, together
-
-        first, *rest = shares_of(packed, self.count + 1)
-        landing = asyncio.ensure_future(self._call("land", self.deadline_s, [(part,) for part in rest]))
-        try:
-            async with self.end.landed(first) as landed:
-                yield together(packed, [landed, *await landing])
-        finally:
-            landing.cancel()
-            await self._call("let_go", self.deadline_s)
+    async def transport(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
+        """Call `method` of the transport's end on every machine but the first, with one of `messages`; the answers."""
+        arguments = [(method,)] * self.count if messages is None else [(method, message) for message in messages]
+        return await self._call("transport", self.deadline_s, arguments)
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
         """End their processes, and the actors: another start makes others. Does not raise."""

@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slimx.cluster.place import Placement
 from slimx.engines.server.attestation import attested
-from slimx.engines.server.nodes import DirectEnd, FilesEnd, Nodes
+from slimx.engines.server.nodes import Nodes
 from slimx.engines.server.spec import EngineSpec, server_argv, server_env
 from slimx.engines.server.wire import Json, Wire
+from slimx.engines.transport import End
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.logs import marked
@@ -53,13 +54,15 @@ class Server:
         *,
         network: str | None = LOOPBACK,
         places: Sequence[Placement] = (),
-        end: DirectEnd | FilesEnd | None = None,
+        make_end: Callable[[], End] | None = None,
     ) -> None:
         """`spec`: without what differs between starts. `deadline_s`: seconds for one call to the server. `network`: in
         which it takes its address (`slimx.runtime.ports.own_address`). `places`: of a server on several machines, all
-        but the first. `end`: at which buckets arrive; None: the server opens them where they are."""
+        but the first. `make_end`: of a transport that has an end on each machine."""
         self.planned, self.log_path, self.deadline_s = spec, log_path, deadline_s
-        self.network, self.host, self.places, self.end = network, own_address(network), places, end
+        self.network, self.host, self.places = network, own_address(network), places
+        self.make_end = make_end
+        self.end = None if make_end is None else make_end()
         self._claims: list[socket.socket] = []
         """Claims on the ports of the last start; those of the one before are given back."""
         self.under_way: set[asyncio.Future[Any]] = set()
@@ -95,7 +98,7 @@ class Server:
     async def _launch(self, deadline_s: float) -> None:
         self.reset(self._placed())
         if self.places:
-            self.nodes = Nodes(self.planned, self.log_path, self.network, self.places, self.end, self.deadline_s)
+            self.nodes = Nodes(self.planned, self.log_path, self.network, self.places, self.make_end, self.deadline_s)
             self.spec = replace(self.spec, node=await self.nodes.start(self.host, deadline_s))
         if not self.spec.external:
             name, keys = f"engine {self.spec.name}", self.spec.keys.to_bytes()
@@ -103,7 +106,7 @@ class Server:
             self.process = SupervisedProcess(name, argv, self.log_path, environment, keys)
             self.process.start()
         if self.end is not None:
-            await self.end.prepare()
+            await self.end.prepare(self.host, self.nodes)
         await self.wait_ready(deadline_s)
 
     def _placed(self) -> EngineSpec:
@@ -226,11 +229,6 @@ class Server:
                 problem = ReceiverLost(end, code="engine.ended")
             raise ReceiverLost(str(problem), code=problem.code, about=self.spec.name) from None
         raise SlimxError(str(problem), code=problem.code, about=problem.about)
-
-    @property
-    def ends(self) -> Any:
-        """The end at which buckets arrive, or those of all machines."""
-        return self.end if self.nodes is None else self.nodes
 
     def mark(self, text: str) -> None:
         """Write into the server's log what the lines that follow belong to."""

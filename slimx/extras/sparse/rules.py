@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.trainer import Trainer
-from slimx.extras.sparse.layers import SparseAttention
 
 if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
     from slimx.models.families import ModelSpec
 
 
+def _is_sparse(spec: ModelSpec) -> bool:
+    return spec.transformer.get("experimental_attention_variant") == "dsa"
+
+
 @rule("sparse.indexer_loss", "trainer.megatron.dsa_indexer_loss_coeff")
 def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
-    if trainer.megatron.get("dsa_indexer_loss_coeff") and isinstance(spec.layer_kind, SparseAttention):
+    if trainer.megatron.get("dsa_indexer_loss_coeff") and _is_sparse(spec):
         yield f"the indexer of {spec.path} is not trained: it stays as the checkpoint has it; leave the key out"
 
 
 @rule("sparse.shared_stage", "trainer.layers_per_stage")
 def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
-    if not isinstance(spec.layer_kind, SparseAttention):
+    if not _is_sparse(spec):
         return
     has = spec.layer_kind.indexers
     counts = sizes.split or (len(has) // sizes.stages,) * sizes.stages
@@ -38,7 +41,7 @@ def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
 
 @rule("sparse.replay", "trainer.indexer_replay")
 def has_indexers(trainer: Trainer, spec: ModelSpec) -> Problems:
-    if trainer.indexer_replay != "none" and not isinstance(spec.layer_kind, SparseAttention):
+    if trainer.indexer_replay != "none" and not _is_sparse(spec):
         yield f"{spec.path} has no sparse attention; leave it at its default"
 
 

@@ -15,6 +15,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch, TrainingRow
 from slimx.data.routes import for_stage
 from slimx.data.saved.trained_tokens import TrainedTokens
+from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
@@ -24,9 +25,6 @@ from slimx.models.files.writer import finish_directory, shard_name
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.group import RankGroup
-from slimx.reshard.direct.copies import SentBucket
-from slimx.reshard.direct.offer import Offer
-from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.packer import describe
 from slimx.reshard.pack.pieces import PlannedBuckets
@@ -217,49 +215,6 @@ class TrainerGroup(RankGroup):
         names = {name for rank in peaks for name in rank}
         return {name: max(rank.get(name, 0.0) for rank in peaks) for name in sorted(names)}
 
-    # Versions on disk (slimx.engines.delivery.deliveries) ------------------------------------------------------------
-
-    async def begin_version(self, directory: Path, manifest: Manifest) -> None:
-        """Have the rank whose memory buckets are in begin a version in `directory`."""
-        arguments = {"directory": str(directory), "manifest": manifest}
-        await self.call("weights.begin_version", "the begin of a version", ranks=[PUBLISHER], **arguments)
-
-    async def write_version(self, bucket: int, packed: PackedBucket) -> PackedBucket:
-        """Write a bucket of that version; the bucket as it lies in its file."""
-        what = f"the writing of bucket {bucket}"
-        (written,) = await self.call("weights.write_version", what, ranks=[PUBLISHER], bucket=bucket, packed=packed)
-        return written
-
-    async def complete_version(self) -> None:
-        """Make that version complete: all its buckets are written."""
-        await self.call("weights.complete_version", "the end of a version", ranks=[PUBLISHER])
-
-    # Weights that every rank writes to the engines itself (slimx.engines.delivery.direct) ----------------------------
-
-    @property
-    def published(self) -> Plan:
-        """The plan of a publication to one engine."""
-        return self.plans["publish"].plan
-
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
-        """Bring a dealt plan to all ranks, in which the targets of each receiver of an engine begin at one of `edges`;
-        `item`: bytes of an element where changes travel, 0 where whole weights do; `on_gpus`: whether bytes travel
-        from the memory of GPUs."""
-        (stored,) = await self.stored([dealt.to_bytes()])
-        arguments = {"plan": stored, "edges": edges, "item": item, "on_gpu": on_gpus}
-        await self.call("weights.prepare_direct", "the plan of direct transfers", **arguments)
-
-    async def connect_direct(self, engine: int, offer: Offer) -> None:
-        """Have every rank get to know the memory of `engine`."""
-        each = [(offer.of(rank).to_bytes(),) for rank in range(self.sizes.world)]
-        await self.call("weights.connect_direct", f"the meeting with engine {offer.engine}", each=each, engine=engine)
-
-    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
-        """Have every rank pack its part of a bucket and begin to write it to `engines`, each with the transfer whose
-        bytes of it the engine holds (`slimx.reshard.direct.sender.Sender.send`)."""
-        arguments = {"bucket": bucket, "transfer": transfer, "engines": engines}
-        return await self.call("weights.send_direct", f"the packing of bucket {bucket} (publish)", **arguments)
-
     async def pack(self, name: str, bucket: int) -> PackedBucket:
         """All ranks write what they have of a bucket of plan `name` into the memory of those that hold it, together."""
         what, holders = f"the packing of bucket {bucket} ({name})", self._holders_of(name)
@@ -282,8 +237,8 @@ class TrainerGroup(RankGroup):
         """Bring the plans to all ranks, and find out whose memory buckets can be in."""
         for name, buckets in self.plans.items():
             publish = None if name == "export" else self.config.publish
-            if publish is not None and publish.transport == "nixl":
-                continue  # each rank writes to the engines by itself: `prepare_direct`
+            if publish is not None and not transport_of(publish).gathers:
+                continue
             on_device = publish is not None and publish.on_device
             remote = [rank for rank, here in enumerate(await self._reach(PUBLISHER, on_device)) if not here]
             holders = 1

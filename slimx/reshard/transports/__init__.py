@@ -1,1 +1,1 @@
-"""Transports of packed buckets: memory, GPU memory, networks and files."""
+"""Memory that processes of one machine share: the host's and that of its GPUs."""

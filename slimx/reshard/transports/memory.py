@@ -19,7 +19,7 @@ NAME = "slimx-bucket"
 """Name of every memory file, as /proc shows it."""
 DESCRIPTOR = re.compile(r"/proc/(\d+|self)/fd/\d+")
 BUCKET_FILE = re.compile(r"/.*/version-\d+(\.epoch-\d+\.partial)?/bucket-\d+\.(safetensors|delta)")
-"""Path of a bucket's file of a version on disk (`slimx.reshard.transports.disk`), or of changes to it."""
+"""Path of a bucket's file of a version on disk (`slimx.extras.disk.shelf`), or of changes to it."""
 
 
 class MemoryFile:

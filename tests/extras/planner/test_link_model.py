@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from slimx.extras.direct.dealing import deal, link_load
 from slimx.extras.planner.links.model import (
     STEPS,
     Links,
@@ -25,7 +26,6 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.dealing import deal, link_load
 from slimx.reshard.plan.precision import Precision, Quantisation
 from slimx.reshard.transports.memory import open_memory
 from tests.refusals import refused

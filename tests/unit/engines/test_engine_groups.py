@@ -38,7 +38,6 @@ from tests.extras.rewards.reward_stand import context, trajectory
 from tests.refusals import invalid, refused
 
 PAIR = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
-DELTA_ON_DISK: dict[str, Any] = {"publish.delta": {"every_full": 10}, "publish.transport": "disk"}
 SPLIT = {"rollout.routed_experts": False, "rollout.engines": PAIR}
 URL = "http://gpu7:30000"
 
@@ -88,8 +87,6 @@ def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> Non
         ),
         ({"publish.delta": {"every_full": 10}}, "publish.delta_transport"),
         ({"publish.delta": {"every_full": 10}, "publish.transport": "memory"}, "publish.delta_transport"),
-        (DELTA_ON_DISK | {"rollout.engines": [{"urls": [URL]}]}, "publish.delta_beside"),
-        (DELTA_ON_DISK | {"rollout.engines": [{"tensor": 16, "nodes": 2}]}, "publish.delta_beside"),
         (SPLIT | {"rollout.engines": PAIR[:1]}, "engines.role_missing"),
         (SPLIT | {"rollout.engines": PAIR[1:]}, "engines.role_missing"),
         (SPLIT | {"rollout.engines": [*PAIR, {"name": "c"}]}, "engines.roles_mixed"),
@@ -124,18 +121,6 @@ def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytes
     assert asked(many, "cuda") == ["engines.colocated_ranks"]
     monkeypatch.setattr(engines, "TRANSFER_PACKAGES", {"mooncake": "no_such_package"})
     assert asked(config_of(**SPLIT), "cuda", local_device="cuda") == ["engines.transfer_package"] * 2
-
-
-def test_changes_on_disk_are_put_together_beside_engines_of_a_run() -> None:
-    config = config_of(**DELTA_ON_DISK)
-    assert asked(config, "cpu") == [] and config.publish.changes_on_disk == (2, 10)
-    assert not config_of(**{"publish.transport": "disk"}).publish.changes_on_disk
-
-
-def test_direct_transfers_are_refused_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert asked(config_of(**{"publish.transport": "nixl"}), "cpu", local_device="cpu") == ["publish.nixl_package"]
-    assert asked(config_of(), "cpu", local_device="cpu") == []
 
 
 @pytest.mark.parametrize(

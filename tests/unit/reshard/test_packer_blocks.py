@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.families import deepseek_v3
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
@@ -19,7 +20,6 @@ from slimx.layout.table import Row, Table
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
-from slimx.reshard.plan.wire import wire_bytes
 from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import (

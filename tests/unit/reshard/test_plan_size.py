@@ -11,12 +11,12 @@ from functools import cache
 
 import pytest
 
+from slimx.extras.direct.dealing import deal, link_load
 from slimx.extras.families import deepseek_v3
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.dealing import deal, link_load
 from slimx.reshard.plan.precision import Precision, Quantisation
 
 GOAL_S, GOAL_MB = 5.0, 1024.0

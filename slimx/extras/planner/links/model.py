@@ -23,11 +23,11 @@ from statistics import median
 import numpy as np
 
 from slimx.errors import SlimxError
+from slimx.extras.direct.dealing import deal
+from slimx.extras.direct.wire import move_bytes, summed
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.dealing import deal
 from slimx.reshard.plan.precision import ITEMSIZE
-from slimx.reshard.plan.wire import move_bytes, summed
 
 TOLERANCE = 0.25
 """Share by which the model may miss a measured publication before its predictions are withheld."""
@@ -165,7 +165,7 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
 
 def direct_traffic(plan: Plan, *, sources: int, engines: int, ranks_per_link: int = 1) -> Traffic:
     """Traffic of `plan`, one engine's own bytes, to `engines` engines that are copies of one another, if `sources`
-    trainer ranks share the work as in a run (`slimx.reshard.plan.dealing`)."""
+    trainer ranks share the work as in a run (`slimx.extras.direct.dealing`)."""
     dealt = deal(plan, ranks=sources, engines=engines, links=[rank // ranks_per_link for rank in range(sources)])
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 

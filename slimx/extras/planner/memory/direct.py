@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slimx.extras.direct import SLOTS
+from slimx.extras.direct.wire import move_bytes, summed
 from slimx.preflight.hardware import GIB
-from slimx.reshard.direct import SLOTS
 from slimx.reshard.pack import PORTION
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.wire import move_bytes, summed
 
 CONTEXT = GIB // 2
 """Bytes that the process beside an engine takes of each GPU in whose memory it receives: assumed."""

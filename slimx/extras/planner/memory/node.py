@@ -50,7 +50,7 @@ def host_memory(
     if figures is not None and config.schedule.colocate:
         group = config.rollout.policy_engines[0]
         here = max(1, ranks // (group.ranks // group.nodes))
-    if figures is not None and config.publish.changes_on_disk:
+    if figures is not None and config.publish.transport == "disk" and config.publish.changes:
         last = figures.kept_bytes + here * (figures.held_bytes + figures.landing_bytes)
     if figures is not None and config.publish.transport == "nixl" and not figures.on_gpus:
         # Every rank has a ring, every engine here its own.

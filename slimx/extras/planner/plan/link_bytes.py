@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.planner.record import LinkBytes, PlannedGroup, RankMap
 from slimx.preflight.hardware import Machine
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.wire import wire_bytes
 
 _HOST = "host memory (PCIe)"
 
@@ -50,7 +50,7 @@ def link_bytes(
 
 
 class DealtPlan(NamedTuple):
-    """A plan dealt out for all engines of a run (`slimx.reshard.plan.dealing`)."""
+    """A plan dealt out for all engines of a run (`slimx.extras.direct.dealing`)."""
 
     plan: Plan
     receivers: list[int]

@@ -21,7 +21,10 @@ from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
+from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
+from slimx.extras.direct.dealing import copies_of, deal
+from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.planner.links.model import (
     Links,
     Traffic,
@@ -59,9 +62,7 @@ from slimx.preflight.facts import model_facts
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.dealing import copies_of, deal
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
-from slimx.reshard.plan.wire import wire_bytes
 
 OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
 """Rules that another layout of the trainer could satisfy."""
@@ -116,7 +117,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     apart = critic if critic is not None and config.critic.placement == "own" else None
     places = rank_map(config.rollout, config.schedule, spec, sizes, apart, per_node=machine.per_node, first=first)
     published, direct, seconds = None, None, 0.0
-    on_gpus = config.publish.on_gpus(device, colocate=config.schedule.colocate)
+    on_gpus = transport_of(config.publish).on_gpus(config.publish, device, colocate=config.schedule.colocate)
     # The moves of a run that its cluster has no room for may exceed any memory.
     lacking = max(0, places.nodes - machine.nodes) if machine.nodes is not None else 0
     if not lacking:
@@ -296,7 +297,7 @@ def _figures(
             split = 1 if plan.targets == 1 else min(group.nodes for group in groups)
             landing = taken.landing + publisher_bytes // split
         publisher_bytes, kept, held = taken.ring, taken.kept, taken.held
-    elif publish.changes_on_disk:
+    elif publish.transport == "disk" and publish.changes:
         kept, held = changes_memory(plan)
         landing = held if publish.staging == "model" else publisher_bytes
     alone = 0

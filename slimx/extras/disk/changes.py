@@ -1,6 +1,6 @@
 """Versions as files of changes (`publish.delta` with `publish.transport: disk`).
 
-A bucket is whole in one file, and later versions have what has changed in it (`slimx.reshard.kernels.delta`): its
+A bucket is whole in one file, and later versions have what has changed in it (`slimx.extras.direct.frames`): its
 *chain*, of which every file is kept as long as the newest version needs it.
 
     version-000004/bucket-00000.safetensors    whole
@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard.kernels import delta
+from slimx.extras.direct import frames
+from slimx.extras.disk.shelf import ChainFile, Shelf, write_bucket, write_file
 from slimx.reshard.manifest import Manifest
-from slimx.reshard.packed import ChainFile, PackedBucket
-from slimx.reshard.transports.disk import Shelf, write_bucket, write_file
+from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.memory import MemoryFile, open_memory
 
 Chain = tuple[ChainFile, ...]
@@ -63,9 +63,9 @@ class ChangesShelf(Shelf):
         kept, attempt, nbytes = self._kept.get(bucket), self._partial.name, len(data)
         length = nbytes
         if before and len(kept) == nbytes:
-            if len(self._frame) < delta.room(nbytes):
-                self._frame = torch.empty(delta.room(nbytes), dtype=torch.uint8)
-            length = delta.encode(kept, data, self._frame, item=self.item)
+            if len(self._frame) < frames.room(nbytes):
+                self._frame = torch.empty(frames.room(nbytes), dtype=torch.uint8)
+            length = frames.encode(kept, data, self._frame, item=self.item)
         if length < nbytes:
             path = self._partial / f"bucket-{bucket:05d}.delta"
             write_file(path, memoryview(self._frame[:length].numpy()))
@@ -134,7 +134,7 @@ class ChainReader:
         for number, file in enumerate(packed.chain[first:], first):
             data = self._read(file)
             if number:
-                delta.apply(data, memory, item=self.item)
+                frames.apply(data, memory, item=self.item)
             elif len(data) == packed.size:
                 memory.copy_(data)
             else:

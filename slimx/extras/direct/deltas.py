@@ -1,6 +1,6 @@
 """Deltas on direct transfers (`publish.delta`): both ends keep what an engine was sent last, and its changes travel.
 
-Each run of bytes (`slimx.reshard.direct.offer`) travels as a header and a frame (`slimx.reshard.kernels.delta`):
+Each run of bytes (`slimx.extras.direct.offer`) travels as a header and a frame (`slimx.extras.direct.frames`):
 
     trainer rank   Sent     packed run, compared with the run sent last  ->  frame in the ring
     engine         Held     frame in the slot  ->  applied to the run held: the whole run as it was packed
@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard.direct.agent import LinkError
-from slimx.reshard.direct.offer import HEADER, NO_BASE, Run, room_of
-from slimx.reshard.kernels import delta
+from slimx.extras.direct import frames
+from slimx.extras.direct.agent import LinkError
+from slimx.extras.direct.offer import HEADER, NO_BASE, Run, room_of
 
 
 class Sent:
@@ -46,10 +46,10 @@ class Sent:
         if kept != base:
             base = NO_BASE
         header, frame = place[: HEADER.itemsize], place[HEADER.itemsize :]
-        length = delta.encode(None if base == NO_BASE else run, fresh, frame, item=self.item)
+        length = frames.encode(None if base == NO_BASE else run, fresh, frame, item=self.item)
         header.numpy().view(HEADER)[0] = (base, length)
         # By what the engine will do, so that both hold the same.
-        delta.apply(frame[:length], run, item=self.item)
+        frames.apply(frame[:length], run, item=self.item)
         self._runs[bucket, target] = transfer, run
         return HEADER.itemsize + length
 
@@ -88,10 +88,10 @@ class Held:
                     about=rank,
                 )
             frame = place[HEADER.itemsize :]
-            if not 0 <= length <= delta.room(run.nbytes):
-                raise _broken(engine, bucket, rank, f"{length} bytes where {delta.room(run.nbytes)} have room")
+            if not 0 <= length <= frames.room(run.nbytes):
+                raise _broken(engine, bucket, rank, f"{length} bytes where {frames.room(run.nbytes)} have room")
             try:
-                delta.apply(frame[:length], self.run(run), item=self.item)
+                frames.apply(frame[:length], self.run(run), item=self.item)
             except SlimxError as error:
                 raise _broken(engine, bucket, rank, str(error)) from None
         self.bases[bucket] = transfer

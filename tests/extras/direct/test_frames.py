@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.reshard.kernels import delta
+from slimx.extras.direct import frames
 from tests.refusals import refused
 from tests.unit.reshard.cuda_stand import use_emulator
 
-CHUNK, GROUP = delta.CHUNK, 8
+CHUNK, GROUP = frames.CHUNK, 8
 SIZES = (0, 16, 4096 + 48, CHUNK, CHUNK + 16, 3 * CHUNK - 16, 5 * CHUNK)
 SHARES = (0.0, 1e-5, 0.02, 0.5, 1.0)
 """Of elements that change."""
@@ -47,13 +47,13 @@ def plain(before: torch.Tensor, after: torch.Tensor, item: int) -> bytes:
 
 
 def encoded(before: torch.Tensor | None, after: torch.Tensor, item: int, threads: int = 2) -> torch.Tensor:
-    frame = torch.full((delta.room(after.numel()),), 0xEE, dtype=torch.uint8)
-    return frame[: delta.encode(before, after, frame, item=item, threads=threads)]
+    frame = torch.full((frames.room(after.numel()),), 0xEE, dtype=torch.uint8)
+    return frame[: frames.encode(before, after, frame, item=item, threads=threads)]
 
 
 def cases() -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
     for number, (nbytes, share) in enumerate((n, s) for n in SIZES for s in SHARES):
-        for item in delta.ITEMS:
+        for item in frames.ITEMS:
             yield *versions(number, nbytes, item, share), item
 
 
@@ -67,7 +67,7 @@ def test_a_frame_is_what_its_definition_says_and_makes_the_new_bytes_of_the_old(
             own = min(CHUNK, len(after) - k * CHUNK)
             kinds.add("nothing" if size == 0 else "whole" if size == own else "changes")
         held = before.clone()
-        delta.apply(frame, held, item=item)
+        frames.apply(frame, held, item=item)
         assert torch.equal(held, after)
     assert kinds == {"nothing", "whole", "changes"}
 
@@ -75,8 +75,8 @@ def test_a_frame_is_what_its_definition_says_and_makes_the_new_bytes_of_the_old(
 def test_a_frame_without_a_base_makes_the_new_bytes_of_any() -> None:
     before, after = versions(1, 2 * CHUNK + 32, 2, 0.1)
     frame = encoded(None, after, 2)
-    assert len(frame) == delta.room(len(after))
-    delta.apply(frame, before, item=2)
+    assert len(frame) == frames.room(len(after))
+    frames.apply(frame, before, item=2)
     assert torch.equal(before, after)
 
 
@@ -107,10 +107,10 @@ def test_the_emulated_device_makes_the_same_frames(emulator_library: Path, monke
     for number, (before, after, item) in enumerate(cases()):
         emulator.emulator_seed(number)
         old, new = aligned(before), aligned(after)
-        assert torch.equal(delta.encode_on_device(old, new, item=item), encoded(before, after, item))
+        assert torch.equal(frames.encode_on_device(old, new, item=item), encoded(before, after, item))
     emulator.emulator_fail(719)
     with refused("kernel.cuda", about="cpu"):
-        delta.encode_on_device(aligned(before), aligned(after), item=1)
+        frames.encode_on_device(aligned(before), aligned(after), item=1)
     emulator.emulator_fail(0)
 
 
@@ -132,14 +132,14 @@ def test_no_damaged_frame_is_applied_in_part() -> None:
         bad[at // 8] ^= 1 << at % 8
         held = before.clone()
         with refused("delta.frame"):
-            delta.apply(bad, held, item=2)
+            frames.apply(bad, held, item=2)
         assert torch.equal(held, before)
         refusals += 1
     for length in range(len(frame)):
         with refused("delta.frame"):
-            delta.apply(frame[:length].clone(), before.clone(), item=2)
+            frames.apply(frame[:length].clone(), before.clone(), item=2)
     with refused("delta.frame"):
-        delta.apply(torch.cat([frame, frame[:1]]), before.clone(), item=2)
+        frames.apply(torch.cat([frame, frame[:1]]), before.clone(), item=2)
     assert refusals == 8 * told
 
 
@@ -147,7 +147,7 @@ def test_no_damaged_frame_is_applied_in_part() -> None:
 def test_a_group_without_changes_and_a_group_beyond_the_chunk_are_refused(body: list[int]) -> None:
     held = torch.arange(16, dtype=torch.uint8)  # two groups of one-byte elements
     with refused("delta.frame"):
-        delta.apply(torch.tensor([len(body), 0, 0, 0, *body], dtype=torch.uint8), held, item=1)
+        frames.apply(torch.tensor([len(body), 0, 0, 0, *body], dtype=torch.uint8), held, item=1)
     assert held.tolist() == list(range(16))
 
 
@@ -160,7 +160,7 @@ def test_random_bytes_are_no_frames_and_leave_memory_alone() -> None:
         body[: 4096 // 16 // 8] &= draw.integers(0, 256, 4096 // 16 // 8, dtype=np.uint8)[: len(body)]
         frame = torch.from_numpy(np.concatenate([np.array([len(body)], dtype="<u4").view(np.uint8), body]))
         with refused("delta.frame"):
-            delta.apply(frame, held, item=2)
+            frames.apply(frame, held, item=2)
     assert bool((guarded == 7).all())
 
 
@@ -176,11 +176,11 @@ def test_random_bytes_are_no_frames_and_leave_memory_alone() -> None:
 )
 def test_memory_that_has_no_frames_is_refused(memory: torch.Tensor, item: int) -> None:
     with refused("delta.argument"):
-        delta.apply(torch.zeros(64, dtype=torch.uint8), memory, item=item)
+        frames.apply(torch.zeros(64, dtype=torch.uint8), memory, item=item)
     with refused("delta.argument"):
-        delta.encode(None, memory, torch.zeros(64, dtype=torch.uint8), item=item)
+        frames.encode(None, memory, torch.zeros(64, dtype=torch.uint8), item=item)
 
 
 def test_a_frame_needs_room() -> None:
     with refused("delta.argument"):
-        delta.encode(None, torch.zeros(16, dtype=torch.uint8), torch.zeros(19, dtype=torch.uint8), item=2)
+        frames.encode(None, torch.zeros(16, dtype=torch.uint8), torch.zeros(19, dtype=torch.uint8), item=2)

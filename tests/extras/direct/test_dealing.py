@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimx.errors import SlimxError
+from slimx.extras.direct.dealing import BYTES, LinkLoad, deal, link_load, only, share
+from slimx.extras.direct.wire import move_bytes, quantised_moves, wire_bytes
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.dealing import BYTES, LinkLoad, deal, link_load, only, share
 from slimx.reshard.plan.precision import Precision, Quantisation
-from slimx.reshard.plan.wire import move_bytes, quantised_moves, wire_bytes
 from tests.unit.reshard.packer_stand import pack_all
 from tests.unit.reshard.plan_oracle import carry_out
 

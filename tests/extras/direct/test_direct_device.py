@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimx.reshard.direct.copies import shares_of, together
+from slimx.extras.direct.copies import shares_of, together
+from tests.extras.direct.direct_stand import ENGINES, RANKS, Stand, take
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, checkpoint
 from tests.unit.reshard.cuda_stand import use_emulator
-from tests.unit.reshard.direct_stand import ENGINES, RANKS, Stand, take
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, dressed
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")

@@ -12,14 +12,14 @@ from typing import ClassVar
 
 import torch
 
-from slimx.reshard.direct.copies import describe_copies
-from slimx.reshard.direct.offer import Offer, Region
-from slimx.reshard.direct.receiver import Receiver
-from slimx.reshard.direct.sender import Sender
+from slimx.extras.direct.copies import describe_copies
+from slimx.extras.direct.dealing import deal, only
+from slimx.extras.direct.offer import Offer, Region
+from slimx.extras.direct.receiver import Receiver
+from slimx.extras.direct.sender import Sender
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.plan.dealing import deal, only
 from slimx.reshard.transports.device import DeviceMemory, fetch
 from slimx.reshard.transports.memory import open_memory
 from tests.unit.layout.layout_stand import Tensors, held_by_trainers
@@ -34,7 +34,7 @@ DEADLINE_S = 300
 
 
 class MemoryAgent:
-    """`slimx.reshard.direct.agent.Agent` within one process, which copies at once: for many publications."""
+    """`slimx.extras.direct.agent.Agent` within one process, which copies at once: for many publications."""
 
     agents: ClassVar[dict[str, MemoryAgent]] = {}
     state, ended, done = "DONE", True, True

@@ -13,15 +13,15 @@ import psutil
 import pytest
 import torch
 
+from slimx.extras.direct.agent import Agent, LinkError, Transfer, devices_at
+from slimx.extras.direct.dealing import deal
+from slimx.extras.direct.offer import Notice, Offer, Region, Run
+from slimx.extras.direct.sender import Sender
 from slimx.extras.planner.memory.direct import direct_memory
-from slimx.reshard.direct.agent import Agent, LinkError, Transfer, devices_at
-from slimx.reshard.direct.offer import Notice, Offer, Region, Run
-from slimx.reshard.direct.sender import Sender
-from slimx.reshard.plan.dealing import deal
+from tests.extras.direct.direct_stand import DEADLINE_S, EDGES, ENGINES, HOST, RANKS, Stand, take
 from tests.refusals import numbers, refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, checkpoint
-from tests.unit.reshard.direct_stand import DEADLINE_S, EDGES, ENGINES, HOST, RANKS, Stand, take
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, WORLD, dressed
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")

@@ -2,7 +2,7 @@
 
 A *run* is what one trainer rank packs of one bucket for one engine rank: its pieces, one after another
 (`slimx.reshard.pack.pieces.compact`). It travels as it is, or with `publish.delta` as a header and the frame of what
-has changed in it (`slimx.reshard.direct.deltas`). The offer travels over the run's own control channel, in this schema;
+has changed in it (`slimx.extras.direct.deltas`). The offer travels over the run's own control channel, in this schema;
 only the metadata of the agent is NIXL's own, opaque format.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from slimx.errors import SlimxError
-from slimx.reshard.kernels import delta
+from slimx.extras.direct import frames
 from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, run_bytes
 from slimx.reshard.plan.copy_plan import Plan
 
@@ -56,7 +56,7 @@ class Offer(msgspec.Struct, frozen=True):
     """Bucket b arrives in slot b mod their number."""
     runs: tuple[Run, ...]
     item: int = 0
-    """Bytes of an element where runs travel as frames (`slimx.reshard.direct.deltas`), 0 where they travel as they
+    """Bytes of an element where runs travel as frames (`slimx.extras.direct.deltas`), 0 where they travel as they
     are."""
 
     def of(self, source: int) -> Offer:
@@ -77,7 +77,7 @@ class Offer(msgspec.Struct, frozen=True):
                 code="direct.offer",
                 about="offer",
             ) from None
-        if offer.item not in (0, *delta.ITEMS):
+        if offer.item not in (0, *frames.ITEMS):
             raise SlimxError(
                 f"engine {offer.engine} wants changes in elements of {offer.item} bytes; run the same slimx on every "
                 "machine",
@@ -130,7 +130,7 @@ def room_of(nbytes: int, item: int) -> int:
     """Bytes in a ring or a slot for a run of `nbytes`, as it is, or with `item` as header and frame."""
     if not item:
         return nbytes
-    return -(-(HEADER.itemsize + delta.room(nbytes)) // delta.STEP) * delta.STEP
+    return -(-(HEADER.itemsize + frames.room(nbytes)) // frames.STEP) * frames.STEP
 
 
 def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[Run], int]:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from slimx.reshard.direct import SLOTS
-from slimx.reshard.direct.agent import Agent, LinkError, current, region_of
-from slimx.reshard.direct.copies import in_flight
-from slimx.reshard.direct.deltas import Held
-from slimx.reshard.direct.offer import Notice, Offer, arrivals
+from slimx.extras.direct import SLOTS
+from slimx.extras.direct.agent import Agent, LinkError, current, region_of
+from slimx.extras.direct.copies import in_flight
+from slimx.extras.direct.deltas import Held
+from slimx.extras.direct.offer import Notice, Offer, arrivals
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
@@ -53,7 +53,7 @@ class Receiver:
     def __init__(
         self, parts: Sequence[Plan], name: str, host: str, *, deadline_s: float, item: int = 0, gpu: int | None = None
     ):
-        """`parts`: by rank the plan of what it takes (`slimx.reshard.plan.dealing.only`). `name`: of its agent.
+        """`parts`: by rank the plan of what it takes (`slimx.extras.direct.dealing.only`). `name`: of its agent.
         `deadline_s`, `item` and `gpu`: as in `Invitation`."""
         self.name, self.deadline_s, self.item = name, deadline_s, item
         self._parts = [PlannedBuckets(part) for part in parts]

@@ -1,26 +1,26 @@
 """Bytes that trainer ranks send reach each machine of an engine, whole or in ranks' shares, by slimx's own two ends.
 
-The agents copy at once (direct_stand); NIXL's own are in `tests/unit/reshard/test_direct.py`.
+The agents copy at once (direct_stand); NIXL's own are in `tests/extras/direct/test_direct.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
-from slimx.engines.server.nodes import DirectEnd
+from slimx.extras.direct import receiver, sender
+from slimx.extras.direct.copies import SentBucket
+from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
+from slimx.extras.direct.end import DirectEnd
+from slimx.extras.direct.offer import Offer
+from slimx.extras.direct.sender import Sender
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
-from slimx.reshard.direct import receiver, sender
-from slimx.reshard.direct.copies import SentBucket, shares_of, together
-from slimx.reshard.direct.offer import Offer
-from slimx.reshard.direct.sender import Sender
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.packed import PackedBucket
@@ -28,10 +28,10 @@ from slimx.reshard.parties import LocalRecipient
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.reshard.transports.memory import open_memory
+from tests.extras.direct.direct_stand import HOST, MemoryAgent
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
-from tests.unit.reshard.direct_stand import HOST, MemoryAgent
 from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed, plan
 from tests.unit.reshard.transport_peer import check
 from tests.waits import until
@@ -46,17 +46,29 @@ class Trainers:
         self.published, self.held = published, [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
         self.actors = list(range(len(self.held)))
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+    async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
         data = dealt.to_bytes()
         packers = [Packer(Plan.from_bytes(data), rank, held) for rank, held in enumerate(self.held)]
         self.senders = [Sender(each, f"trainer {each.rank}", HOST, edges=edges, item=item) for each in packers]
 
-    async def connect_direct(self, number: int, offer: Offer) -> None:
+    async def connect(self, number: int, offer: Offer) -> None:
         for rank, each in enumerate(self.senders):
             each.connect(number, Offer.from_bytes(offer.of(rank).to_bytes()))
 
-    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
+    async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         return [each.send(bucket, transfer, engines) for each in self.senders]
+
+
+class Nodes:
+    """Ends on an engine's other machines, as `slimx.engines.server.nodes.Nodes` calls them."""
+
+    def __init__(self, ends: list[DirectEnd]):
+        self.ends, self.count = ends, len(ends)
+
+    async def transport(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
+        arguments = [()] * self.count if messages is None else [(message,) for message in messages]
+        calls = (getattr(end, method)(*values) for end, values in zip(self.ends, arguments, strict=True))
+        return await asyncio.gather(*calls)
 
 
 class Engine(LocalRecipient):
@@ -66,15 +78,17 @@ class Engine(LocalRecipient):
         self.name, self.ends = name, [DirectEnd() for _ in range(MACHINES[name])]
         self.held: dict[int, Tensors] = {}
 
-    async def join(self, invitations: list[Any]) -> list[Offer]:
-        each = len(invitations) // len(self.ends)
-        given = [invitations[at * each : (at + 1) * each] for at in range(len(self.ends))]
-        return [offer for end, own in zip(self.ends, given, strict=True) for offer in await end.join(own, HOST)]
+    async def prepare(self) -> None:
+        first, *others = self.ends
+        for end in others:
+            await end.prepare(HOST)
+        await first.prepare(HOST, Nodes(others) if others else None)
+
+    async def transport(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self.ends[0], method)(*arguments)
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        async with AsyncExitStack() as stack:
-            shares = zip(self.ends, shares_of(packed, len(self.ends)), strict=True)
-            landed = together(packed, [await stack.enter_async_context(end.landed(own)) for end, own in shares])
+        async with self.ends[0].landed(packed) as landed:
             paths = (landed.path, *landed.others)
             for number, path in enumerate(paths):
                 target = number if len(landed.targets) > 1 else 0
@@ -97,6 +111,7 @@ async def published(plan: Plan, ranks: int | None = None) -> list[Engine]:
     source = DirectSource(delivery)
     await delivery.begin(Manifest(policy="p", version=1, trainer_step=1, membership_epoch=1), plan.count)
     for engine in engines:
+        await engine.prepare()
         await delivery.connect(engine, 1)
     for bucket in range(plan.count):
         packed = await source.gather(bucket)

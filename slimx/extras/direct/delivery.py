@@ -4,7 +4,7 @@
     DirectDelivery.bring(b)    an engine waits for what the ranks write, makes the bucket of it, and stages it
 
 Bucket b + 1 is packed and on its way while b is proven. Which rank writes what to whom was dealt out once
-(`slimx.reshard.plan.dealing`). An engine that is lost gets nothing more; the others do not notice. A rank of which
+(`slimx.extras.direct.dealing`). An engine that is lost gets nothing more; the others do not notice. A rank of which
 several engines get nothing is at fault itself: no engine is lost for it.
 """
 
@@ -21,15 +21,15 @@ import numpy as np
 
 from slimx.cluster.waiting import has_died
 from slimx.errors import PartLost, SlimxError
-from slimx.reshard.direct.copies import SentBucket, describe_copies
-from slimx.reshard.direct.offer import NO_BASE, Offer
-from slimx.reshard.direct.receiver import Invitation
+from slimx.extras.direct.copies import SentBucket, describe_copies
+from slimx.extras.direct.dealing import copies_of, deal, only
+from slimx.extras.direct.offer import NO_BASE, Offer
+from slimx.extras.direct.receiver import Invitation
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, Recipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.dealing import copies_of, deal, only
 from slimx.runtime.tasks import race
 
 PATIENCE = 0.8
@@ -53,11 +53,11 @@ class Senders(Protocol):
         """The plan by which weights leave the present ranks for one engine."""
         ...
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None: ...
+    async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None: ...
 
-    async def connect_direct(self, engine: int, offer: Offer) -> None: ...
+    async def connect(self, engine: int, offer: Offer) -> None: ...
 
-    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]: ...
+    async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]: ...
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class DirectDelivery(Delivery):
         """`engines`: by name the receivers of each, to all of which trainer ranks write, as many on each of its
         machines: for each the GPU, as that machine's process counts them, in whose memory it takes them, None for host
         memory. `step_deadline_s`: seconds for one call to one engine. `links`: through which the ranks send
-        (`slimx.reshard.plan.dealing.deal`). `changes`: None for whole weights each time, else as in
+        (`slimx.extras.direct.dealing.deal`). `changes`: None for whole weights each time, else as in
         `slimx.config.sections.publish.Publish.changes`."""
         self.senders, self.step_deadline_s, self.links = senders, step_deadline_s, links
         self.item, self.every_full = changes or (0, 1)
@@ -157,7 +157,7 @@ class DirectDelivery(Delivery):
             raise self.broken
         self._owners, self._replaced = list(self.senders.actors), asyncio.Event()
         if not self._prepared:
-            await self.senders.prepare_direct(self.dealt, self.edges, self.item, self.on_gpus)
+            await self.senders.prepare(self.dealt, self.edges, self.item, self.on_gpus)
             self._prepared = True
         self.transfer += 1
         self.taking, self.failed, self._fates, self.wire = {}, {}, {}, 0
@@ -168,7 +168,7 @@ class DirectDelivery(Delivery):
         bases = [[NO_BASE] * self.plan.count] * len(receivers)
         if self._connected.get(recipient.name) == recipient.incarnation:
             if (self.transfer - 1) % self.every_full:
-                attested = await recipient.perform("bases", epoch)
+                attested = await recipient.perform("transport", epoch, "bases")
                 bases = _bases(recipient.name, attested, len(receivers), self.plan.count)
         else:
             self._connected.pop(recipient.name, None)
@@ -184,7 +184,7 @@ class DirectDelivery(Delivery):
                 for at, each in enumerate(receivers)
             ]
             async with self._judged(MEETING, number):
-                offers: list[Offer] = await recipient.perform("join", epoch, invitations)
+                offers: list[Offer] = await recipient.perform("transport", epoch, "join", invitations)
                 async with self._owned():
                     for each, offer in zip(receivers, offers, strict=True):
                         await self._meet(recipient.name, each, offer)
@@ -195,7 +195,7 @@ class DirectDelivery(Delivery):
         patience = PATIENCE * self.step_deadline_s
         try:
             async with asyncio.timeout(patience):
-                await self.senders.connect_direct(receiver, offer)
+                await self.senders.connect(receiver, offer)
         except TimeoutError:
             raise SlimxError(
                 f"trainer ranks have not reached engine {name} within {patience:.0f} s",
@@ -326,7 +326,7 @@ class DirectSource:
         if delivery.broken is not None:
             raise delivery.broken
         taking = {number: bases[bucket] for number, bases in sorted(delivery.taking.items())}
-        sent = await delivery.senders.send_direct(bucket, delivery.transfer, taking)
+        sent = await delivery.senders.send(bucket, delivery.transfer, taking)
         for rank, own in enumerate(sent):
             delivery.wire += own.nbytes
             for number, why in own.failed.items():

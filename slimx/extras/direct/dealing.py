@@ -23,8 +23,8 @@ import numpy as np
 import psutil
 
 from slimx.errors import SlimxError
+from slimx.extras.direct.wire import move_bytes, quantised_moves, wire_bytes
 from slimx.reshard.plan.copy_plan import Holders, Plan
-from slimx.reshard.plan.wire import move_bytes, quantised_moves, wire_bytes
 
 GRAIN = 2**18
 """Bytes: no move is divided into parts that are smaller."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from slimx.durable import sync_directory, write_atomic
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
-from slimx.reshard.packed import ChainFile, PackedBucket, PackedTensor
+from slimx.reshard.packed import PackedBucket, PackedTensor
 
 ALIGNMENT = 64
 MANIFEST = "manifest.json"
@@ -34,6 +34,20 @@ DTYPES = {
     "int64": "I64",
 }
 """safetensors' names of dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainFile:
+    """One file of a bucket on disk that is whole in one file and changed by those which follow
+    (`slimx.extras.disk.changes`)."""
+
+    attempt: str
+    """The publication that wrote it: no other one has this name."""
+    path: str
+    start: int
+    """Bytes before the bucket's own, or before its changes."""
+    nbytes: int
+    """Bytes of the bucket, or of its changes."""
 
 
 class Shelf:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard.direct import SLOTS
-from slimx.reshard.direct.agent import Agent, LinkError, Transfer, current, region_of
-from slimx.reshard.direct.copies import SentBucket
-from slimx.reshard.direct.deltas import Sent
-from slimx.reshard.direct.offer import Notice, Offer, Region, Run, room_of, sizes_of_runs
+from slimx.extras.direct import SLOTS
+from slimx.extras.direct.agent import Agent, LinkError, Transfer, current, region_of
+from slimx.extras.direct.copies import SentBucket
+from slimx.extras.direct.deltas import Sent
+from slimx.extras.direct.offer import Notice, Offer, Region, Run, room_of, sizes_of_runs
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.transports.device import DeviceMemory

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from slimx.extras.direct import receiver, sender
+from slimx.extras.direct.agent import LinkError
+from slimx.extras.direct.dealing import deal
+from slimx.extras.direct.offer import HEADER, Offer, Region
 from slimx.extras.planner.memory.direct import direct_memory
-from slimx.reshard.direct import receiver, sender
-from slimx.reshard.direct.agent import LinkError
-from slimx.reshard.direct.offer import HEADER, Offer, Region
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.plan.dealing import deal
+from tests.extras.direct.direct_stand import EDGES, ENGINES, RANKS, MemoryAgent, Stand, take
 from tests.refusals import refused
 from tests.unit.layout.layout_stand import Tensors, held_by_trainers
-from tests.unit.reshard.direct_stand import EDGES, ENGINES, RANKS, MemoryAgent, Stand, take
 from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, dressed
 
 

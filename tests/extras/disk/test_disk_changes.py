@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from slimx.extras.disk import shelf
+from slimx.extras.disk.changes import ChainReader, ChangesShelf
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.transports import disk
-from slimx.reshard.transports.disk_changes import ChainReader, ChangesShelf
 from slimx.reshard.transports.memory import open_memory
 from tests.refusals import refused
 
@@ -29,7 +29,7 @@ class Stand:
     def __init__(self, directory: Path):
         self.directory = directory
         self.shelf = ChangesShelf(directory / "changes", item=ITEM, every_full=EVERY_FULL)
-        self.whole = disk.Shelf(directory / "whole")
+        self.whole = shelf.Shelf(directory / "whole")
         self.draw = torch.Generator().manual_seed(0)
         self.data = [torch.randint(256, (size,), generator=self.draw).to(torch.uint8) for size in SIZES]
         self.epoch = 0
@@ -66,7 +66,7 @@ class Stand:
         return sorted(path.name for path in (self.directory / "changes").iterdir())
 
     def newest(self) -> list[PackedBucket]:
-        stored = disk.newest(self.directory / "changes")
+        stored = shelf.newest(self.directory / "changes")
         assert stored is not None
         return stored.buckets
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
 from slimx.cluster import waiting
-from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.errors import PartLost, SlimxError
+from slimx.extras.direct.agent import LinkError
+from slimx.extras.direct.copies import SentBucket
+from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
+from slimx.extras.direct.offer import Offer
+from slimx.extras.direct.receiver import Invitation
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
-from slimx.reshard.direct.agent import LinkError
-from slimx.reshard.direct.copies import SentBucket
-from slimx.reshard.direct.offer import Offer
-from slimx.reshard.direct.receiver import Invitation
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Share
 from slimx.reshard.parties import LocalRecipient, TransportLost
@@ -69,18 +70,18 @@ class Senders:
         self.unmet: dict[int, SlimxError] = {}
         """Errors of the meeting with engines."""
 
-    async def prepare_direct(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+    async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
         assert dealt.targets == edges[-1]
         self.item, self.edges, self.on_gpus = item, edges, on_gpus
 
-    async def connect_direct(self, engine: int, offer: Offer) -> None:
+    async def connect(self, engine: int, offer: Offer) -> None:
         self.met.append(engine)
         if self.fails is not None:
             raise self.fails
         if engine in self.unmet:
             raise self.unmet[engine]
 
-    async def send_direct(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
+    async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         self.sent.append(engines)
         share = Share(np.zeros(self.tensors, np.uint64), np.zeros(self.tensors, np.uint32))
         return [SentBucket(share, self.fails_to.get(rank, {}), 100) for rank in range(WORLD)]
@@ -95,6 +96,9 @@ class Engine(LocalRecipient):
         """By invitation the ranks whose bytes it brings, and the GPU that takes them."""
         self.waits = False
         self.fails: SlimxError | None = None
+
+    async def transport(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self, method)(*arguments)
 
     async def join(self, invitations: list[Invitation]) -> list[Offer]:
         self.invited += [invitation.item for invitation in invitations]

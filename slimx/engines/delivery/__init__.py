@@ -1,1 +1,0 @@
-"""Delivery of packed buckets from the trainers to the engines."""

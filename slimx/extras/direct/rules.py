@@ -1,0 +1,14 @@
+"""Rules about direct transfers."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.publish import Publish
+
+
+@rule("publish.nixl_package", "publish.transport")
+def has_nixl(publish: Publish, local_device: str) -> Problems:
+    if publish.transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
+        yield "the package nixl-cu13 is not installed here; install it as requirements/ pins it, or set disk"

@@ -1,0 +1,19 @@
+"""Rules about publications as files."""
+
+from __future__ import annotations
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+
+
+@rule("publish.delta_beside", "publish.delta")
+def put_together(rollout: Rollout, publish: Publish) -> Problems:
+    if publish.transport != "disk" or publish.delta is None:
+        return
+    for group in rollout.policy_engines:
+        if group.urls or group.nodes > 1:
+            yield (
+                "with publish.transport=disk a process of slimx at each server puts its weights together on one "
+                f"machine, and {group.where} has urls, or servers over several machines; leave it out"
+            )
