@@ -14,6 +14,7 @@
     slimx.recoveries        answers to the loss of trainers: `Recovery`, or None
     slimx.reports           reports of finished runs
     slimx.rewards           reward hooks: `reward.function`
+    slimx.roundings         rounding of what trainers multiply: `trainer.fp8`, `trainer.qat`
     slimx.roles             roles of a trainer rank
     slimx.rules             modules with rules that a run is checked by before it starts
     slimx.sections          sections of the configuration

@@ -53,7 +53,7 @@ class Fp8Rank(OptimizerRank):
 
     def weights_as_computed_with(self, trainer: Any) -> dict[str, Any]:
         """By local name: codes and scales that a forward pass made of each weight."""
-        from slimx.reshard.kernels import products
+        from slimx.extras.low_precision import products
 
         by_address = {value.data_ptr(): name for name, value in trainer.weights.parameters.items()}
         seen: dict[str, Any] = {}

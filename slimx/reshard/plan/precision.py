@@ -72,30 +72,3 @@ class Precision:
     trainer: ModelDtype
     engine: ModelDtype
     quantisation: Quantisation | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Blocks of the matrices whose products a trainer computes in fp8 (`trainer.fp8`): e4m3 everywhere, as Transformer
-    Engine's recipe of the same name."""
-
-    rule: Rule
-    vector: tuple[int, int]
-    """Block of inputs and of gradients of outputs: runs along the dimension that a product sums over."""
-    weight: tuple[int, int]
-    """Block of weights; one that is no square runs along the summed dimension too."""
-
-    @property
-    def width(self) -> int:
-        """Elements of a run."""
-        return self.vector[1]
-
-
-RECIPES: dict[str, Recipe] = {
-    "blockwise": Recipe("te", vector=(1, 128), weight=(128, 128)),
-    "mxfp8": Recipe("mxfp8", vector=(1, 32), weight=(1, 32)),
-}
-"""By the name in `trainer.fp8`."""
-TOKENS = 128
-"""Tokens of each rank are a multiple of it with `trainer.fp8`: blocks along them are whole, and the ranks of sequence
-parallelism exchange codes in the place of bf16 (Transformer Engine's `Float8BlockQuantizer.is_quantizable`)."""

@@ -19,7 +19,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.adapters.megatron import attention as megatron_attention
 from slimx.adapters.megatron import delta_net as megatron_delta_net
-from slimx.adapters.megatron import fp8 as megatron_fp8
 from slimx.adapters.megatron import latent as megatron_latent
 from slimx.adapters.megatron import mamba as megatron_mamba
 from slimx.adapters.megatron import sparse as megatron_sparse
@@ -30,7 +29,7 @@ from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.state_space import PATTERN
 from slimx.numerics.mode import NumericsMode, mode_of
-from slimx.reshard.plan.precision import RECIPES, Recipe
+from slimx.numerics.rounding import Rounding, rounding_of
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
@@ -61,10 +60,10 @@ def build_model(
     )
     virtual = config.trainer.virtual_pipeline
     make = partial(model_kind(spec, sizes_of(config.trainer), kind), **options)
-    # Transformer Engine's layers compute in fp8 themselves, see `transformer_config`.
-    emulated = None if backends.transformer_engine else RECIPES.get(config.trainer.fp8)
+    # Transformer Engine's layers round by themselves, see `transformer_config`.
+    rounding = Rounding() if backends.transformer_engine else rounding_of(config.trainer)
     chunks = [
-        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, mode, emulated)
+        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, mode, rounding)
         for chunk in range(virtual)
     ]
     _freeze(chunks, spec, config)
@@ -122,10 +121,10 @@ def build_chunk(
     chunk: int | None,
     device: torch.device,
     mode: NumericsMode,
-    recipe: Recipe | None,
+    rounding: Rounding,
 ) -> torch.nn.Module:
     """One module of this rank, not yet wrapped for data parallelism. `make`: as `model_kind` says. `chunk`: its number,
-    None without virtual pipeline stages. `recipe`: of plain torch's layers that compute in fp8."""
+    None without virtual pipeline stages. `rounding`: by plain torch's layers."""
     if transformer.is_hybrid_model:
         layers = megatron_mamba.stack_spec(transformer)
         router.install_in(layers.submodules.moe_layer)
@@ -137,8 +136,7 @@ def build_chunk(
         projection_norm.install(layers, transformer)
     if transformer.softmax_type == "learnable":
         megatron_attention.install_for_sinks(layers)
-    if recipe is not None:
-        megatron_fp8.install(layers, recipe)
+    rounding.exchange_layers(layers)
     gpt = mode.exchange_layers(layers, transformer, spec.gpt)
     if transformer.mtp_num_layers:
         block = get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)

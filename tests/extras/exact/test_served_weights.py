@@ -9,10 +9,10 @@ import torch
 
 from slimx.extras.exact.adapters.sglang.widener import Widener
 from slimx.extras.exact.served_weights import ServedWeights
+from slimx.extras.low_precision import blocks
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import deepseek_v3
-from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels.record import RULE
 from slimx.reshard.plan.precision import Quantisation
 from tests import reshard_reference as reference

@@ -57,6 +57,8 @@ def stage(spec: Any, sizes: Any, transformer: Any, rank: int) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from slimx.layout.megatron import MegatronLayout
+    from slimx.numerics.mode import NumericsMode
+    from slimx.numerics.rounding import Rounding
     from slimx.trainer.model.build import build_chunk, model_kind, unwrap
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.world)
@@ -76,7 +78,7 @@ def stage(spec: Any, sizes: Any, transformer: Any, rank: int) -> dict[str, Any]:
         number, prefix = (chunk, f"{chunk}.") if sizes.virtual > 1 else (None, "")
         with torch.device("meta"):
             make = partial(build_chunk, model_kind(spec, sizes), spec, transformer, number)
-            model = unwrap(make(torch.device("meta"), leaves=None, recipe=None))
+            model = unwrap(make(torch.device("meta"), mode=NumericsMode(), rounding=Rounding()))
         kinds |= {type(each).__name__ for each in model.modules()}
         held |= {prefix + name: list(value.shape) for name, value in model.named_parameters()}
         buffers = {prefix + name: list(value.shape) for name, value in model.named_buffers()}

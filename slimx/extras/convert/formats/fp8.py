@@ -12,11 +12,11 @@ from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_quantised
 from slimx.extras.convert.formats.safetensors import Tensor, Unit
 from slimx.extras.convert.sources import Reading, Scratch, row_blocks
+from slimx.extras.low_precision import blocks
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
 from slimx.models.files import block_fp8
 from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, scales_shape
-from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
 from slimx.reshard.plan.precision import Quantisation, Rule

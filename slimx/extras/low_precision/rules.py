@@ -1,15 +1,15 @@
-"""Rules about fp8 and INT4, in training and in publications."""
+"""Rules about fp8, INT4 and MXFP4, in training and in publications."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.trainer import Trainer
-from slimx.rules.unproven import ARCHITECTURES
+from slimx.rules.unproven import found_in, other_architectures, sections_in
 
 if TYPE_CHECKING:
     from slimx.layout.maps import Rect, Shape
@@ -17,12 +17,53 @@ if TYPE_CHECKING:
     from slimx.layout.table import Row
     from slimx.models.families import ModelSpec
 
+UNPROVEN = {
+    "trainer.fp8": (
+        "numerics.mode",
+        "trainer.lora",
+        "trainer.qat",
+        "trainer.optimizer.kind",
+        "trainer.optimizer.offload_fraction",
+        "trainer.optimizer.moments_dtype",
+        "trainer.grad_reduce_in_fp32",
+        "trainer.overlap_param_gather",
+        "trainer.freeze",
+        "trainer.moe.dispatcher",
+        "trainer.megatron.mtp_num_layers",
+        "algorithm.teacher",
+        "algorithm.loss=bradley_terry",
+        "critic",
+    ),
+    "trainer.qat": (
+        "trainer.lora",
+        "publish.quantise=ieee",
+        "publish.quantise=te",
+        "publish.quantise=triton",
+        "publish.quantise=ue8m0",
+        "algorithm.teacher",
+        "critic",
+    ),
+    "publish.quantise=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
+}
+"""As `slimx.rules.unproven.UNPROVEN`."""
+ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")}
+"""As `slimx.rules.unproven.ARCHITECTURES`."""
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
 """GPUs (`cluster.gpu`) whose tensor cores take the blocks of a recipe as they are. Blackwell computes 128-wide blocks
 as MXFP8, for which their scales would have to be powers of two."""
 LEAST = 16
 """Divisor of rows and columns of a matrix that tensor cores multiply in fp8 (Transformer Engine's
 `assert_dim_for_fp8_exec`, and cuBLAS)."""
+
+
+@rule("unproven", "run", facts=sections_in(UNPROVEN))
+def unproven(**sections: Any) -> Problems:
+    yield from found_in(UNPROVEN, sections)
+
+
+@rule("unproven.architecture", "model.path")
+def unproven_architecture(trainer: Trainer, spec: ModelSpec) -> Problems:
+    yield from other_architectures(ARCHITECTURES, {"trainer": trainer}, spec)
 
 
 @rule("fp8.dtype", "numerics.dtype")
@@ -55,7 +96,7 @@ def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
     """Blocks of a rank's matrix are those of the checkpoint's tensors, from which publications make theirs."""
     if trainer.fp8 is None or spec.family.ARCHITECTURE not in ARCHITECTURES["trainer.fp8"]:
         return
-    from slimx.reshard.plan.precision import RECIPES
+    from slimx.extras.low_precision.recipes import RECIPES
 
     width, cut = RECIPES[trainer.fp8].width, trainer.fp8 == "blockwise"
     blocks = f"trainer.fp8={trainer.fp8} has blocks of {width} rows and columns"
