@@ -10,6 +10,7 @@
     slimx.generate          generate hooks: `rollout.generate`
     slimx.hook_forms        hooks that were written for another program
     slimx.maps              mapping hooks: `rollout.map`
+    slimx.number_formats    formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics          arithmetic of trainer and engines: `numerics.mode`
     slimx.recoveries        answers to the loss of trainers: `Recovery`, or None
     slimx.reports           reports of finished runs

@@ -9,7 +9,7 @@ from slimx.config.rule import Problems, rule
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster, Numerics
+from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.runtime.ports import is_own
@@ -94,12 +94,6 @@ def put_together(rollout: Rollout, publish: Publish) -> Problems:
                 "with publish.transport=disk a process of slimx at each server puts its weights together on one "
                 f"machine, and {group.where} has urls, or servers over several machines; leave it out"
             )
-
-
-@rule("publish.triton_dtype", "publish.quantise")
-def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
-    if publish.quantise == "triton" and numerics.dtype == "float32":
-        yield "it is defined for bfloat16 weights, and numerics.dtype is float32; set that to bfloat16, or this to ieee"
 
 
 @rule("publish.nixl_package", "publish.transport")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
+from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Numerics
@@ -147,7 +150,7 @@ def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
 
 @rule("qat.experts", "trainer.qat")
 def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
-    from slimx.layout.rounded import rounds
+    from slimx.extras.low_precision.experts import rounds
 
     for key, value in (("trainer.qat", trainer.qat), ("publish.quantise", publish.quantise)):
         if value == "int4" and not any(map(rounds, spec.table.rows)):
@@ -163,8 +166,8 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
     """A group of columns lies on one rank: its scale is that of the whole matrix's group."""
     if trainer.qat is None:
         return
-    from slimx.layout.rounded import rounds
-    from slimx.models.files.int4 import GROUP
+    from slimx.extras.low_precision.experts import rounds
+    from slimx.extras.low_precision.int4 import GROUP
 
     for row in filter(rounds, spec.table.rows):
         source, (_, cols) = row.sources[0]
@@ -210,3 +213,71 @@ def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Probl
                 f"{codes}, and {group.where} serves model.path itself: set its model to the directory that `slimx "
                 "convert hf-to-int4` makes of it",
             )
+
+
+@rule("publish.triton_dtype", "publish.quantise")
+def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
+    if publish.quantise == "triton" and numerics.dtype == "float32":
+        yield "it is defined for bfloat16 weights, and numerics.dtype is float32; set that to bfloat16, or this to ieee"
+
+
+@rule("publish.quantise_on_cpu", "publish.quantise")
+def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str) -> Problems:
+    if publish.quantise is not None and device == "cpu" and not numerics.exact and rollout.policy_engines:
+        yield f"publish.quantise={publish.quantise}, but on the CPU SGLang " + (
+            "computes with fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"
+            if publish.in_fp8
+            else "has no kernels for INT4; leave it out: with trainer.qat=int4 engines get the values of the codes"
+        )
+
+
+@rule("publish.mxfp4", "model.path")
+def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
+    method = (spec.hf.get("quantization_config") or {}).get("quant_method")
+    if rollout.policy_engines and method == "mxfp4":
+        yield (
+            f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "
+            "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path"
+        )
+
+
+@rule("engines.fp8_model", "rollout.engines.model")
+def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
+    """Engines that start from bf16 weights have no place for fp8 ones. A copy that is made later is not looked at."""
+    for group, directory, quantisation in _origins(rollout, spec) if publish.in_fp8 else ():
+        if not quantisation:
+            yield (
+                f"{group.where} starts from {directory}, which is not in fp8, as publish.quantise={publish.quantise} "
+                "is; write a copy with `slimx convert hf-to-fp8` and name it"
+            )
+
+
+@rule("engines.int4_model", "rollout.engines.model")
+def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
+    """Engines that start from INT4 have places for codes alone, and others have none. A copy that is made later is not
+    looked at."""
+    published = publish.quantise == "int4"
+    for group, directory, quantisation in _origins(rollout, spec):
+        starts = quantisation.get("quant_method") == "compressed-tensors"
+        if starts and not published:
+            yield (
+                f"{group.where} starts from {directory}, which is in INT4, and publish.quantise is not; set that to "
+                "int4, or write a bf16 copy (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name it"
+            )
+        if published and not starts:
+            yield (
+                f"{group.where} starts from {directory}, which is not in INT4, as publish.quantise=int4 is; write a "
+                "copy with `slimx convert hf-to-int4` and name it"
+            )
+
+
+def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
+    """Groups of the policy's engines, the directory that each starts from, if it is there already, and its
+    quantization_config. Raises SlimxError for a config.json with a value that no model has."""
+    from slimx.models.schema import read_fields
+
+    for group in rollout.policy_engines:
+        file = Path(group.model or spec.path) / "config.json"
+        if file.is_file():
+            hf = read_fields(file, getattr(spec.family, "OWN_FIELDS", ()))
+            yield group, file.parent, hf.get("quantization_config") or {}

@@ -62,8 +62,8 @@ class Int4Experts(Rounding):
     ones, as they are."""
 
     def prepare_weights(self, weights: Any) -> None:
+        from slimx.extras.low_precision.experts import rounded_parts
         from slimx.extras.low_precision.int4_kernel import round_
-        from slimx.layout.rounded import rounded_parts
 
         names = [part.name for part in rounded_parts(weights.spec.table, weights.held)]
 

@@ -15,7 +15,7 @@ from slimx.errors import SlimxError
 from slimx.extras.convert import run, sources
 from slimx.extras.convert.formats import int4
 from slimx.extras.low_precision import int4_kernel as kernel
-from slimx.models.files.int4 import GROUP, SHAPE, other_scheme
+from slimx.extras.low_precision.int4 import GROUP, SHAPE, other_scheme
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.extras.convert.convert_stand import LAYOUT, QWEN3, WIDE, dtypes_of, go
 from tests.refusals import refused

@@ -16,6 +16,7 @@ import torch
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Recompute, Trainer
 from slimx.extras.exact.served_weights import ServedWeights
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.memory.activations import Setting, layer_bytes
 from slimx.extras.planner.memory.engine import kv_bytes
 from slimx.extras.planner.memory.parameter_runs import Holdings, ParameterRun
@@ -26,7 +27,6 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table
 from slimx.models.families import deepseek_v3, qwen3_moe, read_model
-from slimx.reshard.plan.precision import Quantisation
 from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
 
 QWEN = QWEN3_30B | {
@@ -150,7 +150,7 @@ def test_exact_mode_in_fp8_costs_what_the_rounded_weights_take(tmp_path: Path) -
     )
     parts = MegatronLayout(spec.table, Sizes()).held(0)
     parameters = {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in parts}
-    served = ServedWeights(parts, parameters, Quantisation("ieee"), "bfloat16")
+    served = ServedWeights(parts, parameters, quantisation("ieee"), "bfloat16")
     assert blocks.weights - plain.weights == sum(3 * t.numel() for t in served.values.values()) > 0
     assert blocks.peak - plain.peak == blocks.weights - plain.weights
 

@@ -1,5 +1,5 @@
-"""Reads matrices that a checkpoint keeps in INT4 (Kimi-K2.5's experts): compressed-tensors' pack-quantized format with
-a symmetric scale per 32 columns.
+"""INT4 as compressed-tensors packs it (Kimi-K2.5's experts): the format pack-quantized with a symmetric scale per 32
+columns.
 
 `NAME_packed` [rows, cols / 8] holds eight codes per int32, the lowest bits first, each with 8 added; `NAME_scale`
 [rows, cols / 32] their scales; `NAME_shape` [2] rows and columns. A value is code * scale, rounded to bf16.
@@ -8,7 +8,13 @@ a symmetric scale per 32 columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slimx.extras.low_precision.experts import rounds
+from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
+from slimx.layout.stored import Stored
+from slimx.layout.table import Table
 
 if TYPE_CHECKING:
     import torch
@@ -53,3 +59,46 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values = ((codes.unsqueeze(-1) >> shifts) & 0xF) - 8
     grouped = values.view(len(codes), -1, GROUP).to(torch.float32) * scales.float().unsqueeze(-1)
     return grouped.flatten(1).to(torch.bfloat16)
+
+
+QUANTISATION = Quantisation("int4", (1, GROUP), "QUANTISE_INT4", "uint8", "bfloat16", (CODES, SCALES), per_code=2)
+
+
+class Int4(NumberFormat):
+    """The format that config.json calls compressed-tensors."""
+
+    RULES: ClassVar[tuple[str, ...]] = ("int4",)
+    GROUP: ClassVar[int] = GROUP
+    LOCAL: ClassVar[bool] = True
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        f"{each}_{note}" for each in ("w13", "w2") for note in ("weight_shape", "weight_g_idx", "g_idx_sort_indices")
+    )
+    """Shapes and orders of columns, which Triton's kernel never reads."""
+
+    def other_scheme(self, described: Mapping[str, Any]) -> str | None:
+        return other_scheme(described)
+
+    def holds(self, files: Any, name: str) -> bool:
+        return name not in files.names and name + CODES in files.names
+
+    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
+        if len(shape) != 2:
+            return {name: (shape, ())}
+        return {name + suffix: (packed, DTYPES[suffix]) for suffix, packed in packed_shapes(shape).items()}
+
+    def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+        first, stop = cols.start // GROUP, -(-cols.stop // GROUP)
+        words = GROUP // PER_WORD
+        codes = files.view(place.name + CODES)[rows, first * words : stop * words]
+        values = dequantise(codes, files.view(place.name + SCALES)[rows, first:stop])
+        start = first * GROUP
+        return values[:, cols.start - start : cols.stop - start]
+
+    def quantisation(self, rule: str) -> Quantisation:
+        return QUANTISATION
+
+    def chosen(self, table: Table) -> Table:
+        return replace(table, rows=tuple(replace(row, quantised=rounds(row)) for row in table.rows))
+
+
+FORMAT = Int4()
