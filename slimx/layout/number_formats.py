@@ -11,11 +11,15 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx import entry_points
+from slimx.layout.ranks import Sizes
 from slimx.layout.stored import Stored
 from slimx.layout.table import Table
+
+if TYPE_CHECKING:
+    from slimx.config.schema import Config
 
 GROUP = "slimx.number_formats"
 StoredTensors = dict[str, tuple[tuple[int, ...], Collection[str]]]
@@ -92,6 +96,11 @@ class NumberFormat:
     def chosen(self, table: Table) -> Table:
         """The same table, with those rows quantised that engines hold so."""
         return table
+
+    def nearest(self, config: Config, sizes: Sizes) -> Iterable[tuple[str, Config, Sizes]]:
+        """Other values of a key, the configuration that has them, and the trainers' sizes then, the nearest first: for
+        a `config` with trainers of `sizes` that cuts blocks."""
+        return ()
 
     # Engines
 

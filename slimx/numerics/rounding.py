@@ -6,7 +6,7 @@ value of its key as its name. Methods import what they need: drivers do without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx import entry_points
@@ -40,8 +40,11 @@ class Rounding:
     def prepare_weights(self, weights: Any) -> None:
         """Called with a trainer's `Weights` as soon as the optimizer has fp32 weights of its own."""
 
+    def release(self, chunks: Iterable[Any]) -> None:
+        """Gives back what the modules `chunks` keep of weights from one micro-batch to the next."""
+
     def kept_bytes(self, elements: int) -> int:
-        """Returns bytes of what Transformer Engine keeps of `elements` weights from one micro-batch to the next."""
+        """Returns bytes of what a GPU's modules keep so of `elements` weights."""
         return 0
 
 

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx.errors import SlimxError
+from slimx.extras.low_precision.nearest import nearest
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
 from slimx.layout.parts import matrix
+from slimx.layout.ranks import Sizes
 from slimx.layout.stored import Stored
 from slimx.models.files.index import read_object
 
 if TYPE_CHECKING:
     import torch  # at run time where it computes: a plan of a run takes the names from here, without torch
+
+    from slimx.config.schema import Config
 
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of a quantised tensor's name for its scales, in Hugging Face's block-fp8 checkpoints and in SGLang."""
@@ -132,6 +136,9 @@ class BlockFp8(NumberFormat):
                 code="checkpoint.fp8",
                 about=scales[0],
             )
+
+    def nearest(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
+        return nearest(config, sizes)
 
     def quantisation(self, rule: str) -> Quantisation:
         return quantisation(rule)

@@ -7,17 +7,21 @@ columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx.extras.low_precision.experts import rounds
+from slimx.extras.low_precision.nearest import nearest
 from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
+from slimx.layout.ranks import Sizes
 from slimx.layout.stored import Stored
 from slimx.layout.table import Table
 
 if TYPE_CHECKING:
     import torch
+
+    from slimx.config.schema import Config
 
 CODES, SCALES, SHAPE = "_packed", "_scale", "_shape"
 """Suffixes of a matrix's name for its codes, its scales and its shape."""
@@ -93,6 +97,9 @@ class Int4(NumberFormat):
         values = dequantise(codes, files.view(place.name + SCALES)[rows, first:stop])
         start = first * GROUP
         return values[:, cols.start - start : cols.stop - start]
+
+    def nearest(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
+        return nearest(config, sizes)
 
     def quantisation(self, rule: str) -> Quantisation:
         return QUANTISATION

@@ -5,6 +5,7 @@ Imports torch and megatron-core in methods only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -49,6 +50,11 @@ class Fp8(Rounding):
         from slimx.extras.low_precision import megatron
 
         megatron.install(block, self.recipe)
+
+    def release(self, chunks: Iterable[Any]) -> None:
+        from slimx.extras.low_precision import weight_copies
+
+        weight_copies.drop(chunks)
 
     def kept_bytes(self, elements: int) -> int:
         """Codes and scales of the weights' rows, and once more of their columns."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
@@ -16,37 +15,12 @@ from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import published_format
 from slimx.layout.parts import Part
-from slimx.layout.ranks import Sizes, engine_sizes, sizes_of
+from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
-
-
-def nearest(config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
-    """The key with its new value, the configuration that has it, and the trainers' sizes then: of engines first, with
-    experts cut less or on fewer ranks, then of trainers. They may not fit the model, or the ranks."""
-    group = config.rollout.policy_engines[0]
-    whole = _divisors(group.tensor)
-    engines = [("expert", size) for size in whole if size > group.expert]
-    engines += [("tensor", size) for size in reversed(whole) if group.expert <= size < group.tensor]
-    for key, size in engines:
-        groups = tuple(each if each.frozen else each.model_copy(update={key: size}) for each in config.rollout.engines)
-        yield f"rollout.engines.{key}={size}", _with(config, "rollout", engines=groups), sizes
-    for key, now in (("expert_tensor", sizes.expert_tensor), ("tensor", sizes.tensor)):
-        for size in reversed(_divisors(now)[:-1]):
-            near = _with(config, "trainer", **{key: size})
-            yield f"trainer.{key}={size}", near, sizes_of(near.trainer)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _with(config: Config, section: str, **keys: Any) -> Config:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
-
 
 MIB = 2**20
 
@@ -74,7 +48,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     except SlimxError as error:
         if error.code != "plan.blocks":
             raise
-        for words, near, near_sizes in nearest(config, sizes):
+        for words, near, near_sizes in published_format(config.publish.quantise).nearest(config, sizes):
             try:
                 _planned(near, spec, near_sizes, device)
             except SlimxError:
