@@ -31,7 +31,7 @@ class Quantisation:
     """The codes that a publication makes of a matrix, and their scales, one for each block."""
 
     rule: str
-    """How the scale of a block is chosen (docs/numerics.md)."""
+    """The choice of a block's scale (docs/numerics.md)."""
     block: tuple[int, int]
     """Rows and columns of a block in elements."""
     operation: str
@@ -65,8 +65,7 @@ class NumberFormat:
     """Names of parameters that SGLang has beside the codes and never reads."""
 
     def other_scheme(self, described: Mapping[str, Any]) -> str | None:
-        """The field of the `quantization_config` of this method that says another format than this one, with its
-        value."""
+        """The first field of a `quantization_config` that describes another scheme than this one, with its value."""
         return None
 
     # Checkpoints; `files` is a `slimx.models.files.reader.CheckpointReader`
@@ -76,8 +75,8 @@ class NumberFormat:
         return False
 
     def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
-        """What is stored of tensor `name`, whose shape in a weight table is `shape`; `turned`: of a stack of transposed
-        matrices."""
+        """Tensors that store tensor `name`, whose shape in a weight table is `shape`; `turned`: it is a stack of
+        transposed matrices."""
         raise NotImplementedError
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> Any:
@@ -90,7 +89,7 @@ class NumberFormat:
     # Publications
 
     def quantisation(self, rule: str) -> Quantisation | None:
-        """What a publication by `rule` makes of the rows of a table that are quantised."""
+        """The codes that a publication by `rule` makes of the rows of a table that are quantised; None: none."""
         return None
 
     def chosen(self, table: Table) -> Table:

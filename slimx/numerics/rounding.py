@@ -38,7 +38,7 @@ class Rounding:
         """Exchanges plain torch's layers in a decoder's spec (TransformerBlockSubmodules)."""
 
     def prepare_weights(self, weights: Any) -> None:
-        """Called with a trainer's `Weights` as soon as the optimizer has fp32 weights of its own."""
+        """Called with a trainer's `Weights` when the optimizer has copied them in fp32."""
 
     def release(self, chunks: Iterable[Any]) -> None:
         """Gives back what the modules `chunks` keep of weights from one micro-batch to the next."""

@@ -146,7 +146,7 @@ class CheckpointReader:
             raise self._wrong(unknown[0], "unknown", f"has no place in the model ({len(unknown)} such tensors)")
 
     def _expected(self, name: str, shape: tuple[int, ...], *, turned: bool, quantised: bool) -> StoredTensors:
-        """What the checkpoint stores of tensor `name` of a table."""
+        """Tensors of the checkpoint that store tensor `name` of a table."""
         kept = self._format(name)
         if kept is None or (kept.CONVERTED and not quantised):
             return {name: (shape, _DTYPES)}
