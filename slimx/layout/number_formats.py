@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx import entry_points
-from slimx.layout.ranks import Sizes
 from slimx.layout.stored import Stored
 from slimx.layout.table import Table
 
 if TYPE_CHECKING:
     from slimx.config.schema import Config
+    from slimx.layout.ranks import Sizes
 
 GROUP = "slimx.number_formats"
 StoredTensors = dict[str, tuple[tuple[int, ...], Collection[str]]]

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx.errors import SlimxError
-from slimx.extras.low_precision.nearest import nearest
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
 from slimx.layout.parts import matrix
-from slimx.layout.ranks import Sizes
 from slimx.layout.stored import Stored
 from slimx.models.files.index import read_object
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     import torch  # at run time where it computes: a plan of a run takes the names from here, without torch
 
     from slimx.config.schema import Config
+    from slimx.layout.ranks import Sizes
 
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of a quantised tensor's name for its scales, in Hugging Face's block-fp8 checkpoints and in SGLang."""
@@ -138,6 +137,8 @@ class BlockFp8(NumberFormat):
             )
 
     def nearest(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
+        from slimx.extras.low_precision.nearest import nearest
+
         return nearest(config, sizes)
 
     def quantisation(self, rule: str) -> Quantisation:

@@ -12,9 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx.extras.low_precision.experts import rounds
-from slimx.extras.low_precision.nearest import nearest
 from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
-from slimx.layout.ranks import Sizes
 from slimx.layout.stored import Stored
 from slimx.layout.table import Table
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from slimx.config.schema import Config
+    from slimx.layout.ranks import Sizes
 
 CODES, SCALES, SHAPE = "_packed", "_scale", "_shape"
 """Suffixes of a matrix's name for its codes, its scales and its shape."""
@@ -99,6 +98,8 @@ class Int4(NumberFormat):
         return values[:, cols.start - start : cols.stop - start]
 
     def nearest(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
+        from slimx.extras.low_precision.nearest import nearest
+
         return nearest(config, sizes)
 
     def quantisation(self, rule: str) -> Quantisation:
