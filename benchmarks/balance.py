@@ -39,7 +39,7 @@ from quantities import positive, positive_float
 from slimx.data.batch import TrainingRow
 from slimx.data.packing import lay_out, slowdown
 from slimx.errors import SlimxError
-from slimx.models.flops import SequenceFlops
+from slimx.models.layer_kind import SequenceFlops
 from slimx.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,8 @@ import numpy as np
 from slimx.data.balance import greedy
 from slimx.data.packing import Split, best_fit, distribute
 from slimx.models.families import qwen3_moe
-from slimx.models.flops import SequenceFlops, sequence_flops
+from slimx.models.flops import sequence_flops
+from slimx.models.layer_kind import LayerKind, SequenceFlops
 
 QWEN3_30B_A3B: dict[str, Any] = {
     "hidden_size": 2048,
@@ -33,7 +34,7 @@ micro-batch) -> which rows go where."""
 
 def flops_of(hf: dict[str, Any]) -> SequenceFlops:
     """FLOPs of a Qwen3-MoE."""
-    return sequence_flops(qwen3_moe.transformer_config(hf), hf["vocab_size"])
+    return sequence_flops(qwen3_moe.transformer_config(hf), hf["vocab_size"], LayerKind())
 
 
 def lognormal_lengths(rows: int, *, sigma: float, mean: float, longest: int, seed: int) -> list[int]:

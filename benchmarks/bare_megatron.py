@@ -40,7 +40,7 @@ class BareMegatron:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         # The chunk rule is slimx's: megatron-core itself has none without CUDA.
-        from slimx.adapters.megatron.delta_net import decoder_spec as delta_net_spec
+        from slimx.extras.recurrent.adapters.megatron.delta_net import decoder_spec as delta_net_spec
         from slimx.layout.megatron import MegatronLayout
         from slimx.models.flops import delta_net_layers
         from slimx.trainer.device.backends import choose_backends

@@ -2,7 +2,7 @@
 
     python benchmarks/delta_rule.py [--tokens 512] [--heads 8] [--size 128] [--cut 100] [--requests 4] [--rounds 1]
 
-The rule is the one of trainers and of engines on the CPU (slimx/numerics/delta_rule.py), in fp32, on random inputs:
+The rule of trainers and of engines on the CPU (`slimx.extras.recurrent.numerics`), in fp32, on random inputs:
 keys and queries of length 1, decays exp(-softplus(x)) and learning rates sigmoid(x) of a standard normal x. A trainer
 computes a sequence whole; an engine begins anew behind each part of a prompt and goes on token by token, with other
 requests beside it. Each way's outputs are compared with those of the whole sequence; that of a batch, with the same
@@ -19,7 +19,7 @@ import torch
 from machine import surroundings
 from quantities import positive
 
-from slimx.numerics.delta_rule import gated_delta_rule, l2norm
+from slimx.extras.recurrent.numerics.delta_rule import gated_delta_rule, l2norm
 
 Inputs = tuple[torch.Tensor, ...]
 """Queries, keys, values [T, heads, d], logarithms of decays and learning rates [T, heads]."""

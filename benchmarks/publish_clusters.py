@@ -8,12 +8,13 @@ from types import ModuleType
 from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.links.model import Traffic, direct_traffic, gb300_nvlink, h100_infiniband, predict
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models.families import deepseek_v3, qwen3_moe
+from slimx.models.families import qwen3_moe
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
 

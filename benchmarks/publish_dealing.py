@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 from publish_clusters import CASES, DEEPSEEK_V3, Case  # noqa: E402
 from quantities import positive
 
+from slimx.extras.families import deepseek_v3  # noqa: E402
 from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
-from slimx.models.families import deepseek_v3  # noqa: E402
 from slimx.reshard.plan.dealing import deal, link_load  # noqa: E402
 
 DEEPSEEK = (

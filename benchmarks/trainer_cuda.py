@@ -137,7 +137,7 @@ def measure(name: str, steps: int, parallel: Any, directory: Path) -> None:
     trainer = PolicyTrainer(config, spec, parallel)
     built = torch.cuda.memory_allocated() if cuda else 0
     batches, tokens = rollouts(count, lengths, hf["vocab_size"], max_tokens)
-    flops = sequence_flops(spec.transformer, spec.vocab_size)
+    flops = sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind)
     work = sum(flops(length) for batch in batches for length in batch.lengths)
 
     def step(number: int) -> float:

@@ -12,6 +12,7 @@ from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
 from slimx.models.decoder import decoder_fields, quantised_otherwise, scaled_otherwise, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
+from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.rows import Attention, Layer, embedding, head
 
 ARCHITECTURE = "MixtralForCausalLM"

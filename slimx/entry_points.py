@@ -4,11 +4,14 @@
     slimx.agents            agents: `rollout.options.agent`
     slimx.commands          commands of the command line: Typer apps
     slimx.datasets          published data sets that `slimx data` writes
+    slimx.engine_layers     kinds of layers in SGLang: modules with ROWS, GAPS and REPLACEMENTS
     slimx.environments      environments: `rollout.options.environment`
     slimx.event_receivers   destinations of a run's events
+    slimx.families          families of models, by architecture
     slimx.foreign_names     names that other frameworks have for keys and values
     slimx.generate          generate hooks: `rollout.generate`
     slimx.hook_forms        hooks that were written for another program
+    slimx.layer_kinds       kinds of decoder layers
     slimx.maps              mapping hooks: `rollout.map`
     slimx.number_formats    formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics          arithmetic of trainer and engines: `numerics.mode`

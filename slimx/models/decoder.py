@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slimx.layout.number_formats import all_formats
+from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
 from slimx.models.rows import Attention
 
 
@@ -32,6 +33,11 @@ def decoder_fields(hf: Mapping[str, Any], attention: Attention) -> dict[str, Any
 def mtp_layers(hf: dict[str, Any]) -> int:
     """Layers of multi-token prediction: most families have none."""
     return 0
+
+
+def layer_kind(hf: dict[str, Any]) -> LayerKind:
+    """The kind of layers: most families have attention in all of them."""
+    return ATTENTION_ONLY
 
 
 def first_of(hf: dict[str, Any], *names: str) -> Any:

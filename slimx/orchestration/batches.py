@@ -36,7 +36,7 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
         multiple_of=sizes.tensor * sizes.context * rounding_of(config.trainer).TOKENS,
         sequence_multiple=sizes.sequence_multiple,
         count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
-        cost=sequence_flops(spec.transformer, spec.vocab_size) if flops else float,
+        cost=sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind) if flops else float,
         lockstep=sizes.expert * sizes.expert_tensor > sizes.tensor * sizes.context,
     )
 

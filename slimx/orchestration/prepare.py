@@ -19,8 +19,6 @@ from slimx.data.records import Prompt
 from slimx.engines.server.spec import engine_spec, server_args
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model
-from slimx.models.flops import delta_net_layers
-from slimx.models.state_space import layers_of
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
 from slimx.preflight.facts import model_facts, weight_facts
@@ -139,8 +137,7 @@ def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) ->
         device=device,
         packages=installed(),
         replaced=mode_of(config).replaces_layers,
-        delta_nets=delta_net_layers(spec.transformer) > 0,
-        state_spaces=bool(layers_of(spec.transformer, "M")),
+        layer_kind=spec.layer_kind,
         experts=spec.experts,
     )
     check_transformer(spec, config, backends, cpu=device == "cpu")

@@ -81,18 +81,6 @@ def moves_kv(rollout: Rollout, device: str) -> Problems:
             )
 
 
-@rule("engines.recurrent_state", "rollout.engines.sglang.disable_radix_cache")
-def states_are_one_requests_own(rollout: Rollout, spec: ModelSpec, device: str) -> Problems:
-    from slimx.models.flops import delta_net_layers
-
-    for group in rollout.policy_engines if delta_net_layers(spec.transformer) else ():
-        if device == "cuda" and not group.sglang.get("disable_radix_cache"):
-            yield (
-                f"{group.where} serves {spec.path}: requests would begin from states of delta nets that SGLang's "
-                "prefix cache keeps, which were never compared with a request's; set it to true"
-            )
-
-
 @rule("engines.colocated_ranks", "schedule.colocate")
 def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: str) -> Problems:
     ranks = sum(group.started * group.ranks for group in rollout.policy_engines)

@@ -43,57 +43,12 @@ def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Problems:
         )
 
 
-@rule("layout.delta_net", "trainer.tensor")
-def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
-    from slimx.models.flops import delta_net_layers
-
-    if not delta_net_layers(spec.transformer):
-        return
-    heads = spec.transformer["linear_num_key_heads"]
-    if heads % sizes.tensor:
-        yield f"delta nets of {spec.path} have {heads} key heads; choose a divisor of {heads}"
-    elif heads // sizes.tensor % sizes.context:
-        yield (
-            "trainer.context",
-            f"a rank of trainer.tensor={sizes.tensor} has {heads // sizes.tensor} key heads in each delta net of "
-            f"{spec.path}, for which these ranks exchange tokens; choose a divisor of {heads // sizes.tensor}",
-        )
-
-
-@rule("layout.state_space", "trainer.tensor")
-def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
-    from slimx.models.state_space import layers_of
-
-    if not layers_of(spec.transformer, "M"):
-        return
-    groups = spec.transformer["mamba_num_groups"]
-    if groups % sizes.tensor:
-        yield f"Mamba-2 layers of {spec.path} have {groups} groups; choose a divisor of {groups}"
-    if sizes.context > 1:
-        yield (
-            "trainer.context",
-            f"sequences that are cut were never proven with the Mamba-2 layers of {spec.path}, which megatron-core "
-            "0.19.2 puts together by Transformer Engine; set it to 1",
-        )
-
-
-@rule("layout.hybrid_values", "model.path")
-def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) -> Problems:
-    from slimx.models.state_space import PATTERN
-
-    if spec.transformer.get(PATTERN) and (algorithm.scores or critic is not None):
-        yield (
-            "it has the layers of megatron-core's HybridModel, on which neither critic nor reward model can be built "
-            "here; choose an algorithm without values (algorithm.name)"
-        )
-
-
 @rule("layout.parts", "trainer")
 def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
     from slimx.layout.megatron import MegatronLayout
     from slimx.layout.parts import check_coverage
 
-    split = not any(any(each.ask(sizes, spec)) for each in (sizes_divide, shares_key_heads, shares_groups))
+    split = not any(any(each.ask(sizes, spec)) for each in (sizes_divide, *spec.layer_kind.split_rules()))
     try:
         layout = MegatronLayout(spec.table, sizes)
     except SlimxError as error:
@@ -129,8 +84,8 @@ def dispatches(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Problems:
         yield f"it is DeepEP, which {lack}; set it to alltoall, or other sizes (trainer.expert x trainer.expert_tensor)"
 
 
-SPLIT = (sizes_divide, shares_key_heads, shares_groups, covers, trains_something, decays_known, dispatches)
-"""Asked of the policy and, with other keys, of the critic."""
+SPLIT = (sizes_divide, covers, trains_something, decays_known, dispatches)
+"""Asked of the policy and, with other keys, of the critic; a kind of layers may add some."""
 
 
 @rule("critic.split", "critic.layout")
@@ -141,7 +96,7 @@ def critic_splits(
         return
     try:
         with critic_keys(critic):
-            refuse(broken(SPLIT, {"trainer": critic_view, "spec": critic_spec, "sizes": critic_sizes}))
+            refuse(_split_problems(critic_view, critic_spec, critic_sizes))
     except SlimxError as error:
         yield error.about, str(error)
 
@@ -154,8 +109,13 @@ def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
     from slimx.layout.ranks import sizes_of
 
     sizes = sizes_of(trainer)
-    refuse(broken(SPLIT, {"trainer": trainer, "spec": spec, "sizes": sizes}))
+    refuse(_split_problems(trainer, spec, sizes))
     return sizes
+
+
+def _split_problems(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> list[SlimxError]:
+    rules = (*SPLIT, *spec.layer_kind.split_rules())
+    return broken(rules, {"trainer": trainer, "spec": spec, "sizes": sizes})
 
 
 @rule("weights.tensors", "trainer.load")

@@ -1,5 +1,5 @@
-"""Rules about the trainers: their device and optimizer, what data-parallel ranks exchange, activations, routing and
-sparse attention."""
+"""Rules about the trainers: their device and optimizer, what data-parallel ranks exchange, activations and
+routing."""
 
 from __future__ import annotations
 
@@ -116,26 +116,3 @@ def has_biases(trainer: Trainer, spec: ModelSpec) -> Problems:
     biases = spec.transformer.get("moe_router_enable_expert_bias")
     if trainer.moe.bias_update_rate and spec.moe_layers and not biases:
         yield f"routers of {spec.path} have no selection biases (e_score_correction_bias); set it to 0"
-
-
-@rule("sparse.indexer_loss", "trainer.megatron.dsa_indexer_loss_coeff")
-def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
-    if trainer.megatron.get("dsa_indexer_loss_coeff") and spec.transformer.get("dsa_indexer_topk"):
-        yield f"the indexer of {spec.path} is not trained: it stays as the checkpoint has it; leave the key out"
-
-
-@rule("sparse.replay", "trainer.indexer_replay")
-def has_indexers(trainer: Trainer, spec: ModelSpec) -> Problems:
-    if trainer.indexer_replay != "none" and not spec.transformer.get("dsa_indexer_topk"):
-        yield f"{spec.path} has no sparse attention; leave it at its default"
-
-
-@rule("sparse.engine_choice", "trainer.indexer_replay")
-def chosen_by_engines(trainer: Trainer) -> Problems:
-    # sglang.srt.layers.attention.dsa.dsa_topk_backend chooses and looks up the page table in one kernel, and
-    # sglang.srt.state_capturer.indexer_topk answers with what that gives.
-    if trainer.indexer_replay == "R3":
-        yield (
-            "SGLang 0.5.23 reports the tokens that an indexer chose as places in its KV cache, not as positions; set "
-            "it to R2 or none"
-        )

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from slimx import entry_points
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
+from slimx.models.layer_kind import GROUP
 
 if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
@@ -133,13 +135,14 @@ ARCHITECTURES: Mapping[str, Sequence[str]] = {
     "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
 }
 """Feature -> the architectures with which alone it was proven."""
-LAYERS: Mapping[str, Sequence[str]] = {
-    "Mamba-2": ("trainer.qat", "trainer.optimizer.kind", "trainer.freeze", "trainer.offload_activations"),
-    "delta nets": ("rollout.engines.role", "rollout.engines.sglang.speculative_algorithm"),
-    "megatron-core's experimental attention": ("trainer.offload_activations",),
-    "attention sinks": ("trainer.offload_activations",),
-}
-"""Kind of layers of a model -> what was never proven with them."""
+SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
+"""Kind of attention -> keys that were never proven with it."""
+
+
+def layer_tables() -> dict[str, Sequence[str]]:
+    """Returns keys that were never proven with a kind of layers, by its name, of all kinds."""
+    tables = (kind.unproven for kind in entry_points.load_all(GROUP).values())
+    return dict(chain.from_iterable(table.items() for table in (*tables, SINKS)))
 
 
 def key_of(entry: str) -> str:
@@ -209,23 +212,9 @@ def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, 
 
 @rule("unproven.layers", "model.path")
 def unproven_layers(trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Problems:
-    for kind in _kinds(spec):
-        yield from _refusals(LAYERS[kind], {"trainer": trainer, "rollout": rollout}, f"layers of {spec.path} ({kind})")
-
-
-def _kinds(spec: ModelSpec) -> Iterator[str]:
-    """Keys of `LAYERS`."""
-    from slimx.models.flops import delta_net_layers
-    from slimx.models.state_space import PATTERN
-
-    if spec.transformer.get(PATTERN):
-        yield "Mamba-2"
-    if delta_net_layers(spec.transformer):
-        yield "delta nets"
-    if spec.transformer.get("experimental_attention_variant"):
-        yield "megatron-core's experimental attention"
-    if spec.transformer.get("softmax_type") == "learnable":
-        yield "attention sinks"
+    kinds = spec.layer_kind.unproven | (SINKS if spec.transformer.get("softmax_type") == "learnable" else {})
+    for kind, entries in kinds.items():
+        yield from _refusals(entries, {"trainer": trainer, "rollout": rollout}, f"layers of {spec.path} ({kind})")
 
 
 def _refusals(entries: Sequence[str], sections: Sections, feature: str) -> Iterator[tuple[str, str]]:

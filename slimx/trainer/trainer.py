@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slimx.adapters.megatron.sparse import ChosenTokens
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.router_terms import Totals
 from slimx.config.schema import Config
@@ -19,6 +18,7 @@ from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
 from slimx.models.files.megatron_directory import check_fit, is_megatron
+from slimx.models.layer_kind import Packing
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of
 from slimx.trainer.checkpoint.load import load_weights
@@ -49,6 +49,7 @@ class PolicyTrainer(TrainedModel):
             device=parallel.device.type,
             packages=installed(),
             replaced=mode.replaces_layers,
+            layer_kind=spec.layer_kind,
             experts=spec.experts,
         )
         chunks = build_model(spec, config, self.backends, device=parallel.device)
@@ -74,7 +75,7 @@ class PolicyTrainer(TrainedModel):
             self.weights,
             config.algorithm,
             config.trainer.moe.routing_replay,
-            indexer_replay=config.trainer.indexer_replay == "R2",
+            recorder=spec.layer_kind.recorder(config.trainer),
             known=config.samples_known,
         )
 
@@ -90,7 +91,7 @@ class PolicyTrainer(TrainedModel):
         local, done = [self._local(batches) for batches in updates], step * len(updates)
         # All of them before the first update: other weights come once, and recomputed log-probs are of the old policy.
         known = self.passes.before_updates([batch for batches in local for batch in batches])
-        others, routes, chosen = iter(known.fields), iter(known.routes or ()), iter(known.chosen or ())
+        others, routes, packings = iter(known.fields), iter(known.routes or ()), iter(known.packings or ())
         metrics, self._trained = [], []
         for number, batches in enumerate(local):
             metrics.append(
@@ -98,7 +99,7 @@ class PolicyTrainer(TrainedModel):
                     batches,
                     list(islice(others, len(batches))),
                     replay=list(islice(routes, len(batches))) or None,
-                    chosen=list(islice(chosen, len(batches))) or None,
+                    packings=list(islice(packings, len(batches))) or None,
                     totals=totals[number],
                     step=done + number,
                     version=None if number else version,
@@ -134,7 +135,7 @@ class PolicyTrainer(TrainedModel):
         others: list[dict[str, torch.Tensor]],
         *,
         replay: Routes | None,
-        chosen: list[ChosenTokens] | None,
+        packings: list[Packing] | None,
         totals: Totals | None,
         step: int,
         version: int | None,
@@ -142,12 +143,12 @@ class PolicyTrainer(TrainedModel):
         """Run forward, backward and one optimizer step.
 
         `batches`: this rank's tokens; `others`: what other forward passes brought. `replay`: experts to take, None for
-        each router's own choice; `chosen`: tokens that sparse attention sees, likewise. `totals`: denominators of the
-        routers' terms. `step`: optimizer steps done so far, which the learning rate follows. `version` None: these
-        weights are no engine's."""
+        each router's own choice; `packings`: choices of other layers, likewise. `totals`: denominators of the routers'
+        terms. `step`: optimizer steps done so far, which the learning rate follows. `version` None: these weights are
+        no engine's."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
-            results = self.pipeline.train(batches, self.loss, others, chosen)
+            results = self.pipeline.train(batches, self.loss, others, packings)
         self.routing.gather_sums()
         differs = self._differing(batches)
         metrics = self._metrics(batches, results, version, differs)

@@ -186,6 +186,16 @@ CASES: dict[str, Case] = {
     "GLM-5": Case(
         make=sparse("GlmMoeDsaConfig", rope_parameters={"rope_type": "default", "rope_theta": 1e6}), mtp=1, cut=True
     ),
+    "GLM-5.2": Case(
+        make=sparse(
+            "GlmMoeDsaConfig",
+            num_hidden_layers=8,
+            indexer_types=["full", "shared", "shared", "shared"] * 2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        mtp=1,
+        cut=True,
+    ),
     # transformers' own gradients of the sinks and of the keys' biases are 1.2e-5 off those in float64.
     "gpt-oss": Case(make=stock("GptOssConfig", **GPT_OSS), biased=True, rounding=6e-5),
     "Qwen3-MoE": Case(make=stock("Qwen3MoeConfig", **EXPERTS, norm_topk_prob=True)),

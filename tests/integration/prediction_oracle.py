@@ -43,9 +43,10 @@ class Oracle(family_oracle.Oracle):
         super().__init__(path, seed, config, fields)
         layers = self.model.model.layers
         deeper = copy.deepcopy(self.model.config)
-        for kinds in ("mlp_layer_types", "indexer_types"):  # of some models; the prediction layer is as the last
-            if given := getattr(deeper, kinds, None):
-                setattr(deeper, kinds, [*given, given[-1]])
+        # Of some models: the prediction layer has the last layer's MLP and an indexer.
+        for key, kind in (("mlp_layer_types", None), ("indexer_types", "full")):
+            if kinds := getattr(deeper, key, None):
+                setattr(deeper, key, [*kinds, kind or kinds[-1]])
         self.mtp = MtpLayer(deeper, type(layers[-1]), type(self.model.model.norm), len(layers))
         # Layers of some models bring the tokens that they saw beside their states.
         self.mtp.mtp_block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slimx import entry_points
 from slimx.rules import unproven
-from slimx.rules.unproven import ARCHITECTURES, LAYERS
+from slimx.rules.unproven import ARCHITECTURES, layer_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 TITLE = "## Never proven together"
@@ -38,7 +38,7 @@ def _lines() -> Iterator[str]:
     tables = [unproven.UNPROVEN, *(vars(module).get("UNPROVEN", {}) for module in modules)]
     for feature, entries in chain.from_iterable(table.items() for table in tables):
         yield f"| {_cell(feature)} | {', '.join(map(_cell, entries))} |\n"
-    for kind, entries in LAYERS.items():
+    for kind, entries in layer_tables().items():
         yield f"| layers: {kind} | {', '.join(map(_cell, entries))} |\n"
     yield "\n| feature | architectures that it was proven with |\n| --- | --- |\n"
     tables = [ARCHITECTURES, *(vars(module).get("ARCHITECTURES", {}) for module in modules)]

@@ -8,14 +8,16 @@ tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from slimx.adapters.sglang import delta_net
+from slimx import entry_points
+from slimx.adapters.sglang.weights.layout import GROUP
 from slimx.errors import SlimxError
 from slimx.numerics.norm import rms_scale
 
@@ -155,18 +157,6 @@ GAPS = (
         open=lambda: not hasattr(_native_attention(), "get_cpu_graph_seq_len_fill_value"),
         close=_add_idle_length,
     ),
-    Gap(
-        "delta-net-operators",
-        "operators of sgl_kernel's CPU build, which the backend of delta nets and Qwen3.5 look up when imported",
-        open=delta_net.operators_missing,
-        close=delta_net.add_operators,
-    ),
-    Gap(
-        "delta-net-functions",
-        "functions of sgl_kernel's CPU build that the backend of delta nets imports by name",
-        open=delta_net.functions_missing,
-        close=delta_net.add_functions,
-    ),
 )
 
 
@@ -242,9 +232,8 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
     if experts:
         registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)
-    registry.register(delta_net.GATED_NORM, delta_net.rms_norm_gated, kinds.REPLACE)
-    registry.register(delta_net.GATED_LAYER_NORM, delta_net.layer_norm_gated, kinds.REPLACE)
-    registry.register(delta_net.SHARED_EXPERT, delta_net.add_gated_expert, kinds.REPLACE)
+    for name, function in chain.from_iterable(kind.REPLACEMENTS for kind in _layer_kinds()):
+        registry.register(name, function, kinds.REPLACE)
     registry.register(LING_EXPERTS, scaled_experts, kinds.AROUND)
     registry.register(MINIMAX_SQUARES, sums_of_squares, kinds.REPLACE)
     registry.register(MINIMAX_NORM, normed_by_sums, kinds.REPLACE)
@@ -257,7 +246,16 @@ def open_choices() -> None:
 
 def close_gaps() -> None:
     """Close the gaps of the scheduler process."""
-    _close(GAPS)
+    _close(_gaps())
+
+
+def _gaps() -> tuple[Gap, ...]:
+    return (*GAPS, *chain.from_iterable(kind.GAPS for kind in _layer_kinds()))
+
+
+def _layer_kinds() -> Iterable[Any]:
+    """Modules with ROWS, GAPS and REPLACEMENTS of kinds of layers."""
+    return entry_points.load_all(GROUP).values()
 
 
 def _close(gaps: tuple[Gap, ...]) -> None:
@@ -274,4 +272,4 @@ def _close(gaps: tuple[Gap, ...]) -> None:
 
 def attest() -> dict[str, bool]:
     """Name of every gap -> whether it is closed now."""
-    return {gap.name: not gap.open() for gap in (*CHOICES, *GAPS)}
+    return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

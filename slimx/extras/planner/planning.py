@@ -21,8 +21,6 @@ from slimx.extras.planner.plan.together import refusals, together
 from slimx.extras.planner.record import PlanReport, Predicted
 from slimx.extras.planner.rules.machine import unused_warnings
 from slimx.models.families import ModelSpec
-from slimx.models.flops import delta_net_layers
-from slimx.models.state_space import layers_of
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.prompts import first_prompt, run_tokenizer
 from slimx.preflight.hardware import machine_of
@@ -115,8 +113,7 @@ def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:
             device=device,
             packages=installed(),
             replaced=mode_of(config).replaces_layers,
-            delta_nets=delta_net_layers(spec.transformer) > 0,
-            state_spaces=bool(layers_of(spec.transformer, "M")),
+            layer_kind=spec.layer_kind,
             experts=spec.experts,
         ).reasons
     except SlimxError as error:  # no violation: the plan may be for machines that have the package

@@ -8,34 +8,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
+from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.dotted import load_module
 from slimx.errors import SlimxError
 from slimx.layout.patterns import Sources, select
 from slimx.layout.table import Table
-from slimx.models.families import (
-    bailing_moe_v2,
-    deepseek_v3,
-    deepseek_v32,
-    glm4_moe,
-    glm4_moe_lite,
-    glm_moe_dsa,
-    gpt_oss,
-    kimi_k25,
-    llama,
-    mimo,
-    minimax_m2,
-    nemotron_h,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-)
 from slimx.models.fields import Fields
 from slimx.models.files.index import check_downloaded, read_object
 from slimx.models.headless import without_output_layer
+from slimx.models.layer_kind import LayerKind
 from slimx.models.schema import check_fields
 
 
@@ -64,6 +46,10 @@ class Family(Protocol):
         """Layers of multi-token prediction that the checkpoint declares."""
         ...
 
+    def layer_kind(self, hf: dict[str, Any]) -> LayerKind:
+        """The parts of the decoder's layers (`slimx.models.layer_kind`)."""
+        ...
+
     def engine_table(self, hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
         """SGLang's layout of every checkpoint tensor; `fused_shared_experts`: with shared experts after the others."""
         ...
@@ -73,29 +59,8 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: dict[str, Family] = {
-    family.ARCHITECTURE: family
-    for family in (
-        bailing_moe_v2,
-        deepseek_v3,
-        deepseek_v32,
-        glm4_moe,
-        glm4_moe_lite,
-        glm_moe_dsa,
-        gpt_oss,
-        kimi_k25,
-        llama,
-        mimo,
-        minimax_m2,
-        nemotron_h,
-        qwen2,
-        qwen3,
-        qwen3_5,
-        qwen3_5_moe,
-        qwen3_moe,
-        qwen3_next,
-    )
-}
+GROUP = "slimx.families"
+"""Entry points of families, named by their architecture."""
 
 _VISION = (
     "slimx trains text alone and would lose the tensors of its vision tower; the same language model saved as "
@@ -115,9 +80,10 @@ class ModelSpec:
     path: str
     hf: dict[str, Any]
     transformer: dict[str, Any]
-    """Fields of megatron-core's TransformerConfig; of a hybrid model its pattern too (`slimx.models.state_space`)."""
+    """Fields of megatron-core's TransformerConfig."""
     gpt: dict[str, Any]
     """Arguments of megatron-core's GPTModel, or its HybridModel."""
+    layer_kind: LayerKind
     table: Table
     """The trainer's layout of every checkpoint tensor."""
     family: Family
@@ -139,10 +105,8 @@ class ModelSpec:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with experts, counted from 0; none of a dense model."""
-        frequency = self.transformer.get("moe_layer_freq", 1)
-        if isinstance(frequency, int):
-            frequency = [int(layer % frequency == 0) for layer in range(self.transformer["num_layers"])]
-        return tuple(layer for layer, has in enumerate(frequency) if has) if self.experts else ()
+        layers = self.layer_kind.layers(self.transformer) if self.experts else ()
+        return tuple(index for index, layer in enumerate(layers) if layer.mlp == "experts")
 
     @property
     def normalises_projections(self) -> bool:
@@ -244,7 +208,15 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
                 about="trainer.megatron.mtp_num_layers",
             )
         table = family.weight_table(fields, mtp_layers)
-        spec = ModelSpec(str(path), hf, family.transformer_config(fields), family.gpt_arguments(fields), table, family)
+        spec = ModelSpec(
+            path=str(path),
+            hf=hf,
+            transformer=family.transformer_config(fields),
+            gpt=family.gpt_arguments(fields),
+            layer_kind=family.layer_kind(fields),
+            table=table,
+            family=family,
+        )
         if name := next(fields.unread(), None):
             raise SlimxError(
                 f"{file}: nothing in slimx reads field {name} of a {architecture}, and it may change what the model "
@@ -308,11 +280,11 @@ def _family_of(architecture: str, file: Path, given: Family | None) -> Family:
             code="model.unbuildable",
             about=architecture,
         )
-    if architecture not in FAMILIES:
+    if architecture not in (known := entry_points.find(GROUP)):
         raise SlimxError(
-            f"{file}: architecture {architecture} is not supported; slimx knows {', '.join(sorted(FAMILIES))}, and "
+            f"{file}: architecture {architecture} is not supported; slimx knows {', '.join(known)}, and "
             "docs/models.md shows how to add one (model.family)",
             code="model.unknown",
             about=architecture,
         )
-    return FAMILIES[architecture]
+    return entry_points.load(GROUP, architecture)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
+from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
 from slimx.numerics.rounding import rounding_of
 
 _MODULES = ("transformer_engine", "deep_ep", "fla", "mamba_ssm", "causal_conv1d", "fused_weight_gradient_mlp_cuda")
@@ -68,13 +69,12 @@ def choose_backends(
     device: str,
     packages: Collection[str],
     replaced: bool = False,
-    delta_nets: bool = False,
-    state_spaces: bool = False,
+    layer_kind: LayerKind = ATTENTION_ONLY,
     experts: int = 0,
 ) -> Backends:
     """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines. `replaced`:
-    numerics.mode brings layers in the place of plain torch's. `delta_nets`, `state_spaces`: the model has some (the
-    latter: Mamba-2 layers). `experts`: routed ones of a layer.
+    numerics.mode brings layers in the place of plain torch's. `layer_kind`: of the model. `experts`: routed ones of a
+    layer.
 
     Raises SlimxError naming the key and what is missing."""
     if replaced:
@@ -94,9 +94,7 @@ def choose_backends(
     why_rounding = rounding_of(trainer).reasons(device, engine=has_engine(device, packages))
     permute, why_permute = _permute_fusion(device, packages)
     overlap, why_overlap = _overlap(trainer, device, packages, experts)
-    delta_rule = [_delta_rule(device, packages)] if delta_nets else []
-    state_rule = [_state_rule(device, packages)] if state_spaces else []
-    why_kernels = (why_attention, *delta_rule, *state_rule, why_dispatcher, why_fusion)
+    why_kernels = (why_attention, *layer_kind.kernels(device, packages), why_dispatcher, why_fusion)
     reasons = (*why_kernels, why_permute, why_overlap, *_gather(trainer, overlap), *why_rounding)
     return Backends(
         attention=attention,
@@ -144,21 +142,6 @@ def _attention(asked: Attention, device: str, packages: Collection[str]) -> tupl
             )
         return asked, f"attention flash: as configured ({', '.join(flash)})"
     return asked, f"attention {asked}: as configured"
-
-
-def _delta_rule(device: str, packages: Collection[str]) -> str:
-    if device == "cuda" and "fla" in packages:
-        return "gated delta rule: flash-linear-attention's kernels"
-    missing = "flash-linear-attention is not installed" if device == "cuda" else "there is no CUDA"
-    return f"gated delta rule in plain torch: {missing}"
-
-
-def _state_rule(device: str, packages: Collection[str]) -> str:
-    lacking = [name for name in ("mamba_ssm", "causal_conv1d") if name not in packages]
-    if device == "cuda" and not lacking:
-        return "state-space rule of Mamba-2: mamba_ssm's kernels"
-    missing = f"{' and '.join(lacking)} not installed" if device == "cuda" else "there is no CUDA"
-    return f"state-space rule of Mamba-2 in plain torch: {missing}"
 
 
 def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:

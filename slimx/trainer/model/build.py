@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.adapters.megatron import attention as megatron_attention
-from slimx.adapters.megatron import delta_net as megatron_delta_net
 from slimx.adapters.megatron import latent as megatron_latent
-from slimx.adapters.megatron import mamba as megatron_mamba
-from slimx.adapters.megatron import sparse as megatron_sparse
 from slimx.adapters.megatron.param_gather import wait_by_layer
 from slimx.config.schema import Config
 from slimx.layout.megatron import MegatronLayout
-from slimx.layout.ranks import Sizes, sizes_of
+from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
-from slimx.models.state_space import PATTERN
 from slimx.numerics.mode import NumericsMode, mode_of
 from slimx.numerics.rounding import Rounding, rounding_of
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
-from slimx.trainer.model.hybrid_model import HybridPolicyModel, segments
 from slimx.trainer.model.lora import attach
 from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
 from slimx.trainer.model.transformer import transformer_config
@@ -59,7 +51,7 @@ def build_model(
         else {}
     )
     virtual = config.trainer.virtual_pipeline
-    make = partial(model_kind(spec, sizes_of(config.trainer), kind), **options)
+    make = partial(spec.layer_kind.model_class(kind, sizes_of(config.trainer)), **options)
     # Transformer Engine's layers round by themselves, see `transformer_config`.
     rounding = Rounding() if backends.transformer_engine else rounding_of(config.trainer)
     chunks = [
@@ -105,15 +97,6 @@ def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> N
         freeze(unwrap(chunk), own, recompute=config.trainer.recompute.granularity != "none")
 
 
-def model_kind(
-    spec: ModelSpec, sizes: Sizes, kind: type[PolicyModel] | type[ValueModel] = PolicyModel
-) -> Callable[..., PolicyModel | ValueModel]:
-    """The class that chunks are made of, `kind` unless the model has state-space layers."""
-    if pattern := spec.transformer.get(PATTERN):
-        return partial(HybridPolicyModel, hybrid_layer_pattern=segments(pattern, sizes.split, sizes.stages))
-    return kind
-
-
 def build_chunk(
     make: Callable[..., PolicyModel | ValueModel],
     spec: ModelSpec,
@@ -123,15 +106,12 @@ def build_chunk(
     mode: NumericsMode,
     rounding: Rounding,
 ) -> torch.nn.Module:
-    """One module of this rank, not yet wrapped for data parallelism. `make`: as `model_kind` says. `chunk`: its number,
-    None without virtual pipeline stages. `rounding`: by plain torch's layers."""
-    if transformer.is_hybrid_model:
-        layers = megatron_mamba.stack_spec(transformer)
-        router.install_in(layers.submodules.moe_layer)
-    else:
-        layers = _gpt_layers(transformer, chunk)
+    """One module of this rank, not yet wrapped for data parallelism. `make`: as `LayerKind.model_class` returns it.
+    `chunk`: its number, None without virtual pipeline stages. `rounding`: by plain torch's layers."""
+    layers = spec.layer_kind.decoder_spec(transformer, chunk)
+    if transformer.multi_latent_attention:
         megatron_latent.install(layers)
-        router.install(layers)
+    router.install(layers)
     if spec.normalises_projections:
         projection_norm.install(layers, transformer)
     if transformer.softmax_type == "learnable":
@@ -158,20 +138,9 @@ def build_chunk(
             module._maintain_float32_expert_bias()
         elif isinstance(module, ValueHead):
             module.float()
-        elif isinstance(module, DSAIndexer):
-            module.k_norm.float()  # as checkpoints and engines have it
-        elif isinstance(module, MambaMixer):
-            for parameter in (module.A_log, module.D):  # as megatron-core makes them
-                parameter.data = parameter.data.float()
+        for parameter in spec.layer_kind.fp32_parameters(module):
+            parameter.data = parameter.data.float()
     return halved
-
-
-def _gpt_layers(transformer: TransformerConfig, chunk: int | None) -> Any:
-    if transformer.experimental_attention_variant == megatron_delta_net.VARIANT:
-        return megatron_delta_net.decoder_spec(transformer, chunk)
-    if transformer.experimental_attention_variant == "dsa":
-        return megatron_sparse.block_spec(transformer, vp_stage=chunk)
-    return get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
 
 
 def unwrap(model: torch.nn.Module) -> PolicyModel | ValueModel:

@@ -3,6 +3,7 @@ recomputed over packed sequences."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from megatron.core.transformer.multi_token_prediction import (
     roll_tensor,
 )
 
-from slimx.adapters.megatron.sparse import without_choice
 from slimx.numerics.mode import Head
 from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
@@ -75,7 +75,7 @@ class PolicyOutput:
                 rotary_pos_emb=rotary_pos_emb,
                 rotary_pos_cos=rotary_pos_cos,
                 rotary_pos_sin=rotary_pos_sin,
-                packed_seq_params=without_choice(packed_seq_params),
+                packed_seq_params=bounds_alone(packed_seq_params),
                 embedding=lambda **inputs: self.embedding(**inputs).detach(),
             )
             wanted = labels.labels.unsqueeze(0)
@@ -96,6 +96,14 @@ class PolicyOutput:
             whole = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         chunk = chunk_tokens(self._chunk, len(head))
         return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk, head=self._head)
+
+
+def bounds_alone(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
+    """The bounds of `sequences` alone, without choices that layers keep there: megatron-core counts layers of
+    multi-token prediction from 1 again, and no pass before the updates runs them."""
+    if sequences is None:
+        return None
+    return PackedSeqParams(**{field.name: getattr(sequences, field.name) for field in fields(PackedSeqParams)})
 
 
 class PolicyModel(PolicyOutput, GPTModel):

@@ -16,7 +16,6 @@ from slimx.config.schema import Config
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
-from slimx.models.state_space import PATTERN
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of
 from slimx.trainer.device.backends import Backends
@@ -51,7 +50,7 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
     trainer, dtype = config.trainer, DTYPES[config.numerics.dtype]
     kind = _kind(spec)
     fields: dict[str, Any] = {
-        **{name: value for name, value in spec.transformer.items() if name != PATTERN},
+        **spec.transformer,
         "mtp_num_layers": spec.table.mtp_layers or None,
         "activation_func": ACTIVATIONS[spec.transformer.get("activation_func", "silu")],
         "hidden_dropout": 0.0,
@@ -154,11 +153,11 @@ def fused_rotation(spec: ModelSpec) -> bool:
     if not fields.get("multi_latent_attention", False):
         # Transformer Engine's kernel leaves out the factor by which yarn lengthens queries and keys.
         return spec.gpt["position_embedding_type"] != "yarn"
-    # megatron-core's own kernels: for yarn, not for sparse attention, and Triton takes ranges of powers of 2 only.
+    # megatron-core's own kernels: for yarn, and Triton takes ranges of powers of 2 only.
     widths = (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"], fields["v_head_dim"])
     return (
         fields["rope_type"] == "yarn"
-        and fields.get("experimental_attention_variant") != "dsa"
+        and spec.layer_kind.fuses_rotation
         and all(width.bit_count() == 1 for width in widths)
     )
 

@@ -157,14 +157,9 @@ class PolicyRouter(TopKRouter):
         """Do nothing: the tally counts."""
 
 
-def install(block: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
-    """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with routers of `kind`."""
-    for layer in block.layer_specs:
-        install_in(layer, kind)
-
-
-def install_in(layer: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
-    """Have a layer of this spec built with a router of `kind`, if it has experts."""
-    parts = get_submodules(layer.submodules.mlp) if isinstance(layer, ModuleSpec) else None
-    if isinstance(parts, MoESubmodules):
-        parts.router = kind
+def install(decoder: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
+    """Have the layers of a decoder's spec that have experts built with routers of `kind`."""
+    for layer in decoder.layer_specs:
+        parts = get_submodules(layer.submodules.mlp) if isinstance(layer, ModuleSpec) else None
+        if isinstance(parts, MoESubmodules):
+            parts.router = kind

@@ -15,10 +15,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from slimx.adapters.megatron.activation_offload import offloading
-from slimx.adapters.megatron.sparse import ChosenTokens, SparseSequences
 from slimx.algorithms.inputs import Loss, LossInputs, TopLogprobs
 from slimx.data.batch import MicroBatch
 from slimx.data.columns import LOSS_COLUMNS
+from slimx.models.layer_kind import Packing
 from slimx.trainer.device.transfer import to_device
 from slimx.trainer.model.logprobs import KeptTokens, Targets
 from slimx.trainer.moe.routing import Routing
@@ -57,28 +57,28 @@ class Pipeline:
         self.chunks, self.device, self._routing, self._sequence_sum = chunks, device, routing, sequence_sum
         self._run = get_forward_backward_func()
 
-    def scores(self, batches: list[MicroBatch], chosen: Sequence[ChosenTokens] | None = None) -> list[TokenScores]:
+    def scores(self, batches: list[MicroBatch], packings: Sequence[Packing] | None = None) -> list[TokenScores]:
         """Log-probs and entropies under the present weights, one pair per micro-batch; empty except on the last
-        pipeline stage. `chosen`: as `train` takes it."""
+        pipeline stage. `packings`: as `train` takes them."""
 
         def collect(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, TokenScores]:
             return output[0].sum(), torch.zeros((), dtype=torch.int), TokenScores(*output)
 
         with torch.no_grad():
-            return self._schedule(batches, collect, chosen, forward_only=True)
+            return self._schedule(batches, collect, packings, forward_only=True)
 
     def train(
         self,
         batches: list[MicroBatch],
         loss: Loss,
         others: Sequence[Mapping[str, torch.Tensor]],
-        chosen: Sequence[ChosenTokens] | None = None,
+        packings: Sequence[Packing] | None = None,
     ) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Accumulate gradients; per micro-batch the loss's metrics and the policy's log-probs [T] (last stage only).
 
         `others`: fields of `LossInputs` by name, per micro-batch: what earlier forward passes brought (last stage
-        only). `chosen`: per micro-batch the tokens that sparse attention sees, added where they are missing; None:
-        every pass chooses anew."""
+        only). `packings`: makers of the micro-batches' bounds, on which layers record choices or repeat recorded ones;
+        None: every pass chooses anew."""
         number = iter(range(len(batches)))
 
         def compute(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -95,17 +95,17 @@ class Pipeline:
             total, metrics = loss(inputs)
             return total, torch.zeros((), dtype=torch.int), (metrics, logprobs.detach())
 
-        return self._schedule(batches, compute, chosen, forward_only=False)
+        return self._schedule(batches, compute, packings, forward_only=False)
 
     def _schedule(
         self,
         batches: list[MicroBatch],
         loss: Callable[..., Any],
-        chosen: Sequence[ChosenTokens] | None = None,
+        packings: Sequence[Packing] | None = None,
         *,
         forward_only: bool,
     ) -> list[Any]:
-        fed = list(zip(batches, chosen or [None] * len(batches), strict=True))
+        fed = list(zip(batches, packings or [PackedSeqParams] * len(batches), strict=True))
         with offloading(get_model_config(self.chunks[0]), training=not forward_only):
             return self._run(
                 forward_step_func=partial(self._forward, loss, training=not forward_only),
@@ -121,17 +121,16 @@ class Pipeline:
     def _forward(
         self,
         loss: Callable[..., Any],
-        batches: Iterator[tuple[MicroBatch, ChosenTokens | None]],
+        batches: Iterator[tuple[MicroBatch, Packing]],
         model: Any,
         *,
         training: bool,
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch, chosen = next(batches)
+        batch, packing = next(batches)
         # Only learned position embeddings would read them; rotary ones go by the bounds of the sequences.
         positions = torch.zeros(1, len(batch.tokens), dtype=torch.int64, device=self.device)
         bounds = self._tensor(np.cumsum([0, *batch.lengths], dtype=np.int32))
-        sequences = PackedSeqParams if chosen is None else partial(SparseSequences, chosen=chosen)
-        packed = sequences(
+        packed = packing(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,

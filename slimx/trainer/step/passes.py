@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 
-from slimx.adapters.megatron.sparse import ChosenTokens
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
+from slimx.models.layer_kind import Packing
 from slimx.trainer.model.weights import HostCopy, Weights
 from slimx.trainer.moe.routing import Routes, Routing
 from slimx.trainer.step.forward_backward import Pipeline, TokenScores
@@ -25,8 +26,8 @@ class Known(NamedTuple):
     """Fields of `LossInputs` by name, per micro-batch; on the ranks of the last pipeline stage, elsewhere none."""
     routes: Routes | None
     """The experts that training takes, per micro-batch; None: each router chooses."""
-    chosen: list[ChosenTokens] | None
-    """The tokens that sparse attention sees in training, per micro-batch; None: each indexer chooses."""
+    packings: list[Packing] | None
+    """Makers of the micro-batches' bounds, with the choices of layers that training repeats; None: none is repeated."""
 
 
 class ForwardPasses:
@@ -40,14 +41,14 @@ class ForwardPasses:
         algorithm: Algorithm,
         replay: Replay,
         *,
-        indexer_replay: bool = False,
+        recorder: Callable[[], Packing] | None = None,
         known: bool = False,
     ):
         """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`:
-        `trainer.moe.routing_replay`; `indexer_replay`: R2 of `trainer.indexer_replay`. `known`: the engines' log-probs
-        are the policy's own before each step, to the last bit."""
+        `trainer.moe.routing_replay`; `recorder`: `LayerKind.recorder`. `known`: the engines' log-probs are the policy's
+        own before each step, to the last bit."""
         self._pipeline, self._routing, self._weights, self._replay = pipeline, routing, weights, replay
-        self._indexer_replay = indexer_replay
+        self._recorder = recorder
         self._recompute = algorithm.old_logprobs == "recompute" and not known
         self._copies: dict[str, HostCopy] = {}
         self._base = algorithm.reference and weights.adapted
@@ -87,10 +88,10 @@ class ForwardPasses:
         """Run the passes that a loss needs before the policy moves; find the choices to replay. Collective."""
         fields: dict[str, list[TokenScores]] = {}
         routes = self._routing.from_engine(batches) if self._replay == "R3" else None
-        chosen: list[ChosenTokens] | None = [{} for _ in batches] if self._indexer_replay else None
-        if self._recompute or self._replay == "R2" or chosen:
+        packings = [self._recorder() for _ in batches] if self._recorder else None
+        if self._recompute or self._replay == "R2" or packings:
             with self._routing.forward(batches, replay=routes):
-                old = self._pipeline.scores(batches, chosen)
+                old = self._pipeline.scores(batches, packings)
             if self._recompute:
                 fields["old_logprobs"] = old
             if self._replay == "R2":
@@ -102,9 +103,9 @@ class ForwardPasses:
                 switch(copy)
                 fields[f"{name}_logprobs"] = self._pipeline.scores(batches)
         if not fields:
-            return Known([{} for _ in batches], routes, chosen)
+            return Known([{} for _ in batches], routes, packings)
         named = [
             {name: scores.logprobs for name, scores in zip(fields, each, strict=True)}
             for each in zip(*fields.values(), strict=True)
         ]
-        return Known(named, routes, chosen)
+        return Known(named, routes, packings)

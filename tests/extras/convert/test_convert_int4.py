@@ -18,8 +18,8 @@ from slimx.extras.low_precision import int4_kernel as kernel
 from slimx.extras.low_precision.int4 import GROUP, SHAPE, other_scheme
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.extras.convert.convert_stand import LAYOUT, QWEN3, WIDE, dtypes_of, go
+from tests.extras.families.gpt_oss_stand import HF as GPT_OSS
 from tests.refusals import refused
-from tests.unit.models.gpt_oss_stand import HF as GPT_OSS
 
 GROUPED = WIDE | {"hidden_size": 160, "moe_intermediate_size": 96, "num_experts": 4}
 SCHEME = QuantizationScheme(

@@ -33,8 +33,10 @@ from slimx.extras.exact.adapters.sglang.numerics import (
 )
 from slimx.extras.exact.mode import Exact
 from slimx.extras.exact.operations.forward import kernel_cuda
+from slimx.extras.families import gpt_oss
+from slimx.extras.recurrent.families import qwen3_5, qwen3_next
 from slimx.layout.ranks import Sizes
-from slimx.models.families import gpt_oss, qwen3_5, qwen3_next, read_model
+from slimx.models.families import read_model
 from slimx.numerics.mode import NumericsMode, mode_of, server_mode
 from slimx.orchestration.step.measure import check_gap
 from slimx.reshard.parties import PROTOCOL

@@ -9,11 +9,11 @@ import torch
 
 from slimx.extras.exact.adapters.sglang.widener import Widener
 from slimx.extras.exact.served_weights import ServedWeights
+from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import blocks
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
-from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels.record import RULE
 from tests import reshard_reference as reference
 from tests.refusals import refused

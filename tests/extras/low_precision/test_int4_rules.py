@@ -15,8 +15,8 @@ from slimx.models.families import read_model
 from slimx.preflight.facts import model_facts
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.extras.convert.convert_stand import QWEN3
+from tests.extras.families.gpt_oss_stand import HF as GPT_OSS
 from tests.refusals import invalid
-from tests.unit.models.gpt_oss_stand import HF as GPT_OSS
 
 GROUPED = QWEN3_MOE | {"hidden_size": 64, "moe_intermediate_size": 64}
 INT4 = {

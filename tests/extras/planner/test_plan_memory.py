@@ -16,6 +16,7 @@ import torch
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Recompute, Trainer
 from slimx.extras.exact.served_weights import ServedWeights
+from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.memory.activations import Setting, layer_bytes
 from slimx.extras.planner.memory.engine import kv_bytes
@@ -26,9 +27,11 @@ from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table
-from slimx.models.families import deepseek_v3, qwen3_moe, read_model
+from slimx.models.families import qwen3_moe, read_model
+from slimx.models.layer_kind import LayerKind, LayerParts
 from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
 
+MLP, MOE = LayerParts("attention", "dense"), LayerParts("attention", "experts")
 QWEN = QWEN3_30B | {
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -196,7 +199,7 @@ def setting(**fields: Any) -> Setting:
 def test_a_dense_layer_keeps_what_korthikanti_count():
     """34 s b h of 2205.05198 (equation 2 without the attention's probabilities): less 2 for the dropout masks that are
     not there, 4 more for rotated queries and keys, 8 more for the gate, and flash attention's row sums."""
-    layer = layer_bytes(DENSE, setting(), moe=False)
+    layer = layer_bytes(DENSE, setting(), MLP, LayerKind())
     rows = 4 * DENSE["num_attention_heads"] * 2048
     assert layer.total == (34 - 2 + 4 + 8) * 2048 * 1024 + rows
 
@@ -206,7 +209,7 @@ def test_attention_with_sinks_keeps_a_mask_and_keys_of_every_head_and_no_scores(
     model = {"hidden_size": 2880, "num_attention_heads": 64, "num_query_groups": 8, "kv_channels": 64}
     model |= {"ffn_hidden_size": 2880}
     plain, masked = (
-        layer_bytes(model, setting(tokens=10240, length=10240, sizes=Sizes(tensor=2), masked=masked), moe=False)
+        layer_bytes(model, setting(tokens=10240, length=10240, sizes=Sizes(tensor=2), masked=masked), MLP, LayerKind())
         for masked in (False, True)
     )
     assert masked.core - plain.core == 3 * 10240 * 32 * 72 * 2 + 10240**2 * (2 + 1)
@@ -216,22 +219,22 @@ def test_attention_with_sinks_keeps_a_mask_and_keys_of_every_head_and_no_scores(
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_tensor_and_sequence_parallelism_divide_all_that_a_layer_keeps(tensor: int):
     """Section 4.2.2 there: with both, everything is divided by the tensor-parallel size."""
-    whole, part = (layer_bytes(DENSE, setting(sizes=Sizes(tensor=t)), moe=False) for t in (1, tensor))
+    whole, part = (layer_bytes(DENSE, setting(sizes=Sizes(tensor=t)), MLP, LayerKind()) for t in (1, tensor))
     assert part.total == pytest.approx(whole.total / tensor)
 
 
 def test_experts_keep_top_k_copies_whatever_their_parallelism():
     model = qwen3_moe.transformer_config(QWEN3_30B)
-    one = layer_bytes(model, setting(), moe=True)
-    spread = layer_bytes(model, setting(sizes=Sizes(data=8, expert=8)), moe=True)
-    split = layer_bytes(model, setting(sizes=Sizes(tensor=4, data=2, expert=2, expert_tensor=4)), moe=True)
+    one = layer_bytes(model, setting(), MOE, LayerKind())
+    spread = layer_bytes(model, setting(sizes=Sizes(data=8, expert=8)), MOE, LayerKind())
+    split = layer_bytes(model, setting(sizes=Sizes(tensor=4, data=2, expert=2, expert_tensor=4)), MOE, LayerKind())
     assert one.dispatched == 2048 * 8 * 2048 * 2 and one.inner == 2048 * 8 * 2 * 768 * 2
     assert spread.total == one.total
     assert (split.dispatched, split.inner) == (one.dispatched, one.inner / 4), "every rank of an expert gets all tokens"
 
 
 def test_recomputation_keeps_less_from_form_to_form():
-    layers = [layer_bytes(deepseek_v3.transformer_config(DEEPSEEK_V3), setting(), moe=True)] * 4
+    layers = [layer_bytes(deepseek_v3.transformer_config(DEEPSEEK_V3), setting(), MOE, LayerKind())] * 4
 
     def kept(**fields: Any) -> float:
         return _layers(layers, Trainer(recompute=Recompute(**fields)))[0]
@@ -263,11 +266,11 @@ def test_micro_batches_in_flight_are_those_of_the_schedules():
 
 def test_bytes_of_a_token_in_the_cache():
     qwen, deepseek = qwen3_moe.transformer_config(QWEN3_30B), deepseek_v3.transformer_config(DEEPSEEK_V3)
-    assert kv_bytes(qwen, EngineSizes(), 2, None) == 2 * 48 * 4 * 128 * 2
-    assert kv_bytes(qwen, EngineSizes(tensor=8), 2, None) == 2 * 48 * 1 * 128 * 2, "query groups repeat"
-    assert kv_bytes(qwen, EngineSizes(tensor=8, attention_data=8), 2, "fp8_e4m3") == 2 * 48 * 4 * 128
+    assert kv_bytes(qwen, LayerKind(), EngineSizes(), 2, None) == 2 * 48 * 4 * 128 * 2
+    assert kv_bytes(qwen, LayerKind(), EngineSizes(tensor=8), 2, None) == 2 * 48 * 1 * 128 * 2, "query groups repeat"
+    assert kv_bytes(qwen, LayerKind(), EngineSizes(tensor=8, attention_data=8), 2, "fp8_e4m3") == 2 * 48 * 4 * 128
     # 70 KB per token: 2412.19437's latents of 512 + 64 in 61 layers.
-    assert kv_bytes(deepseek, EngineSizes(tensor=16), 2, "auto") == 61 * 576 * 2
+    assert kv_bytes(deepseek, LayerKind(), EngineSizes(tensor=16), 2, "auto") == 61 * 576 * 2
 
 
 @pytest.mark.parametrize(("nbytes", "taken"), [(1, 1), (4096, 4096), (4097, 8192), (5 * 2**30, 8 * 2**30)])

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from slimx.extras.families import bailing_moe_v2, deepseek_v3, glm4_moe, minimax_m2
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes
-from slimx.models.families import Family, bailing_moe_v2, deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models.families import Family, qwen3_moe
 from tests.unit.layout.layout_stand import experts_of
 
 Weights = dict[str, torch.Tensor]

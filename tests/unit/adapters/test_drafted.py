@@ -14,8 +14,9 @@ from slimx.adapters.sglang.weights.drafted import WithDraft, asked, take_draft
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.engines.server.spec import EngineSpec, server_argv
+from slimx.extras.families import deepseek_v3
 from slimx.layout.ranks import Sizes
-from slimx.models.families import deepseek_v3, read_model
+from slimx.models.families import read_model
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
 from tests.unit.adapters.drafting_rank import SPOILT

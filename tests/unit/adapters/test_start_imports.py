@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimx import entry_points
 from slimx.adapters.transformers import recorded_packages
-from slimx.models.families import FAMILIES
+from slimx.models.families import GROUP
 
 LISTED = Path(__file__).parents[3] / "slimx/adapters/sglang/models/published.py"
 TRAINED_ONLY = {
@@ -42,7 +43,7 @@ def test_every_family_has_its_class_among_the_models_that_servers_import():
     (package,) = importlib.util.find_spec("sglang").submodule_search_locations
     sources = [Path(package, "srt", "models", f"{name}.py").read_text() for name in modules]
     classes = {node.name for text in sources for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-    assert FAMILIES and set(FAMILIES) - TRAINED_ONLY <= classes
+    assert set(entry_points.find(GROUP)) - TRAINED_ONLY <= classes
 
 
 def test_a_model_that_a_processor_lacks_kernels_for_costs_servers_no_other(monkeypatch: pytest.MonkeyPatch):

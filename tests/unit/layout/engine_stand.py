@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from slimx.extras.families import deepseek_v3, glm4_moe, minimax_m2
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Table
-from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models.families import qwen3_moe
 from tests.unit.layout.layout_stand import (
     DEEPSEEK,
     GLM,

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from slimx.extras.families import deepseek_v3, glm4_moe, minimax_m2
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models.families import qwen3_moe
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.precision import ITEMSIZE
 

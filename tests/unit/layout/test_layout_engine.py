@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from slimx.extras.families import deepseek_v3
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes
-from slimx.models.families import deepseek_v3
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank, engine_sizes, name_of
 from tests.unit.layout.layout_stand import DEEPSEEK, assert_same, by_rank, checkpoint, fill

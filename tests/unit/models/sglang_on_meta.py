@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimx.adapters.sglang import absent, delta_net
+from slimx.adapters.sglang import absent
+from slimx.extras.recurrent.adapters.sglang import delta_net
 
 
 def built(path: str, tensor: int, expert: int, rank: int, copies: int = 1) -> torch.nn.Module:

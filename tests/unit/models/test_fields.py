@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from slimx.models.families import FAMILIES, Family, load_family, read_model
+from slimx import entry_points
+from slimx.models.families import GROUP, Family, load_family, read_model
 from slimx.models.fields import Fields
 from tests.checkpoint_stand import QWEN3_MOE
+from tests.extras.families.test_glm_and_minimax import FLASH, GLM, MINIMAX
+from tests.extras.families.test_gpt_oss import HF as GPT_OSS
+from tests.extras.recurrent.test_delta_net import EXPERTS, NEXT
+from tests.extras.recurrent.test_nemotron_h import TINY as NEMOTRON
 from tests.refusals import refused
 from tests.unit.models.deepseek_v3_config import V3
-from tests.unit.models.test_delta_net import EXPERTS, NEXT
 from tests.unit.models.test_families import LLAMA_32_1B, QWEN3_32B, QWEN25_7B
-from tests.unit.models.test_glm_and_minimax import FLASH, GLM, MINIMAX
-from tests.unit.models.test_gpt_oss import HF as GPT_OSS
-from tests.unit.models.test_nemotron_h import TINY as NEMOTRON
 
 ROOT = Path(__file__).parents[3]
 OUTSIDE = {"MixtralForCausalLM": "examples.mixtral"}
@@ -85,7 +86,7 @@ def read(directory: Path, hf: dict[str, Any]):
 
 
 def test_every_family_is_held_to_it():
-    assert set(KNOWN) == FAMILIES.keys() | OUTSIDE.keys()
+    assert set(KNOWN) == entry_points.find(GROUP).keys() | OUTSIDE.keys()
 
 
 @pytest.mark.parametrize("architecture", sorted(KNOWN))

@@ -22,11 +22,13 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, nemotron_h, qwen2, qwen3_moe, qwen3_next
+from slimx.extras.families import deepseek_v3, glm4_moe, minimax_m2, qwen2
+from slimx.extras.recurrent.families import nemotron_h, qwen3_next
+from slimx.extras.recurrent.numerics.chunk_sizes import CHUNK
+from slimx.extras.recurrent.numerics.state_space import state_space_rule
+from slimx.extras.recurrent.state_space import StateSpace
+from slimx.models.families import qwen3_moe
 from slimx.models.flops import sequence_flops
-from slimx.models.state_space import StateSpace
-from slimx.numerics.chunk_sizes import CHUNK
-from slimx.numerics.state_space import state_space_rule
 
 COMMON = {
     "vocab_size": 160,
@@ -81,7 +83,7 @@ def test_flops_are_those_that_torch_counts(name):
         return counter.get_total_flops()
 
     fields = {**config.to_dict(), **sizes}  # transformers renames some
-    flops = sequence_flops(family.transformer_config(fields), config.vocab_size)
+    flops = sequence_flops(family.transformer_config(fields), config.vocab_size, family.layer_kind(fields))
     for tokens in (16, 48):
         # The eager attention computes the masked half of the pairs too.
         assert counted(tokens) == pytest.approx(flops.linear * tokens + 2 * flops.quadratic * tokens**2, rel=1e-9)
@@ -105,7 +107,9 @@ def test_delta_nets_cost_as_much_for_every_token():
     )
     torch.manual_seed(0)
     model = Qwen3NextForCausalLM(config)
-    flops = sequence_flops(qwen3_next.transformer_config(config.to_dict()), config.vocab_size)
+    flops = sequence_flops(
+        qwen3_next.transformer_config(config.to_dict()), config.vocab_size, qwen3_next.layer_kind(config.to_dict())
+    )
     for tokens in (64, 192):  # whole chunks
         with FlopCounterMode(display=False) as counter:
             model(torch.arange(tokens)[None] % 160, use_cache=False)
@@ -131,7 +135,9 @@ def test_mamba_2_layers_cost_as_much_for_every_token():
     )
     torch.manual_seed(0)
     model = NemotronHForCausalLM(config)
-    flops = sequence_flops(nemotron_h.transformer_config(config.to_dict()), config.vocab_size)
+    flops = sequence_flops(
+        nemotron_h.transformer_config(config.to_dict()), config.vocab_size, nemotron_h.layer_kind(config.to_dict())
+    )
     for chunks in (1, 3):
         tokens = 128 * chunks
         with FlopCounterMode(display=False) as counter:

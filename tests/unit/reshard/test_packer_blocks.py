@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.checkpoint import checkpoint_parts
@@ -17,7 +18,6 @@ from slimx.layout.number_formats import Quantisation
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision

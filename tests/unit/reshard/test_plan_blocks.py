@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
@@ -15,7 +16,6 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.models.families import deepseek_v3
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
 from tests.refusals import numbers, refused

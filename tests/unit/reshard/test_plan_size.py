@@ -11,11 +11,11 @@ from functools import cache
 
 import pytest
 
+from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models.families import deepseek_v3
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.dealing import deal, link_load
 from slimx.reshard.plan.precision import Precision

@@ -12,7 +12,7 @@ from slimx import entry_points
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
-from slimx.rules.unproven import CONDITIONS, LAYERS, is_set, key_of
+from slimx.rules.unproven import CONDITIONS, is_set, key_of, layer_tables
 
 MODULES = entry_points.load_all("slimx.rules").values()
 UNPROVEN, ARCHITECTURES = (
@@ -21,7 +21,7 @@ UNPROVEN, ARCHITECTURES = (
 )
 ENTRIES = {
     *chain.from_iterable((feature, *entries) for feature, entries in UNPROVEN),
-    *chain.from_iterable(LAYERS.values()),
+    *chain.from_iterable(layer_tables().values()),
     *(feature for feature, _ in ARCHITECTURES),
 }
 PLAIN = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}

@@ -9,7 +9,7 @@ from slimx.trainer.device.backends import FLASH as FLASHES
 from slimx.trainer.device.backends import HYBRID, choose_backends, installed
 from tests.refusals import refused
 
-TE, FLASH, DEEP, FLA, APEX = "transformer_engine", "flash-attn-4", "deep_ep", "fla", "fused_weight_gradient_mlp_cuda"
+TE, FLASH, DEEP, APEX = "transformer_engine", "flash-attn-4", "deep_ep", "fused_weight_gradient_mlp_cuda"
 
 
 def trainer(**fields: object) -> Trainer:
@@ -59,16 +59,6 @@ def test_gradients_accumulate_in_the_matrix_product_where_apex_is(device, packag
     backends = choose_backends(trainer(), device=device, packages=packages)
     assert backends.gradient_accumulation_fusion is on
     assert ("on" if on else "off") in backends.reasons[2].split(":")[0].split()
-
-
-@pytest.mark.parametrize(
-    ("device", "packages", "torch"), [("cuda", {FLA}, False), ("cuda", {TE}, True), ("cpu", {FLA}, True)]
-)
-def test_the_log_says_what_computes_gated_delta_rules(device, packages, torch):
-    plain = choose_backends(trainer(), device=device, packages=packages)
-    backends = choose_backends(trainer(), device=device, packages=packages, delta_nets=True)
-    (said,) = set(backends.reasons) - set(plain.reasons)
-    assert ("torch" in said.split(":")[0]) is torch
 
 
 def test_a_mode_of_numerics_computes_its_layers_where_transformer_engine_is():

@@ -12,6 +12,7 @@ from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
+from slimx.models.layer_kind import LayerKind
 from slimx.orchestration.batches import batch_metrics, make_packer, make_update_rows, split_groups
 from slimx.trainer.step.metrics import combine
 from tests.refusals import invalid
@@ -105,6 +106,7 @@ QWEN = ModelSpec(
         "ffn_hidden_size": 16,
     },
     gpt={"vocab_size": 64},
+    layer_kind=LayerKind(),
     table=None,
     family=None,
 )

@@ -8,16 +8,19 @@ modules, not from the tables that publishers plan with (`slimx.models`): two acc
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from slimx import entry_points
 from slimx.adapters.sglang.weights.places import BASE, Destination, Held, Layout, Parameters, weights_of
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
@@ -68,12 +71,12 @@ def vocabulary(at: ServedParameter) -> Iterator[ServedPiece]:
 
 def rows_split(at: ServedParameter) -> Iterator[ServedPiece]:
     """ColumnParallelLinear: this rank's rows."""
-    yield _rows("{name}", at.owner.output_size, at.cols, at.held.shape[0], _rank(at.owner.tp_group), 0)
+    yield share_of_rows("{name}", at.owner.output_size, at.cols, at.held.shape[0], rank_in(at.owner.tp_group), 0)
 
 
 def columns_split(at: ServedParameter) -> Iterator[ServedPiece]:
     """RowParallelLinear: this rank's columns."""
-    yield _columns("{name}", tuple(at.held.shape), at.owner.input_size, _rank(at.owner.tp_group), 0)
+    yield _columns("{name}", tuple(at.held.shape), at.owner.input_size, rank_in(at.owner.tp_group), 0)
 
 
 def qkv(at: ServedParameter) -> Iterator[ServedPiece]:
@@ -81,7 +84,7 @@ def qkv(at: ServedParameter) -> Iterator[ServedPiece]:
     start = 0
     for part, (total, shard, rank) in zip("qkv", _heads(at), strict=True):
         tensor = f"{{at}}.{part}_proj.{{kind}}"
-        yield _rows(tensor, total, at.cols, shard, rank, start, vector=at.held.dim() == 1)
+        yield share_of_rows(tensor, total, at.cols, shard, rank, start, vector=at.held.dim() == 1)
         start += shard
 
 
@@ -97,7 +100,7 @@ def qkv_of_one(at: ServedParameter) -> Iterator[ServedPiece]:
 def _heads(at: ServedParameter) -> tuple[tuple[int, int, int], ...]:
     """Rows of the whole projection, rows of this rank's share and the share's number, for query, key and value."""
     owner = at.owner
-    rank, kv_rank = _rank(owner.tp_group), _rank(owner.kv_tp_group) // owner.num_kv_head_replicas
+    rank, kv_rank = rank_in(owner.tp_group), rank_in(owner.kv_tp_group) // owner.num_kv_head_replicas
     heads, groups = owner.total_num_heads, owner.total_num_kv_heads
     return (
         (heads * owner.head_size, owner.q_proj_shard_size, rank),
@@ -109,60 +112,17 @@ def _heads(at: ServedParameter) -> tuple[tuple[int, int, int], ...]:
 def latent_down(at: ServedParameter) -> Iterator[ServedPiece]:
     """MLA's first projections on every rank: rows of the query's, then of the key-value's."""
     query = at.parent.q_lora_rank
-    yield _rows("{at}.q_a_proj.weight", query, at.cols, query, 0, 0)
+    yield share_of_rows("{at}.q_a_proj.weight", query, at.cols, query, 0, 0)
     rest = at.owner.output_size - query
-    yield _rows("{at}.kv_a_proj_with_mqa.weight", rest, at.cols, rest, 0, query)
-
-
-def indexer_keys(at: ServedParameter) -> Iterator[ServedPiece]:
-    """Rows of an indexer's key projection, then of its heads' weights, on every rank."""
-    head = at.parent.head_dim
-    yield _rows("{at}.wk.weight", head, at.cols, head, 0, 0)
-    heads = at.owner.output_size - head
-    yield _rows("{at}.weights_proj.weight", heads, at.cols, heads, 0, head)
+    yield share_of_rows("{at}.kv_a_proj_with_mqa.weight", rest, at.cols, rest, 0, query)
 
 
 def gate_up(at: ServedParameter) -> Iterator[ServedPiece]:
     """Rows of gate, then up, of a dense MLP or a shared expert."""
     start = 0
     for name, size, shard in zip(("gate", "up"), at.owner.output_sizes, at.owner.output_partition_sizes, strict=True):
-        yield _rows(f"{{at}}.{name}_proj.weight", size, at.cols, shard, _rank(at.owner.tp_group), start)
+        yield share_of_rows(f"{{at}}.{name}_proj.weight", size, at.cols, shard, rank_in(at.owner.tp_group), start)
         start += shard
-
-
-def delta_convolution(at: ServedParameter) -> Iterator[ServedPiece]:
-    """The convolution of a delta net: this rank's rows of the queries', then of the keys' and the values' filters."""
-    net, width = at.parent, at.held.shape[-1]
-    rects, start, first = [], 0, 0
-    for whole in (net.key_dim, net.key_dim, net.value_dim):
-        shard = whole // net.attn_tp_size
-        rects.append(Rect(0, first + net.attn_tp_rank * shard, 0, shard, width, start, 0))
-        start, first = start + shard, first + whole
-    yield ServedPiece("{name}", (net.conv_dim, *at.held.shape[1:]), tuple(rects))
-
-
-def delta_heads(at: ServedParameter) -> Iterator[ServedPiece]:
-    """A number of each value head that this rank computes."""
-    net = at.owner
-    yield _rows("{name}", net.num_v_heads, 1, at.held.shape[0], net.attn_tp_rank, 0, vector=True)
-
-
-def delta_inputs(at: ServedParameter) -> Iterator[ServedPiece]:
-    """Input projections of a delta net, whose kinds of rows a MergedColumnParallelLinear counts: of one tensor, in
-    which they stand head by head (Qwen3-Next), or of two, in which they stand one kind below the other (Qwen3.5)."""
-    owner = at.owner
-    if not hasattr(at.parent, "_bind_packed_weight_loaders"):
-        yield _rows("{name}", sum(owner.output_sizes), at.cols, at.held.shape[0], _rank(owner.tp_group), 0)
-        return
-    sizes = iter(zip(owner.output_sizes, owner.output_partition_sizes, strict=True))
-    rank, start = _rank(owner.tp_group), 0
-    for kinds in ("qkv", "z") if len(owner.output_sizes) == 4 else ("b", "a"):
-        rects, first = [], 0
-        for _ in kinds:
-            whole, shard = next(sizes)
-            rects.append(Rect(0, first + rank * shard, 0, shard, at.cols, start, 0))
-            start, first = start + shard, first + whole
-        yield ServedPiece(f"{{at}}.in_proj_{kinds}.weight", (first, at.cols), tuple(rects))
 
 
 def heads_norm(at: ServedParameter) -> Iterator[ServedPiece]:
@@ -174,7 +134,7 @@ def heads_norm(at: ServedParameter) -> Iterator[ServedPiece]:
         return
     shard = at.held.shape[0]
     total = shard * owner.attn_tp_size // owner.num_head_replicas
-    yield _rows("{name}", total, 1, shard, owner.attn_tp_rank // owner.num_head_replicas, 0, vector=True)
+    yield share_of_rows("{name}", total, 1, shard, owner.attn_tp_rank // owner.num_head_replicas, 0, vector=True)
 
 
 def experts_gate_up(at: ServedParameter, names: tuple[str, str] = ("gate_proj", "up_proj")) -> Iterator[ServedPiece]:
@@ -192,7 +152,7 @@ def experts_gate_up(at: ServedParameter, names: tuple[str, str] = ("gate_proj", 
             if start is None:
                 yield ServedPiece(tensor, shape, ())
             else:
-                yield _rows(tensor, *shape, inner, owner.moe_tp_rank, start)
+                yield share_of_rows(tensor, *shape, inner, owner.moe_tp_rank, start)
 
 
 def experts_down(at: ServedParameter, part: str = "down_proj") -> Iterator[ServedPiece]:
@@ -210,7 +170,6 @@ def experts_down(at: ServedParameter, part: str = "down_proj") -> Iterator[Serve
 Split = Callable[[ServedParameter], Iterator[ServedPiece]]
 ATTENTION, MLP = r"(?P<at>.+\.self_attn)\.", r"(?P<at>.+\.mlp(\.shared_experts?)?)\."
 FUSED = r".+\.attention\."
-INDEXER, DELTA_NET = r"(?P<at>.+\.self_attn\.indexer)\.", r"(?P<at>.+\.linear_attn)\."
 ROWS: tuple[tuple[str, Split], ...] = (
     # held parameter                                                      -> Hugging Face tensors
     (r"(model\.embed_tokens|model\.word_embeddings|lm_head)\.weight", vocabulary),
@@ -223,14 +182,6 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (FUSED + r"query_key_value\.weight", qkv_of_one),
     (FUSED + r"dense\.weight", columns_split),
     (FUSED + r"(query|key)_layernorm\.weight", whole),
-    (INDEXER + r"(wq_b|wk|weights_proj)\.weight", whole),
-    (INDEXER + r"k_norm\.(weight|bias)", whole),
-    (INDEXER + r"wk_weights_proj\.weight", indexer_keys),
-    (DELTA_NET + r"in_proj_(qkvz|ba)\.weight", delta_inputs),
-    (DELTA_NET + r"conv1d\.weight", delta_convolution),
-    (DELTA_NET + r"(A_log|dt_bias)", delta_heads),
-    (DELTA_NET + r"norm\.weight", whole),
-    (DELTA_NET + r"out_proj\.weight", columns_split),
     (r".+\.(input_layernorm|post_attention_layernorm)\.weight|model\.norm\.weight", whole),
     (MLP + r"gate_up_proj\.weight", gate_up),
     (MLP + r"down_proj\.weight", columns_split),
@@ -241,6 +192,8 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w13_weight", partial(experts_gate_up, names=("w1", "w3"))),
     (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w2_weight", partial(experts_down, part="w2")),
 )
+GROUP = "slimx.engine_layers"
+"""Entry points of modules with ROWS of further kinds of layers."""
 
 TOGETHER: tuple[Split, ...] = (latent_down,)
 """Rows whose tensors `load_weights` fuses only if one call brings them all; alone it drops each without a word."""
@@ -300,12 +253,18 @@ def place(layout: Layout, name: str, held: torch.Tensor, pieces: list[ServedPiec
             found.held.append(Held(name, tuple(held.shape), piece.rects))
 
 
+@functools.cache
+def all_rows() -> tuple[tuple[str, Split], ...]:
+    """The rows of all kinds of layers."""
+    return (*ROWS, *chain.from_iterable(kind.ROWS for kind in entry_points.load_all(GROUP).values()))
+
+
 def row_of(name: str) -> tuple[Split, dict[str, str]]:
     """The row that describes the parameter `name`, and the groups of its pattern."""
-    for pattern, split in ROWS:
+    for pattern, split in all_rows():
         if found := re.fullmatch(pattern, name):
             return split, found.groupdict()
-    raise Unexpected("no row of slimx.adapters.sglang.weights.layout.ROWS names it")
+    raise Unexpected(f"neither slimx.adapters.sglang.weights.layout.ROWS nor an entry point of {GROUP} names it")
 
 
 def _experts(at: ServedParameter) -> Iterator[tuple[str, int | None]]:
@@ -333,7 +292,9 @@ def _piece(tensor: str, shape: tuple[int, ...]) -> ServedPiece:
     return ServedPiece(tensor, shape, (Rect(0, 0, 0, rows, cols, 0, 0),))
 
 
-def _rows(tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False) -> ServedPiece:
+def share_of_rows(
+    tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False
+) -> ServedPiece:
     """Rows `rank * shard` and on of a tensor of `total` rows, from row `start` of the parameter on."""
     shape = (total,) if vector else (total, cols)
     return ServedPiece(tensor, shape, (Rect(0, rank * shard, 0, shard, cols, start, 0),))
@@ -345,7 +306,7 @@ def _columns(tensor: str, held: tuple[int, ...], total: int, rank: int, start: i
     return ServedPiece(tensor, (rows, total), (Rect(0, 0, rank * shard, rows, shard, start, 0),))
 
 
-def _rank(group: Any) -> int:
+def rank_in(group: Any) -> int:
     """Rank in the group that splits a layer; a layer without one is not split."""
     return 0 if group is None else group.rank_in_group
 

@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slimx.layout.ranks import Sizes
-from slimx.models.state_space import Kind, StateSpace
-from slimx.numerics.chunk_sizes import CHUNK, STATE_CHUNK
+from slimx.models.layer_kind import LayerKind, LayerParts
 
 Kernels = Literal["engine", "torch"]
 FP32 = 4
-_INDEXER_ROWS = 8192
-"""Queries whose scores megatron-core's fused indexer holds at once (`fused_indexer_block_size`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,38 +56,38 @@ class LayerBytes:
 
     input: float
     """Its input: all that remains of a layer that is recomputed whole."""
-    attention_norm: float
+    attention_norm: float = 0.0
     """In front of the attention: what the norm keeps."""
-    attention_input: float
+    attention_input: float = 0.0
     """Values that the projections keep: the norm's output, and latents with their norms."""
-    projected: float
+    projected: float = 0.0
     """Queries, keys and values that the attention keeps, with their norms and rotation."""
-    up_projected: float
+    up_projected: float = 0.0
     """Those of `projected` that latent attention's up-projection makes again."""
-    core: float
+    core: float = 0.0
     """Values that the attention keeps beyond its inputs: probabilities, or a number per row."""
-    operands: float
+    operands: float = 0.0
     """Those of `projected` that nothing but the attention keeps: rotated queries and keys, or all that it is given."""
-    values: float
+    values: float = 0.0
     """The values, which the attention keeps as a part of a larger tensor."""
-    context: float
+    context: float = 0.0
     """The attention's output, which the output projection keeps."""
-    mlp_norm: float
-    mlp_input: float
+    mlp_norm: float = 0.0
+    mlp_input: float = 0.0
     """The second norm's output, which router, shared experts or the MLP keep."""
-    router: float
+    router: float = 0.0
     """Scores, choices and their order."""
-    dispatched: float
+    dispatched: float = 0.0
     """Tokens as the experts get them."""
-    inner: float
+    inner: float = 0.0
     """First product of MLP or experts."""
-    activated: float
+    activated: float = 0.0
     """Steps of the activation and its result."""
-    shared: float
+    shared: float = 0.0
     """Products of the shared experts."""
-    core_work: float
+    core_work: float = 0.0
     """While the attention's gradient is computed."""
-    mlp_work: float
+    mlp_work: float = 0.0
     """While gradients of MLP or experts are computed."""
     gathered: float
     """In either: a projection's input and its gradient, gathered from the shards of the sequence."""
@@ -115,76 +112,27 @@ class LayerBytes:
         return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
 
 
-def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool, linear: bool = False) -> LayerBytes:
-    """Bytes of a layer with experts or with an MLP, and of attention or (`linear`) a gated delta net; `model`: fields
-    of megatron-core's TransformerConfig."""
+def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
+    """Bytes of a layer with `parts`; `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
-    latent = _sparse if model.get("dsa_indexer_topk") else _latent
-    kind = _delta_net if linear else latent if model.get("multi_latent_attention") else _grouped
-    attention = kind(model, setting)
-    mlp = _experts(model, setting) if moe else _mlp(model, setting)
+    found: dict[str, float] = {}
+    if parts.mixer is not None:
+        attention = _latent if model.get("multi_latent_attention") else _grouped
+        found |= {"attention_norm": setting.norm(hidden)}
+        found |= kind.mixer_bytes(model, setting, parts) or attention(model, setting)
+    if parts.mlp is not None:
+        found |= {"mlp_norm": setting.norm(hidden), "mlp_input": hidden * setting.itemsize}
+        found |= _experts(model, setting) if parts.mlp == "experts" else _mlp(model, setting)
     return LayerBytes(
         input=hidden * setting.itemsize,
-        attention_norm=setting.norm(hidden),
-        mlp_norm=setting.norm(hidden),
-        mlp_input=hidden * setting.itemsize,
         gathered=_gathered(model, setting),
         itemsize=setting.itemsize,
-        **attention,
-        **mlp,
-    )
-
-
-def hybrid_layer_bytes(model: dict[str, Any], setting: Setting, kind: Kind) -> LayerBytes:
-    """Bytes of a layer of a hybrid model, which is a mixer or an MLP alone."""
-    hidden = setting.share * model["hidden_size"] * setting.itemsize
-    norm = setting.norm(setting.share * model["hidden_size"])
-    mixes = kind in ("M", "*")
-    parts = dict.fromkeys(("core", "context", "attention_input", "projected", "core_work"), 0.0)
-    parts |= dict.fromkeys(("operands", "values", "up_projected"), 0.0)
-    parts |= dict.fromkeys(("router", "dispatched", "inner", "activated", "shared", "mlp_work"), 0.0)
-    compute = {"M": _state_space, "*": _grouped, "-": _mlp, "E": _experts}[kind]
-    return LayerBytes(
-        input=hidden,
-        attention_norm=norm if mixes else 0.0,
-        mlp_norm=0.0 if mixes else norm,
-        mlp_input=0.0 if mixes else hidden,
-        gathered=_gathered(model, setting),
-        itemsize=setting.itemsize,
-        **{**parts, **compute(model, setting)},
+        **found,
     )
 
 
 def _gathered(model: dict[str, Any], s: Setting) -> float:
     return 2 * s.tokens * model["hidden_size"] * s.itemsize if s.sizes.tensor > 1 else 0.0
-
-
-def _state_space(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """A Mamba-2 mixer (2405.21060): groups of heads are split over the tensor-parallel ranks, tokens are whole. Never
-    measured."""
-    sizes = StateSpace.of(model)
-    tokens = s.tokens / s.sizes.tensor  # as if every rank had all channels of fewer tokens
-    inner, mixed, heads = tokens * sizes.inner, tokens * sizes.mixed, tokens * sizes.heads
-    if s.kernels == "torch":
-        # The projection; of the convolution fp32 inputs of each tap, its result and silu's; in fp32 what
-        # `slimx.numerics.state_space` keeps: inputs, keys and queries, scores and weights of chunks, states.
-        projected = (tokens * sizes.projected + 2 * mixed) * s.itemsize + (sizes.width + 1) * mixed * FP32
-        states = heads / CHUNK * sizes.head * sizes.state * FP32
-        scores = (2 * heads + tokens * sizes.groups) * CHUNK * FP32
-        core = (6 * inner + 2 * heads * sizes.state + 4 * tokens * sizes.keys + 4 * heads) * FP32 + scores + 2 * states
-        work = scores + (2 * inner + 2 * heads * sizes.state) * FP32
-    else:
-        # mamba_ssm's fused function keeps its input and the scan's output, and computes the rest again.
-        projected, core = tokens * sizes.projected * s.itemsize, inner * s.itemsize
-        states = heads / STATE_CHUNK * sizes.head * sizes.state * FP32
-        work = (2 * tokens * sizes.projected + 2 * inner) * s.itemsize + 2 * states
-    return {
-        "attention_input": s.share * model["hidden_size"] * s.itemsize,
-        # All kept: recomputation of an attention's core leaves a mixer alone.
-        "projected": projected + core,
-        "context": inner * s.itemsize + s.norm(inner),
-        "core_work": work,
-    }
 
 
 def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
@@ -205,40 +153,7 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize,
         "projected": projected,
-        "up_projected": 0.0,
         **_core(s, heads, query, key, key, own=query + key, part=key),
-    }
-
-
-def _delta_net(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """A gated delta net (2412.06464): heads are split over the tensor-parallel ranks, tokens are whole; under context
-    parallelism a rank has fewer heads of more tokens, as many numbers as without. Keys and queries are repeated for the
-    value heads that they serve, as megatron-core does it. Never measured."""
-    head, wide = model["linear_key_head_dim"], model["linear_value_head_dim"]
-    heads = s.tokens * model["linear_num_value_heads"] / s.sizes.tensor  # numbers of one per token and value head
-    mixed = (
-        s.tokens * (2 * model["linear_num_key_heads"] * head) / s.sizes.tensor + heads * wide
-    )  # queries, keys and values
-    value, repeated = heads * wide, 2 * heads * head
-    # The projection, its convolution's result, both with norms; the gate and the values apart; decays and rates.
-    projected = (3 * mixed + repeated + 3 * value + 2 * heads) * s.itemsize + 4 * heads * FP32
-    states = heads / CHUNK * head * wide * FP32
-    if s.kernels == "torch":
-        # What `slimx.numerics.delta_rule` keeps in fp32: inputs and their weighted copies, scores of chunks, states.
-        core = heads * (8 * head + 6 * wide + 5 * CHUNK) * FP32 + 2 * states + 4 * mixed * FP32
-        work = heads * (4 * head + 4 * wide + 2 * CHUNK) * FP32
-    else:
-        core = (value + heads * CHUNK) * s.itemsize  # the output, and a chunk's solved system
-        work = (repeated + 2 * value) * s.itemsize + 2 * states
-    return {
-        "attention_input": s.share * model["hidden_size"] * s.itemsize,
-        "projected": projected,
-        "up_projected": 0.0,
-        "core": core,
-        "operands": 0.0,
-        "values": 0.0,
-        "context": value * s.itemsize + s.norm(value),
-        "core_work": work,
     }
 
 
@@ -258,39 +173,6 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
         "projected": projected,
         "up_projected": projected,
         **_core(s, heads, key, key, value, own=0.0 if s.materialised else 2 * key, part=value),
-    }
-
-
-def _sparse(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Latent attention to the tokens that an indexer chooses, whose products are with the latents themselves.
-
-    Without a fused kernel (`materialised`) scores are taken of every pair of the whole micro-batch, sequences apart or
-    not, the indexer's too, of all its heads on every rank."""
-    heads, rank = model["num_attention_heads"] / s.sizes.tensor, model["kv_lora_rank"]
-    wide, seen = rank + model["qk_pos_emb_head_dim"], s.tokens * s.sizes.context
-    query, key, latent = s.tokens * heads * wide, seen * wide, s.tokens * heads * rank
-    value = s.tokens * heads * model["v_head_dim"]
-    latents = s.share * (model["q_lora_rank"] + rank)
-    # Queries before their products with the latents' projection, and the attention's output before its own.
-    projected = (s.tokens * heads * model["qk_head_dim"] + latent) * s.itemsize
-    scores = model["dsa_indexer_n_heads"] * seen * FP32  # of one query
-    if s.materialised:
-        pairs = heads * s.tokens * seen * FP32
-        core = (query + key) * FP32 + pairs + (pairs / FP32 * s.itemsize if s.itemsize < FP32 else 0.0)
-        core_work = max(2 * pairs, 3 * scores * s.tokens)
-    else:
-        projected += (query + key) * s.itemsize
-        core = s.tokens * (model["dsa_indexer_topk"] + heads) * FP32
-        core_work = (query + key + latent) * s.itemsize + seen * min(s.tokens, _INDEXER_ROWS) * FP32
-    return {
-        "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
-        "projected": projected,
-        "up_projected": projected,
-        "core": core,
-        "operands": 0.0,
-        "values": 0.0,
-        "core_work": core_work,
-        "context": value * s.itemsize,
     }
 
 
@@ -337,11 +219,8 @@ def _halves(model: dict[str, Any]) -> int:
 def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
     inner = s.tokens * model["ffn_hidden_size"] / s.sizes.tensor
     return {
-        "router": 0.0,
-        "dispatched": 0.0,
         "inner": _halves(model) * inner * s.itemsize,
         "activated": _steps(model, s, inner, weighted=False) * s.itemsize,
-        "shared": 0.0,
         "mlp_work": 3 * inner * s.itemsize,
     }
 

@@ -18,7 +18,7 @@ from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
-from slimx.models.flops import delta_net_layers
+from slimx.models.layer_kind import LayerKind
 from slimx.preflight.hardware import OVERHEAD, Machine
 from slimx.reshard.plan.precision import ITEMSIZE
 
@@ -55,12 +55,17 @@ def engine_memory(
         static_fraction=None,
         static=None,
         kv_per_token=kv_bytes(
-            spec.transformer, sizes, itemsize, group.sglang.get("kv_cache_dtype"), drafting=int(group.drafts)
+            spec.transformer,
+            spec.layer_kind,
+            sizes,
+            itemsize,
+            group.sglang.get("kv_cache_dtype"),
+            drafting=int(group.drafts),
         ),
         kv_room=None,
         kv_tokens=None,
         state_per_request=state_bytes(
-            spec.transformer, sizes, config.numerics.dtype, group.sglang.get("mamba_ssm_dtype")
+            spec.transformer, spec.layer_kind, sizes, config.numerics.dtype, group.sglang.get("mamba_ssm_dtype")
         ),
         concurrency=None,
         staged=staged,
@@ -130,33 +135,26 @@ def adapter_slots(config: Config, spec: ModelSpec) -> int:
     return slots * ITEMSIZE[config.numerics.dtype] * sum(math.prod(part.shape) for part in parts)
 
 
-def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: str | None, *, drafting: int = 0) -> int:
+def kv_bytes(
+    model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, itemsize: int, cache: str | None, *, drafting: int = 0
+) -> int:
     """Bytes that one token takes in a rank's KV cache: keys and values of the rank's query groups (each rank has one at
     least) in every layer of attention, or the latent and the rotary key of latent attention, whole on every rank, with
-    the key of a sparse attention's indexer: fp8 with a scale of four bytes per 128 elements, whatever the cache is.
-    `drafting`: layers of a draft model, which has the target's attention."""
-    itemsize, layers = 1 if cache in _FP8_CACHE else itemsize, model["num_layers"] + drafting
+    the additions of the kind of layers. `drafting`: layers of a draft model, which has the target's attention."""
+    itemsize = 1 if cache in _FP8_CACHE else itemsize
+    attending = drafting + sum(layer.mixer == "attention" for layer in kind.layers(model))
     if model.get("multi_latent_attention"):
-        key = model.get("dsa_indexer_head_dim", 0)
         latent = (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * itemsize
-        return layers * (latent + key + key // 128 * 4)
+        return attending * (latent + kind.cache_bytes(model))
     groups = max(1, model["num_query_groups"] // sizes.attention_tensor)
-    attending = layers - delta_net_layers(model)
     return 2 * attending * groups * model["kv_channels"] * itemsize
 
 
-def state_bytes(model: dict[str, Any], sizes: EngineSizes, dtype: str, states: str | None) -> int:
-    """Bytes that one request takes in a rank for its recurrent states, however long it is: in every delta net the
-    inputs that the convolution still sees, in bf16 but for a model in float32, and a matrix of each value head, in
-    `states` (SGLang's mamba_ssm_dtype; None: float32). 0 for a model without delta nets."""
-    layers = delta_net_layers(model)
-    if not layers:
-        return 0
-    key, value = model["linear_key_head_dim"], model["linear_value_head_dim"]
-    heads = model["linear_num_value_heads"]
-    channels = 2 * model["linear_num_key_heads"] * key + heads * value
-    inputs = channels * (model["linear_conv_kernel_dim"] - 1) * ITEMSIZE[dtype]
-    return layers * (inputs + heads * key * value * ITEMSIZE[states or "float32"]) // sizes.attention_tensor
+def state_bytes(model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, dtype: str, states: str | None) -> int:
+    """Bytes that one request takes in a rank for its recurrent states, however long it is: inputs that convolutions
+    still see, in bf16 but for a model in float32, and states, in `states` (SGLang's mamba_ssm_dtype; None: float32)."""
+    inputs, elements = kind.state_elements(model)
+    return (inputs * ITEMSIZE[dtype] + elements * ITEMSIZE[states or "float32"]) // sizes.attention_tensor
 
 
 def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.planner.memory.activations import LayerBytes
+from slimx.models.families import ModelSpec
 from slimx.models.flops import layer_products
 
 LEAST = 2**20
@@ -75,18 +75,18 @@ def copied(layer: LayerBytes, trainer: Trainer) -> float:
     return sum(moved[module].copied for module in {*trainer.offload_activations})
 
 
-def recomputed_share(model: dict[str, Any], vocab_size: int, length: int, trainer: Trainer) -> float:
+def recomputed_share(spec: ModelSpec, length: int, trainer: Trainer) -> float:
     """FLOPs that are done again, as a share of those of forward and backward pass without recomputation."""
     recompute = trainer.recompute
     if recompute.granularity == "none":
         return 0.0
-    products = layer_products(model, vocab_size, length)
+    products = layer_products(spec.transformer, spec.vocab_size, length, spec.layer_kind)
     forward = sum(products.values())
     if recompute.granularity == "full":
         covered = 1.0
         if recompute.method == "block":
             stages = trainer.pipeline * trainer.virtual_pipeline
-            covered = min(1.0, recompute.layers * stages / model["num_layers"])
+            covered = min(1.0, recompute.layers * stages / spec.transformer["num_layers"])
         again = (forward - products["head"]) * covered
     else:
         within = {"shared_experts"} if "moe" in recompute.modules else set()

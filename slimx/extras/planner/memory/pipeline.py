@@ -11,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from slimx.config.sections.trainer import Trainer
-from slimx.extras.planner.memory.activations import FP32, LayerBytes, Setting, hybrid_layer_bytes, layer_bytes
+from slimx.extras.planner.memory.activations import FP32, LayerBytes, Setting, layer_bytes
 from slimx.extras.planner.memory.modules import copied, left_out, offloaded, recomputed
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
-from slimx.models.state_space import PATTERN
+from slimx.models.layer_kind import LayerParts
 
 LOGIT_BYTES = 12
 """Per logit of a chunk: itself, its exponential and their product, in fp32 (`slimx.trainer.model.logprobs`)."""
@@ -85,8 +85,9 @@ def activation_bytes(
         # The decoder's last norm, its output gathered from the sequence's shards, and a few numbers per token.
         kept += last * (setting.norm(hidden / sizes.tensor) + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
         head = _head(spec, trainer, setting)
+        alike = LayerParts("attention", "experts" if spec.moe_layers else "dense")
         for _ in range(spec.table.mtp_layers):
-            predicting = layer_bytes(model, setting, moe=bool(spec.moe_layers))
+            predicting = layer_bytes(model, setting, alike, spec.layer_kind)
             held, top = _layers([predicting], trainer)
             hosted, moved = hosted + last * copied(predicting, trainer), moved + copied(predicting, trainer)
             joined = 2 * setting.norm(hidden / sizes.tensor) + 3 * hidden / sizes.tensor * setting.itemsize
@@ -107,14 +108,9 @@ def activation_bytes(
 
 def _each_layer(spec: ModelSpec, setting: Setting) -> list[LayerBytes]:
     """Bytes of every decoder layer."""
-    model, moe = spec.transformer, set(spec.moe_layers)
-    if pattern := model.get(PATTERN):
-        hybrid = {kind: hybrid_layer_bytes(model, setting, kind) for kind in set(pattern)}
-        return [hybrid[kind] for kind in pattern]
-    linear = model.get("linear_attention_freq") or [0] * spec.table.layers
-    kind_of = [(layer in moe, bool(linear[layer])) for layer in range(spec.table.layers)]
-    kinds = {(moe, net): layer_bytes(model, setting, moe=moe, linear=net) for moe, net in set(kind_of)}
-    return [kinds[kind] for kind in kind_of]
+    layers = spec.layer_kind.layers(spec.transformer)
+    kinds = {parts: layer_bytes(spec.transformer, setting, parts, spec.layer_kind) for parts in set(layers)}
+    return [kinds[parts] for parts in layers]
 
 
 def _kinds(layers: list[LayerBytes]) -> list[tuple[LayerBytes, int]]:

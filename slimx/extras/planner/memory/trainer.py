@@ -100,8 +100,8 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel wants queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
     materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
-    if spec.transformer.get("dsa_indexer_topk"):
-        materialised = config.trainer.megatron.get("dsa_kernel_backend", "none") == "none"
+    by_kind = spec.layer_kind.materialises(config.trainer)
+    materialised = materialised if by_kind is None else by_kind
     return Setting(
         tokens=-(-limit // sizes.context),
         length=min(longest, limit) if config.rollout.policy_engines else limit,
@@ -203,13 +203,13 @@ def _record(
 
 
 def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> int:
-    """Bytes of a step's `slimx.adapters.megatron.sparse.ChosenTokens` on one rank, its micro-batches full."""
+    """Bytes of a step's choices of layers that training repeats, on one rank, its micro-batches full."""
     if config.trainer.indexer_replay != "R2":
         return 0
     sizes = setting.sizes
-    seen = min(spec.transformer.get("dsa_indexer_topk") or 0, setting.tokens * sizes.context)
     microbatches = batch_plan(config, sizes).microbatches_per_update * config.schedule.updates_per_step
-    return INT32 * seen * setting.tokens * len(stage_layers(sizes, spec.table.layers)[stage]) * microbatches
+    layers, length = stage_layers(sizes, spec.table.layers)[stage], setting.tokens * sizes.context
+    return microbatches * spec.layer_kind.replay_bytes(spec.transformer, setting.tokens, length, layers)
 
 
 def _served(config: Config, state: StateBytes) -> int:

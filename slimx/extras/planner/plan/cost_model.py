@@ -16,8 +16,8 @@ fifth are equal to it. The seconds are predictions that nothing has measured.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Trainer
@@ -25,8 +25,7 @@ from slimx.extras.planner.memory.batch_plan import batch_plan
 from slimx.extras.planner.memory.modules import recomputed_share
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
-from slimx.models.flops import attention_layers, delta_net_layers, dense_layers, sequence_flops
-from slimx.models.state_space import PATTERN, layers_of
+from slimx.models.flops import sequence_flops
 from slimx.preflight.hardware import Machine
 from slimx.reshard.plan.precision import ITEMSIZE
 
@@ -74,23 +73,29 @@ def update_cost(
     what is recomputed; None: nothing. `machine` must name a GPU."""
     batch = batch_plan(config, sizes)
     gpu, model, itemsize = machine.gpu, spec.transformer, ITEMSIZE[config.numerics.dtype]
-    flops = batch.rollouts_per_update * sequence_flops(model, spec.vocab_size)(batch.tokens_per_rollout)
+    flops = batch.rollouts_per_update * sequence_flops(model, spec.vocab_size, spec.layer_kind)(
+        batch.tokens_per_rollout
+    )
     # All wait for the stage with most layers.
     uneven = max(sizes.split, default=0) * sizes.stages / model["num_layers"] or 1.0
     once = uneven * flops / (sizes.world * gpu.flops * EFFICIENCY)
-    compute = once * (1 + again(model, spec.vocab_size, batch.tokens_per_rollout, trainer)) if trainer else once
+    compute = once * (1 + again(spec, batch.tokens_per_rollout, trainer)) if trainer else once
 
     def link(span: int) -> float:
         return gpu.nvlink if span <= machine.domain else gpu.network
 
-    layers = model["num_layers"] / sizes.pipeline
+    parts = spec.layer_kind.layers(model)
+    mixers = Counter(layer.mixer for layer in parts)
     moe = len(spec.moe_layers) / sizes.pipeline
     tokens = batch.rollouts_per_update * batch.tokens_per_rollout / (sizes.data * sizes.context)
     width = tokens * model["hidden_size"] * itemsize
     t, c, e = sizes.tensor, sizes.context, sizes.expert * sizes.expert_tensor
-    dense = dense_layers(model) / sizes.pipeline
-    mixers = len(layers_of(model, "M") + layers_of(model, "*")) / sizes.pipeline if model.get(PATTERN) else layers
-    projections = mixers + dense + (moe if model.get("moe_shared_expert_intermediate_size") else 0)
+    dense = sum(layer.mlp == "dense" for layer in parts) / sizes.pipeline
+    projections = (
+        (len(parts) - mixers[None]) / sizes.pipeline
+        + dense
+        + (moe if model.get("moe_shared_expert_intermediate_size") else 0)
+    )
     moved = {"tensor": 5 * projections * width * (t - 1) / t / link(t)}
     if moe:
         chosen = model["moe_router_topk"] * sizes.expert_tensor * width / t
@@ -99,10 +104,9 @@ def update_cost(
         key = 2 * model["num_attention_heads"] / t * (model["qk_head_dim"] + model["qk_pos_emb_head_dim"])
     else:
         key = 2 * max(1, model["num_query_groups"] / t) * model["kv_channels"]
-    linear = delta_net_layers(model) / sizes.pipeline
-    around = 3 * attention_layers(model) / sizes.pipeline * (c - 1) * key
-    if linear:
-        around += 2 * linear * (c - 1) / c * delta_net_rows(model) / t
+    around = 3 * mixers["attention"] / sizes.pipeline * (c - 1) * key
+    if mixers["recurrent"]:
+        around += 2 * mixers["recurrent"] / sizes.pipeline * (c - 1) / c * spec.layer_kind.exchanged(model) / t
     moved["context"] = tokens * around * itemsize / link(t * c)
     moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
     if sizes.pipeline > 1:
@@ -117,16 +121,8 @@ def update_cost(
     return Cost(compute=compute, bubble=bubble, moved=moved)
 
 
-def again(model: dict[str, Any], vocab_size: int, length: int, trainer: Trainer) -> float:
+def again(spec: ModelSpec, length: int, trainer: Trainer) -> float:
     """Returns what recomputation adds to the FLOPs of an update, as a share of them."""
     selective = trainer.recompute.granularity == "selective"
     cheap = {"layernorm", "moe_act"} & {*trainer.recompute.modules} if selective else ()
-    return recomputed_share(model, vocab_size, length, trainer) + ACTIVATION * len(cheap) / 2
-
-
-def delta_net_rows(model: dict[str, Any]) -> int:
-    """Numbers of a token that the ranks of a context-parallel group exchange for heads: a delta net's projected inputs,
-    and its outputs."""
-    keys, values = model["linear_num_key_heads"], model["linear_num_value_heads"]
-    inputs = 2 * keys * model["linear_key_head_dim"] + 2 * values * (model["linear_value_head_dim"] + 1)
-    return inputs + values * model["linear_value_head_dim"]
+    return recomputed_share(spec, length, trainer) + ACTIVATION * len(cheap) / 2

@@ -325,9 +325,8 @@ class Search:
         parts = f", on the host {', '.join(trainer.offload_activations)}" if trainer.offload_activations else ""
         offloaded = trainer.optimizer.offload_fraction
         host = f", {offloaded:.0%} of the moments on the host" if offloaded else ""
-        model = self.spec.transformer
         length = self.config.rollout.longest
-        share = again(model, self.spec.vocab_size, length, trainer)
+        share = again(self.spec, length, trainer)
         work = f" that is {share:.1%} of the FLOPs again" if share else ""
         return Suggestion(
             overrides=_overrides(self.config, tried),

@@ -1,0 +1,66 @@
+"""SGLang 0.5.23's layout of the tensors of a DeepSeek-V3 checkpoint (`sglang.srt.models.deepseek_v2`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from slimx.extras.families.sigmoid_router import engine_draft_rows, engine_moe_table
+from slimx.layout.maps import Concat
+from slimx.layout.table import Group, Row, Table
+from slimx.models import engine_rows
+from slimx.models.rows import Layer
+
+
+def engine_table(
+    hf: dict[str, Any],
+    *,
+    fused_shared_experts: bool = False,
+    gate_dtype: str | None = None,
+    beside: Callable[[Layer], tuple[Row, ...]] = lambda _: (),
+) -> Table:
+    """Layout of the target model. `fused_shared_experts`: the shared expert stands after the routed ones in the same
+    tensors; `gate_dtype`: of the router's weight, where that is not the model's; `beside`: further rows of the
+    attention of every layer."""
+    at = engine_rows.layer()
+    attention = (*_attention(hf, at), *beside(at))
+    return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype=gate_dtype)
+
+
+def draft_rows(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
+    """Layout of the layer of multi-token prediction in SGLang's draft model (`sglang.srt.models.deepseek_nextn`)."""
+    return engine_draft_rows(hf, partial(_attention, hf), fused=fused_shared_experts)
+
+
+def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
+    """Norms and latent attention; the first projections of query and key-value are one tensor."""
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    query, latent, rope = hf["q_lora_rank"], hf["kv_lora_rank"], hf["qk_rope_head_dim"]
+    nope, value = hf["qk_nope_head_dim"], hf["v_head_dim"]
+
+    def linear(name: str, shape: tuple[int, int], axis: int | None, group: Group | None) -> Row:
+        return engine_rows.same(at, f"self_attn.{name}", *shape, axis=axis, group=group, quantised=True)
+
+    wide = heads * (nope + rope)
+    down = [("self_attn.kv_a_proj_with_mqa", (latent + rope, hidden))]
+    if query is None:
+        queries = (
+            linear("q_proj", (wide, hidden), 0, "attention"),
+            linear("kv_a_proj_with_mqa", (latent + rope, hidden), None, None),
+        )
+    else:
+        down = [("self_attn.q_a_proj", (query, hidden)), *down]
+        queries = (
+            at.row("self_attn.fused_qkv_a_proj_with_mqa.weight", down, map=Concat(), quantised=True),
+            engine_rows.same(at, "self_attn.q_a_layernorm", query),
+            linear("q_b_proj", (wide, query), 0, "attention"),
+        )
+    return (
+        engine_rows.same(at, "input_layernorm", hidden),
+        *queries,
+        engine_rows.same(at, "self_attn.kv_a_layernorm", latent),
+        linear("kv_b_proj", (heads * (nope + value), latent), 0, "attention"),
+        linear("o_proj", (hidden, heads * value), 1, "attention"),
+        engine_rows.same(at, "post_attention_layernorm", hidden),
+    )

@@ -1,0 +1,101 @@
+"""Kimi-K2.5, its text: a DeepSeek-V3 under `text_config` and `language_model.`, experts published in INT4.
+Text alone is trained; exports carry the vision tower and its projector over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slimx.extras.families import deepseek_v3
+from slimx.layout.number_formats import all_formats
+from slimx.layout.table import Row, Table
+from slimx.models.decoder import layer_kind as layer_kind
+from slimx.models.decoder import quantised_otherwise, unusual
+from slimx.models.engine_rows import no_engine
+
+ARCHITECTURE = "KimiK25ForConditionalGeneration"
+_TEXT = "language_model."
+_INT4 = "compressed-tensors"
+"""The number format of published checkpoints."""
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
+    return deepseek_v3.transformer_config(hf["text_config"])
+
+
+def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
+    return deepseek_v3.gpt_arguments(hf["text_config"])
+
+
+def mtp_layers(hf: dict[str, Any]) -> int:
+    """Layers of multi-token prediction that the checkpoint declares."""
+    return deepseek_v3.mtp_layers(hf["text_config"])
+
+
+def unsupported(hf: dict[str, Any]) -> str | None:
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
+    text = hf["text_config"]
+    for at, fields in (("", hf), ("text_config.", text)):
+        if other := quantised_otherwise(fields, _INT4):
+            return at + other
+    group = all_formats()[_INT4].GROUP
+    if odd := [key for key in ("hidden_size", "moe_intermediate_size") if text[key] % group]:
+        return f"text_config.{odd[0]} {text[odd[0]]}, no multiple of {group}"
+    if problem := deepseek_v3.unsupported_model(text):
+        return f"text_config.{problem}"
+    return unusual(hf, ("tie_word_embeddings", False))
+
+
+def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+    """The trainer's layout of every checkpoint tensor of the text; those of the vision tower are `frozen`."""
+    table = deepseek_v3.weight_table(hf["text_config"], mtp)
+    return replace(
+        table,
+        rows=tuple(_of_text(row) for row in table.rows),
+        aliases={_TEXT + name: _TEXT + original for name, original in table.aliases.items()},
+        frozen={_TEXT + name: shape for name, shape in table.frozen.items()} | _vision(hf),
+    )
+
+
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """Raises SlimxError: a publication proves every tensor of an engine, and no trainer has the vision tower's."""
+    raise no_engine(ARCHITECTURE, "they hold a vision tower that no trainer has")
+
+
+def _of_text(row: Row) -> Row:
+    # No checkpoint of the family is in fp8 blocks.
+    return replace(row, sources=tuple((_TEXT + name, shape) for name, shape in row.sources), quantised=False)
+
+
+def _vision(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of MoonViT and of the projector behind it, as the published files have them."""
+    vision = hf["vision_config"]
+    wide, inner, patch = vision["vt_hidden_size"], vision["vt_intermediate_size"], vision["patch_size"]
+    down, across = vision["merge_kernel_size"]
+    merged, seen = vision["mm_hidden_size"] * down * across, vision["mm_hidden_size"]
+    block = {
+        "mlp.fc0": (inner, wide),
+        "mlp.fc1": (wide, inner),
+        "norm0": (wide,),
+        "norm1": (wide,),
+        "wo": (wide, wide),
+        "wqkv": (3 * wide, wide),
+    }
+    modules: dict[str, tuple[int, ...]] = {
+        "vision_tower.patch_embed.proj": (wide, 3, patch, patch),
+        **{
+            f"vision_tower.encoder.blocks.{layer}.{name}": shape
+            for layer in range(vision["vt_num_hidden_layers"])
+            for name, shape in block.items()
+        },
+        "vision_tower.encoder.final_layernorm": (wide,),
+        "mm_projector.pre_norm": (seen,),
+        "mm_projector.proj.0": (merged, merged),
+        "mm_projector.proj.2": (hf["text_config"]["hidden_size"], merged),
+    }
+    places = vision["init_pos_emb_height"], vision["init_pos_emb_width"], wide
+    weights = {f"{name}.weight": shape for name, shape in modules.items()}
+    biases = {f"{name}.bias": shape[:1] for name, shape in modules.items()}
+    return {"vision_tower.patch_embed.pos_emb.weight": places, **weights, **biases}

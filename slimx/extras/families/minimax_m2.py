@@ -1,0 +1,126 @@
+"""MiniMax-M2, M2.1, M2.5 and M2.7: grouped-query attention with norms over all heads together, of which a part rotates,
+and sigmoid-routed experts in every layer.
+
+Their config.json declares layers of multi-token prediction (num_mtp_modules); no published checkpoint has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Concat
+from slimx.layout.table import Row, Table
+from slimx.models import decoder, engine_rows
+from slimx.models.decoder import layer_kind as layer_kind
+from slimx.models.decoder import mtp_layers as mtp_layers
+from slimx.models.rows import Attention, Layer, embedding, head
+
+ARCHITECTURE = "MiniMaxM2ForCausalLM"
+
+_MOE = "block_sparse_moe"
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    return {
+        **decoder.decoder_fields(hf, _attention(hf)),
+        "num_moe_experts": hf["num_local_experts"],
+        "moe_ffn_hidden_size": hf["intermediate_size"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": True,
+    }
+
+
+def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
+    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotating_share(hf, _attention(hf).head)}
+
+
+def unsupported(hf: dict[str, Any]) -> str | None:
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
+    if problem := decoder.scaled_otherwise(hf, "default") or decoder.contradicting_share(hf, _attention(hf).head):
+        return problem
+    if set(hf.get("attn_type_list") or [1]) != {1}:
+        return "attn_type_list with layers of linear attention"
+    if hf["num_experts_per_tok"] == 1:
+        return "num_experts_per_tok 1"  # Megatron normalises the weights of several experts only
+    return decoder.quantised_otherwise(hf) or decoder.unusual(
+        hf,
+        ("use_qk_norm", True),
+        ("qk_norm_type", "per_layer"),
+        ("scoring_func", "sigmoid"),
+        ("use_routing_bias", True),
+        ("norm_topk_prob", True),
+        ("shared_intermediate_size", 0),
+        ("hidden_act", "silu"),
+        ("tie_word_embeddings", False),
+    )
+
+
+def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+    """The trainer's layout of every checkpoint tensor."""
+    hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
+    at, expert = Layer(), f"{_MOE}.experts.{{expert}}"
+    rows = (
+        embedding(hf),
+        *at.attention(_attention(hf)),
+        at.norm("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden),
+        at.row("mlp.router.weight", [(f"{_MOE}.gate", (experts, hidden))]),
+        _selection(at, "mlp.router.expert_bias", experts),
+        at.row(
+            "mlp.experts.linear_fc1.weight{expert}",
+            [(f"{expert}.{kind}", (inner, hidden)) for kind in ("w1", "w3")],
+            map=Concat(),
+            axis=0,
+            quantised=True,
+        ),
+        at.linear("mlp.experts.linear_fc2.weight{expert}", f"{expert}.w2", (hidden, inner), axis=1),
+        *head(hf),
+    )
+    return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
+
+
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.minimax_m2`); its router weighs in fp32.
+    There are no shared experts to fuse.
+
+    Raises SlimxError for a config.json without the fields of the published ones: SGLang's own defaults are another
+    model."""
+    for key in ("use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim"):
+        if hf.get(key) is None:
+            raise SlimxError(
+                f"{ARCHITECTURE} without {key}: SGLang 0.5.23 would serve another model; write it into config.json "
+                "(use_qk_norm and use_routing_bias true, scoring_func sigmoid, rotary_dim)",
+                code="model.served_field",
+                about=key,
+            )
+    hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
+    at, expert = engine_rows.layer(), f"{_MOE}.experts.{{expert}}"
+    rows = (
+        engine_rows.embedding(hf),
+        *engine_rows.attention(at, _attention(hf)),
+        engine_rows.same(at, f"{_MOE}.gate", experts, hidden, dtype="float32"),
+        _selection(at, f"{_MOE}.e_score_correction_bias", experts),
+        at.row(
+            f"{_MOE}.experts.w13_weight",
+            [(f"{expert}.{kind}", (inner, hidden)) for kind in ("w1", "w3")],
+            map=Concat(),
+            axis=0,
+            quantised=True,
+        ),
+        at.row(f"{_MOE}.experts.w2_weight", [(f"{expert}.w2", (hidden, inner))], axis=1, quantised=True),
+        *engine_rows.head(hf),
+    )
+    return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
+
+
+def _selection(at: Layer, name: str, experts: int) -> Row:
+    """The bias that only chooses."""
+    return at.row(name, [(_MOE, (experts,))], kind="e_score_correction_bias", dtype="float32")
+
+
+def _attention(hf: dict[str, Any]) -> Attention:
+    return Attention.of(hf, projection_norm=True)

@@ -1,0 +1,291 @@
+"""Gated delta nets and gated attention on SGLang's CPU path, in plain torch: operators and functions of sgl_kernel's
+CPU build, of which PyPI has no wheel, and three Triton kernels. Written for sglang 0.5.23
+(`sglang.srt.layers.attention.linear.gdn_backend`, `sglang.srt.models.qwen3_5`).
+
+Requests keep two states in pools of slots: the convolution's last inputs [slots, channels, width - 1], and each value
+head's state [slots, heads, dv, dk]. SGLang gives a new request a slot of zeros.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+
+from slimx.extras.recurrent.numerics.delta_rule import causal_convolution, gated_delta_rule, l2norm
+from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
+
+GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated"
+GATED_LAYER_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn"
+SHARED_EXPERT = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
+"""The Triton kernels' functions."""
+_OPERATORS = {
+    "fused_gdn_gating_cpu": "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
+    "fused_sigmoid_gating_delta_rule_update_cpu": (
+        "(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, "
+        "Tensor(state!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, "
+        "bool use_qk_l2norm_in_kernel, float softplus_beta, float softplus_threshold) -> Tensor"
+    ),
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu": (
+        "(Tensor mixed_qkvz, Tensor mixed_ba, int num_heads_qk, int num_heads_v, int head_qk, int head_v) -> "
+        "(Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "fused_qk_gemma_rmsnorm_cpu": (
+        "(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim) -> (Tensor, Tensor)"
+    ),
+    "fused_qk_gemma_rmsnorm_with_gate_cpu": (
+        "(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim, int num_head) -> "
+        "(Tensor, Tensor, Tensor)"
+    ),
+    "fused_sigmoid_mul_cpu": "(Tensor(a!) x, Tensor gate) -> ()",
+}
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    activation: str,
+    conv_states: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    cache_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens_cpu: list[int],
+) -> torch.Tensor:
+    """Prompts, or parts of them: x [channels, T] -> the activation's output [channels, T]. Slots `cache_indices` of
+    `conv_states` are read where `has_initial_state`, and hold each sequence's last inputs afterwards."""
+    begun = conv_states[cache_indices] * has_initial_state[:, None, None]
+    return _convolved(x.T, weight, bias, seq_lens_cpu, begun, conv_states, cache_indices).T
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    *,
+    conv_state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """One more token of each request: x [requests, channels] -> the activation's output, of the same shape."""
+    begun = conv_states[conv_state_indices]
+    return _convolved(x, weight, bias, [1] * len(x), begun, conv_states, conv_state_indices)
+
+
+def fused_gdn_gating(
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logarithms of the decays, and learning rates, fp32 [1, T, heads], of a and b [T, heads]."""
+    decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return decay[None], b.float().sigmoid()[None]
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    head_first: bool,
+    use_qk_l2norm_in_kernel: bool,
+) -> tuple[torch.Tensor, None, None]:
+    """Outputs [1, T, value heads, dv] of prompts or parts of them, packed in one row. The states go on in slots
+    `initial_state_indices` of the pool `initial_state`."""
+    lengths = cu_seqlens.diff().tolist()
+    out = _ruled(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state, initial_state_indices)
+    return out[None], None, None
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    softplus_beta: float,
+    softplus_threshold: float,
+) -> torch.Tensor:
+    """One more token of each request: as `chunk_gated_delta_rule`, with the gates of `fused_gdn_gating`."""
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    lengths = [1] * q.shape[1]
+    return _ruled(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state_source, initial_state_indices)[None]
+
+
+def rms_norm_gated(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    activation: str,
+    residual: None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+) -> torch.Tensor:
+    """Root-mean-square norm times silu of the gate, x and g [T, n], computed in fp32, in x's dtype."""
+    return (rms_norm(x.float(), weight.float(), eps) * F.silu(g.float())).to(x.dtype)
+
+
+def layer_norm_gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    *,
+    z: torch.Tensor,
+    eps: float,
+    group_size: None,
+    norm_before_gate: bool,
+    is_rms_norm: bool,
+    activation: str,
+) -> torch.Tensor:
+    """`rms_norm_gated` under the name that Qwen3.5 knows, with the gate z [T, n]. Raises NotImplementedError for the
+    other norms of that name."""
+    if group_size is not None or not (norm_before_gate and is_rms_norm and activation in ("swish", "silu")):
+        raise NotImplementedError("norms of groups, after a gate, or with another gate than silu")
+    return rms_norm_gated(x, z, weight, bias, activation, eps=eps)
+
+
+def split_projections(
+    mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [T, rows], output gates [T, value heads, dv], and b and a [T, value heads] each, of
+    projections in which they stand one kind after the other."""
+    mixed = 2 * num_heads_qk * head_qk + num_heads_v * head_v
+    qkv, z = mixed_qkvz.split([mixed, num_heads_v * head_v], dim=-1)
+    b, a = mixed_ba.split(num_heads_v, dim=-1)
+    return qkv.clone(), z.reshape(-1, num_heads_v, head_v).clone(), b.clone(), a.clone()
+
+
+def norm_heads(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zero-centred norms of each head of q [T, heads * head_dim] and k, [T * heads, head_dim] each."""
+    heads = zip((q, k), (q_weight, k_weight), strict=True)
+    normed = [zero_centred_rms_norm(x.reshape(-1, head_dim), weight, eps) for x, weight in heads]
+    return normed[0], normed[1]
+
+
+def norm_gated_heads(
+    q_gate: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    head_dim: int,
+    num_head: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of a q_gate [T, heads * 2 * head_dim] in which each head's query stands before its output gate, and the
+    gates [T * heads, head_dim]."""
+    q, gate = q_gate.reshape(-1, num_head, 2 * head_dim).chunk(2, dim=-1)
+    normed = norm_heads(q.flatten(1), k, q_weight, k_weight, eps, head_dim)
+    return *normed, gate.reshape(-1, head_dim).clone()
+
+
+def multiply_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Multiply x by the sigmoid of `gate`, of as many elements, in place; computed in fp32."""
+    x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
+
+
+def add_gated_expert(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> None:
+    """Add the shared expert's output, times the sigmoid of its gate, to the others' in place, [T, hidden] each;
+    gate_weight [hidden]. Computed in fp32."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+    final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
+
+
+def operators_missing() -> bool:
+    """Returns True while torch has no such operator."""
+    return not any(hasattr(torch.ops.sgl_kernel, name) for name in _OPERATORS)
+
+
+def add_operators() -> None:
+    """Define the operators, before SGLang's backend and Qwen3.5's model look them up at their import."""
+    functions = (
+        fused_gdn_gating,
+        fused_sigmoid_gating_delta_rule_update,
+        split_projections,
+        norm_heads,
+        norm_gated_heads,
+        multiply_by_sigmoid,
+    )
+    for (name, signature), function in zip(_OPERATORS.items(), functions, strict=True):
+        torch.library.define(f"sgl_kernel::{name}", signature)
+        torch.library.impl(f"sgl_kernel::{name}", "cpu", function)
+
+
+def functions_missing() -> bool:
+    """Returns True while the package, or what stands for it, has none of the functions. Builds for CUDA may have
+    functions of their names, without the operators behind them."""
+    own = all(vars(_package()).get(name) is function for name, function in _FUNCTIONS.items())
+    return not own and not hasattr(torch.ops.sgl_kernel, "causal_conv1d_fwd_cpu")
+
+
+def add_functions() -> None:
+    """Put the functions into the package's place, before SGLang's backend imports them by name."""
+    vars(_package()).update(_FUNCTIONS)
+
+
+def _package() -> ModuleType:
+    return importlib.import_module("sgl_kernel.mamba")
+
+
+_FUNCTIONS = {
+    "causal_conv1d_fn_cpu": causal_conv1d,
+    "causal_conv1d_update_cpu": causal_conv1d_update,
+    "chunk_gated_delta_rule_cpu": chunk_gated_delta_rule,
+}
+
+
+def _convolved(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lengths: list[int],
+    begun: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """silu of the convolution of x [T, channels], whose sequences follow inputs `begun` [sequences, channels,
+    width - 1]; their last inputs go to `slots` of `states`."""
+    out = causal_convolution(x, weight, lengths, begun)
+    behind = states.shape[-1]
+    for slot, before, part in zip(slots.tolist(), begun, x.split(lengths), strict=True):
+        states[slot] = torch.cat([before, part[-behind:].T.to(states.dtype)], dim=-1)[:, -behind:]
+    return F.silu(out if bias is None else out + bias)
+
+
+def _ruled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    rate: torch.Tensor,
+    lengths: list[int],
+    states: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Outputs [T, value heads, dv] of the rule for queries and keys that are normed here, each of which serves the
+    value heads that follow each other."""
+    times = v.shape[1] // q.shape[1]
+    q, k = (l2norm(x.float()).repeat_interleave(times, dim=1) for x in (q, k))
+    out, after = gated_delta_rule(q, k, v, decay, rate, lengths, states[slots].transpose(-1, -2))
+    states[slots] = after.transpose(-1, -2).to(states.dtype)
+    return out.to(v.dtype)

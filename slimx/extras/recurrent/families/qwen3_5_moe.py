@@ -1,0 +1,25 @@
+"""Qwen3.5 with experts, the text part alone: Qwen3-Next with a delta net's input projections stored kind by kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.extras.recurrent.delta_nets import layer_kind as layer_kind
+from slimx.extras.recurrent.families import delta_net, qwen3_5_text
+from slimx.extras.recurrent.families.delta_net import gpt_arguments as gpt_arguments
+from slimx.extras.recurrent.families.qwen3_5_text import unsupported as unsupported
+from slimx.extras.recurrent.families.qwen3_5_text import weight_table as weight_table
+from slimx.layout.table import Table
+from slimx.models.decoder import mtp_layers as mtp_layers
+
+ARCHITECTURE = "Qwen3_5MoeForCausalLM"
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
+
+
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError for what SGLang would build otherwise."""
+    return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -1,0 +1,44 @@
+"""Qwen3-Next (80B-A3B and tiny ones): three layers of gated delta nets to one of gated attention, and many small
+experts with a shared one in every layer. Layers of multi-token prediction are carried over, not trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.extras.recurrent.delta_nets import layer_kind as layer_kind
+from slimx.extras.recurrent.families import delta_net
+from slimx.extras.recurrent.families.delta_net import gpt_arguments as gpt_arguments
+from slimx.extras.recurrent.families.delta_net import unsupported as unsupported
+from slimx.layout.table import Table
+from slimx.models.decoder import mtp_layers as mtp_layers
+
+ARCHITECTURE = "Qwen3NextForCausalLM"
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
+
+
+def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+    """The trainer's layout of every checkpoint tensor."""
+    return delta_net.weight_table(hf, delta_net.by_key_head, delta_net.prediction_tensors(hf))
+
+
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_next`).
+
+    Raises SlimxError for a config.json without the fields of the published ones, for which SGLang has defaults of
+    another model, and for what it would build otherwise."""
+    delta_net.check_served(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)
+    if hf.get("rope_theta") is None:
+        raise delta_net.unserved(
+            ARCHITECTURE,
+            "rope_theta",
+            "is missing, and SGLang 0.5.23 would serve another model; write it into config.json",
+        )
+    if hf.get("tie_word_embeddings"):
+        raise delta_net.unserved(
+            ARCHITECTURE, "tie_word_embeddings", "is set, and SGLang 0.5.23 builds an output layer of its own"
+        )
+    return delta_net.engine_table(hf, delta_net.as_stored)

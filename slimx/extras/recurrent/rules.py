@@ -1,0 +1,67 @@
+"""Rules about recurrent layers: how their heads are split, and what trainer and engines do with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.rollout import Rollout
+
+if TYPE_CHECKING:
+    from slimx.layout.ranks import Sizes
+    from slimx.models.families import ModelSpec
+
+
+def _has_delta_nets(spec: ModelSpec) -> bool:
+    return any(spec.transformer.get("linear_attention_freq") or ())
+
+
+@rule("layout.delta_net", "trainer.tensor")
+def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
+    if not _has_delta_nets(spec):
+        return
+    heads = spec.transformer["linear_num_key_heads"]
+    if heads % sizes.tensor:
+        yield f"delta nets of {spec.path} have {heads} key heads; choose a divisor of {heads}"
+    elif heads // sizes.tensor % sizes.context:
+        yield (
+            "trainer.context",
+            f"a rank of trainer.tensor={sizes.tensor} has {heads // sizes.tensor} key heads in each delta net of "
+            f"{spec.path}, for which these ranks exchange tokens; choose a divisor of {heads // sizes.tensor}",
+        )
+
+
+@rule("layout.state_space", "trainer.tensor")
+def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
+    groups = spec.transformer.get("mamba_num_groups")
+    if not any(layer.mixer == "recurrent" for layer in spec.layer_kind.layers(spec.transformer)) or groups is None:
+        return
+    if groups % sizes.tensor:
+        yield f"Mamba-2 layers of {spec.path} have {groups} groups; choose a divisor of {groups}"
+    if sizes.context > 1:
+        yield (
+            "trainer.context",
+            f"sequences that are cut were never proven with the Mamba-2 layers of {spec.path}, which megatron-core "
+            "0.19.2 puts together by Transformer Engine; set it to 1",
+        )
+
+
+@rule("layout.hybrid_values", "model.path")
+def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) -> Problems:
+    if spec.transformer.get("is_hybrid_model") and (algorithm.scores or critic is not None):
+        yield (
+            "it has the layers of megatron-core's HybridModel, on which neither critic nor reward model can be built "
+            "here; choose an algorithm without values (algorithm.name)"
+        )
+
+
+@rule("engines.recurrent_state", "rollout.engines.sglang.disable_radix_cache")
+def states_are_one_requests_own(rollout: Rollout, spec: ModelSpec, device: str) -> Problems:
+    for group in rollout.policy_engines if _has_delta_nets(spec) else ():
+        if device == "cuda" and not group.sglang.get("disable_radix_cache"):
+            yield (
+                f"{group.where} serves {spec.path}: requests would begin from states of delta nets that SGLang's "
+                "prefix cache keeps, which were never compared with a request's; set it to true"
+            )

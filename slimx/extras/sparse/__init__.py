@@ -1,0 +1,1 @@
+"""Sparse attention (DSA): DeepSeek-V3.2 and GLM-5."""

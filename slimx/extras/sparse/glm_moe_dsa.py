@@ -1,0 +1,53 @@
+"""GLM-5 and 5.1: a DeepSeek-V3.2 under a name of its own, whose indexer rotates pairs as its attention does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.errors import SlimxError
+from slimx.extras.families import deepseek_v3, deepseek_v3_engine
+from slimx.extras.families.deepseek_v3 import gpt_arguments as gpt_arguments
+from slimx.extras.families.prediction import mtp_layers as mtp_layers
+from slimx.extras.sparse import deepseek_v32
+from slimx.extras.sparse.deepseek_v32 import NO_CPU_ENGINE as NO_CPU_ENGINE
+from slimx.extras.sparse.deepseek_v32 import UNTRAINED as UNTRAINED
+from slimx.extras.sparse.deepseek_v32 import weight_table as weight_table
+from slimx.extras.sparse.layers import layer_kind as layer_kind
+from slimx.layout.maps import Concat
+from slimx.layout.table import Row, Table
+from slimx.models.rows import Layer
+
+ARCHITECTURE = "GlmMoeDsaForCausalLM"
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
+    return deepseek_v32.transformer_config(hf, interleaved=True)
+
+
+def unsupported(hf: dict[str, Any]) -> str | None:
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
+    if not hf.get("indexer_rope_interleave", True):
+        return "indexer_rope_interleave false"
+    return deepseek_v32.unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
+
+
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """SGLang 0.5.23's layout of every checkpoint tensor on CUDA (`sglang.srt.models.glm4_moe`), where it holds two
+    projections of an indexer that rotates pairs as one. Raises SlimxError without the field that tells SGLang so."""
+    if hf.get("indexer_rope_interleave") is not True:
+        raise SlimxError(
+            f"{ARCHITECTURE} without indexer_rope_interleave: SGLang 0.5.23 would serve another model; write it into "
+            "config.json (true, as in the published files)",
+            code="model.served_field",
+            about="indexer_rope_interleave",
+        )
+
+    def indexer(every: Layer) -> tuple[Row, ...]:
+        at = deepseek_v32.with_indexers(hf, every)
+        heads, head, hidden = hf["index_n_heads"], hf["index_head_dim"], hf["hidden_size"]
+        both = [("self_attn.indexer.wk", (head, hidden)), ("self_attn.indexer.weights_proj", (heads, hidden))]
+        fused = at.row("self_attn.indexer.wk_weights_proj.weight", both, map=Concat(), dtype="bfloat16")
+        return *deepseek_v32.engine_indexer(hf, at), fused
+
+    return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, beside=indexer)

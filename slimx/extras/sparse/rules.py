@@ -1,0 +1,53 @@
+"""Rules about sparse attention: its indexer and the replay of its choices."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.trainer import Trainer
+from slimx.extras.sparse.layers import SparseAttention
+
+if TYPE_CHECKING:
+    from slimx.layout.ranks import Sizes
+    from slimx.models.families import ModelSpec
+
+
+@rule("sparse.indexer_loss", "trainer.megatron.dsa_indexer_loss_coeff")
+def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
+    if trainer.megatron.get("dsa_indexer_loss_coeff") and isinstance(spec.layer_kind, SparseAttention):
+        yield f"the indexer of {spec.path} is not trained: it stays as the checkpoint has it; leave the key out"
+
+
+@rule("sparse.shared_stage", "trainer.layers_per_stage")
+def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
+    if not isinstance(spec.layer_kind, SparseAttention):
+        return
+    has = spec.layer_kind.indexers
+    counts = sizes.split or (len(has) // sizes.stages,) * sizes.stages
+    for layer in accumulate(counts[:-1]):
+        if not has[layer]:
+            fits = ", ".join(str(index) for index, indexer in enumerate(has) if indexer)
+            yield (
+                f"a pipeline stage begins with layer {layer} of {spec.path}, which sees the tokens that a layer of the "
+                f"stage before chooses; stages may begin with one of {fits}: set trainer.layers_per_stage, or fewer "
+                "stages (trainer.pipeline, trainer.virtual_pipeline)"
+            )
+
+
+@rule("sparse.replay", "trainer.indexer_replay")
+def has_indexers(trainer: Trainer, spec: ModelSpec) -> Problems:
+    if trainer.indexer_replay != "none" and not isinstance(spec.layer_kind, SparseAttention):
+        yield f"{spec.path} has no sparse attention; leave it at its default"
+
+
+@rule("sparse.engine_choice", "trainer.indexer_replay")
+def chosen_by_engines(trainer: Trainer) -> Problems:
+    # sglang.srt.layers.attention.dsa.dsa_topk_backend chooses and looks up the page table in one kernel, and
+    # sglang.srt.state_capturer.indexer_topk answers with what that gives.
+    if trainer.indexer_replay == "R3":
+        yield (
+            "SGLang 0.5.23 reports the tokens that an indexer chose as places in its KV cache, not as positions; set "
+            "it to R2 or none"
+        )
