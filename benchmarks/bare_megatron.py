@@ -36,13 +36,9 @@ class BareMegatron:
     def __init__(self, config: Any, spec: Any, parallel: Any):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec as gpt_spec
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        # The chunk rule is slimx's: megatron-core itself has none without CUDA.
-        from slimx.extras.recurrent.adapters.megatron.delta_net import decoder_spec as delta_net_spec
         from slimx.layout.megatron import MegatronLayout
-        from slimx.models.flops import delta_net_layers
         from slimx.trainer.device.backends import choose_backends
         from slimx.trainer.model.transformer import transformer_config
         from slimx.trainer.model.weights import Weights
@@ -50,10 +46,8 @@ class BareMegatron:
 
         backends = choose_backends(config.trainer, device="cpu", packages=())
         transformer = transformer_config(spec, config, backends, cpu=True)
-        if delta_net_layers(spec.transformer):
-            layers = delta_net_spec(transformer)
-        else:
-            layers = gpt_spec(transformer, use_transformer_engine=True)
+        # megatron-core's own, but for the chunk rule of delta nets, which it has on CUDA alone.
+        layers = spec.layer_kind.decoder_spec(transformer, None)
         model = GPTModel(transformer, layers, **spec.gpt)
         Weights([model], spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank).load(config.initial_weights)
         self.model = DistributedDataParallel(

@@ -9,13 +9,14 @@ from typing import Any
 
 from slimx.errors import SlimxError
 from slimx.extras.families import deepseek_v3
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.links.model import Traffic, direct_traffic, gb300_nvlink, h100_infiniband, predict
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import qwen3_moe
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.precision import Precision
 
 QWEN3_235B: dict[str, Any] = {
     "hidden_size": 4096,
@@ -79,7 +80,7 @@ class Case:
         return compile_plan(
             MegatronLayout(self.family.weight_table(self.hf), self.trainer).parts(),
             EngineLayout(self.family.engine_table(self.hf), self.engine).parts(),
-            precision=Precision("bfloat16", "bfloat16", Quantisation("ieee") if self.fp8 else None),
+            precision=Precision("bfloat16", "bfloat16", quantisation("ieee") if self.fp8 else None),
             bucket_bytes=BUCKET_BYTES,
             ranks=self.engine.world,
         )

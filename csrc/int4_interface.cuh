@@ -1,4 +1,5 @@
-// int4_interface.cuh: the plain C interface of the CUDA library of INT4, which slimx/reshard/kernels/int4.py declares.
+// int4_interface.cuh: the plain C interface of the CUDA library of INT4, which
+// slimx/extras/low_precision/int4_kernel.py declares.
 #pragma once
 
 #include "int4.h"

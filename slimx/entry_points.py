@@ -13,10 +13,12 @@
     slimx.hook_forms        hooks that were written for another program
     slimx.layer_kinds       kinds of decoder layers
     slimx.maps              mapping hooks: `rollout.map`
+    slimx.number_formats    formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics          arithmetic of trainer and engines: `numerics.mode`
     slimx.recoveries        answers to the loss of trainers: `Recovery`, or None
     slimx.reports           reports of finished runs
     slimx.rewards           reward hooks: `reward.function`
+    slimx.roundings         rounding of what trainers multiply: `trainer.fp8`, `trainer.qat`
     slimx.roles             roles of a trainer rank
     slimx.rules             modules with rules that a run is checked by before it starts
     slimx.sections          sections of the configuration

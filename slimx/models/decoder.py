@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
-from slimx.models.files import int4
+from slimx.layout.number_formats import all_formats
 from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
 from slimx.models.rows import Attention
 
@@ -96,14 +96,16 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def quantised_otherwise(hf: dict[str, Any]) -> str | None:
-    """The checkpoint's quantisation where it is neither in fp8 blocks nor in INT4 groups of 32, in words; None also if
-    there is none."""
-    described = hf.get("quantization_config") or {}
-    method = described.get("quant_method", "fp8")
-    if method == "compressed-tensors":
-        return int4.other_scheme(described)
-    return f"quantization_config.quant_method {method}" if method != "fp8" else None
+def quantised_otherwise(hf: Mapping[str, Any], *methods: str) -> str | None:
+    """The checkpoint's quantisation where it is in none of the number formats `methods` (block fp8 and INT4 unless
+    given), in words; None also if there is none."""
+    described, methods = hf.get("quantization_config"), methods or ("fp8", "compressed-tensors")
+    if not described:
+        return None
+    method = described.get("quant_method", methods[0])
+    if method not in methods:
+        return f"quantization_config.quant_method {method}"
+    return all_formats()[method].other_scheme(described)
 
 
 def unusual(hf: dict[str, Any], *only: tuple[str, Any]) -> str | None:

@@ -21,7 +21,7 @@ from slimx.data.records import Group
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import sequence_flops
-from slimx.reshard.plan.precision import TOKENS
+from slimx.numerics.rounding import rounding_of
 
 Packer = Callable[[Sequence[TrainingRow]], TrainBatch]
 
@@ -33,7 +33,7 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
         pack,
         data_size=sizes.data,
         max_tokens=config.trainer.max_tokens_per_microbatch,
-        multiple_of=sizes.tensor * sizes.context * (TOKENS if config.trainer.fp8 else 1),
+        multiple_of=sizes.tensor * sizes.context * rounding_of(config.trainer).TOKENS,
         sequence_multiple=sizes.sequence_multiple,
         count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
         cost=sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind) if flops else float,

@@ -4,13 +4,9 @@ checked in `slimx.config.sections.engines`."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.engines import Engines
-from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
@@ -103,48 +99,6 @@ def exchanges(rollout: Rollout, spec: ModelSpec) -> Problems:
         by_deep_ep = backend == "deepep" and mode != "low_latency"
         if by_deep_ep and spec.experts and (lack := deep_ep_lacks(group.tensor, spec.transformer["hidden_size"])):
             yield f"{group.where} has deepep, which {lack}; leave it out, or set another tensor"
-
-
-@rule("engines.fp8_model", "rollout.engines.model")
-def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Engines that start from bf16 weights have no place for fp8 ones. A copy that is made later is not looked at."""
-    for group, directory, quantisation in _origins(rollout, spec) if publish.in_fp8 else ():
-        if not quantisation:
-            yield (
-                f"{group.where} starts from {directory}, which is not in fp8, as publish.quantise={publish.quantise} "
-                "is; write a copy with `slimx convert hf-to-fp8` and name it"
-            )
-
-
-@rule("engines.int4_model", "rollout.engines.model")
-def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Engines that start from INT4 have places for codes alone, and others have none. A copy that is made later is not
-    looked at."""
-    published = publish.quantise == "int4"
-    for group, directory, quantisation in _origins(rollout, spec):
-        starts = quantisation.get("quant_method") == "compressed-tensors"
-        if starts and not published:
-            yield (
-                f"{group.where} starts from {directory}, which is in INT4, and publish.quantise is not; set that to "
-                "int4, or write a bf16 copy (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name it"
-            )
-        if published and not starts:
-            yield (
-                f"{group.where} starts from {directory}, which is not in INT4, as publish.quantise=int4 is; write a "
-                "copy with `slimx convert hf-to-int4` and name it"
-            )
-
-
-def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
-    """Groups of the policy's engines, the directory that each starts from, if it is there already, and its
-    quantization_config. Raises SlimxError for a config.json with a value that no model has."""
-    from slimx.models.schema import read_fields
-
-    for group in rollout.policy_engines:
-        file = Path(group.model or spec.path) / "config.json"
-        if file.is_file():
-            hf = read_fields(file, getattr(spec.family, "OWN_FIELDS", ()))
-            yield group, file.parent, hf.get("quantization_config") or {}
 
 
 @rule("engines.transfer_package", "rollout.engines.sglang.disaggregation_transfer_backend")

@@ -8,7 +8,7 @@ from slimx.config.rule import Problems, rule
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster, Numerics
+from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.runtime.ports import is_own
@@ -83,12 +83,6 @@ def changes_travel(publish: Publish) -> Problems:
             f"publish.transport={publish.transport} brings whole weights; set that to nixl or disk, with which changes "
             "travel alone, or leave it out"
         )
-
-
-@rule("publish.triton_dtype", "publish.quantise")
-def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
-    if publish.quantise == "triton" and numerics.dtype == "float32":
-        yield "it is defined for bfloat16 weights, and numerics.dtype is float32; set that to bfloat16, or this to ieee"
 
 
 @rule("policies.transport", "publish.transport")

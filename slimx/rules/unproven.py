@@ -47,29 +47,6 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "rollout.engines.sglang.quantization",
         "rollout.engines.sglang.torchao_config",
     ),
-    "trainer.fp8": (
-        "numerics.mode",
-        "trainer.lora",
-        "trainer.qat",
-        "trainer.optimizer.kind",
-        "trainer.optimizer.offload_fraction",
-        "trainer.optimizer.moments_dtype",
-        "trainer.grad_reduce_in_fp32",
-        "trainer.overlap_param_gather",
-        "trainer.freeze",
-        "trainer.moe.dispatcher",
-        "trainer.megatron.mtp_num_layers",
-        "algorithm.teacher",
-        "algorithm.loss=bradley_terry",
-        "critic",
-    ),
-    "trainer.qat": (
-        "trainer.lora",
-        "publish.quantise (rules of fp8)",
-        "algorithm.teacher",
-        "critic",
-    ),
-    "publish.quantise=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
     "trainer.optimizer.kind=muon": (
         "trainer.lora",
         "trainer.optimizer.offload_fraction",
@@ -136,7 +113,6 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
 """Feature -> what was never proven with it. `KEY`: it differs from its default; `KEY=VALUE`: it has this value; `KEY
 (words)`: a condition of `CONDITIONS`. A key of `rollout.engines` is that of any group of the policy."""
 CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
-    "publish.quantise (rules of fp8)": lambda sections: sections["publish"].in_fp8,
     "rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)": lambda sections: any(
         group.drafts for group in sections["rollout"].policy_engines
     ),
@@ -157,7 +133,6 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
 ARCHITECTURES: Mapping[str, Sequence[str]] = {
     "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
     "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
-    "trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"),
 }
 """Feature -> the architectures with which alone it was proven."""
 SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
@@ -221,9 +196,14 @@ def unproven(**sections: Any) -> Problems:
 
 @rule("unproven.architecture", "model.path")
 def unproven_architecture(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
-    for feature, architectures in ARCHITECTURES.items():
+    yield from other_architectures(ARCHITECTURES, {"trainer": trainer, "publish": publish}, spec)
+
+
+def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, spec: ModelSpec) -> Problems:
+    """Refusals by a table such as `ARCHITECTURES`, of an extra's features."""
+    for feature, architectures in table.items():
         name = spec.family.ARCHITECTURE
-        if name not in architectures and is_set(feature, {"trainer": trainer, "publish": publish}):
+        if name not in architectures and is_set(feature, sections):
             yield (
                 f"{spec.path} is a {name}, with which {feature} was never proven; leave that out, or train one of "
                 f"{', '.join(architectures)}"

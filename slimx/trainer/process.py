@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from slimx.runtime.allocator import set_expandable_segments, set_pinned_sizes
 from slimx.runtime.children import clean_environment
@@ -16,13 +18,14 @@ def prepare_process(
     *,
     shares_layers: bool,
     local: bool,
-    fp8: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
     deep_ep: bool = False,
     waiting: bool = False,
 ) -> None:
     """Set the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
     several ranks compute one layer together (tensor or context parallelism); `local`: whether they meet on loopback;
-    `fp8`: for trainer.fp8; `deep_ep`: for a flex dispatcher; `waiting`: for trainer.offload_activations."""
+    `variables`: more of them, for a GPU; `deep_ep`: for a flex dispatcher; `waiting`: for
+    trainer.offload_activations."""
     clean_environment(os.environ)
     if local:
         # gloo would look up the host's name, which need not resolve, and listen at an address that others reach.
@@ -36,10 +39,7 @@ def prepare_process(
     if not waiting:
         set_pinned_sizes(os.environ)
     set_build_tools(os.environ)
-    if fp8:
-        # Transformer Engine reads it on import: scales of 128-wide blocks are fp32, as publications write them, and not
-        # powers of two.
-        os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
+    os.environ.update(variables)
     if deep_ep:
         for name, value in NVSHMEM.items():
             os.environ.setdefault(name, value)

@@ -9,6 +9,7 @@ from typing import Any
 from slimx.adapters.megatron.param_gather import gather
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
+from slimx.numerics.rounding import rounding_of
 from slimx.trainer.checkpoint.files import check_digests, decode_records
 from slimx.trainer.checkpoint.load import restore
 from slimx.trainer.checkpoint.save import Saver
@@ -31,7 +32,7 @@ class TrainedModel:
         """`config`: its `trainer` section is the model's own. `holder`: name of the ranks in messages."""
         self.config, self.parallel = config, parallel
         self.chunks, self.weights, self.optimizer = chunks, weights, optimizer
-        self.offloading = Offload(chunks, optimizer, parallel.device)
+        self.offloading = Offload(chunks, optimizer, parallel.device, rounding_of(config.trainer))
         self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.saver = Saver(
             rank=parallel.rank,

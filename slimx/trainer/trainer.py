@@ -20,6 +20,7 @@ from slimx.models.families import ModelSpec
 from slimx.models.files.megatron_directory import check_fit, is_megatron
 from slimx.models.layer_kind import Packing
 from slimx.numerics.mode import mode_of
+from slimx.numerics.rounding import rounding_of
 from slimx.trainer.checkpoint.load import load_weights
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
@@ -62,8 +63,7 @@ class PolicyTrainer(TrainedModel):
         options = config.trainer.optimizer
         undecayed = weights.matching(options.no_weight_decay, "trainer.optimizer.no_weight_decay")
         super().__init__(config, parallel, chunks, weights, build_optimizer(config, chunks, undecayed), "trainer")
-        if config.trainer.qat is not None:
-            weights.compute_in_int4()
+        rounding_of(config.trainer).prepare_weights(weights)
         self.optimizer_step = OptimizerStep(self.optimizer, options, weights.trainable(), parallel.host_group)
         self.loss = make_loss(config.algorithm)
         self._trained: list[list[tuple[torch.Tensor, torch.Tensor, list[int]]]] = []

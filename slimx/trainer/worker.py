@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from slimx.config.schema import CHECKED, Config
 from slimx.config.sections.run import Cluster
 from slimx.numerics.mode import mode_of
+from slimx.numerics.rounding import rounding_of
 from slimx.runtime.logs import marked
 from slimx.runtime.machine import machine
 from slimx.runtime.ports import address, free_port, is_loopback, own_address
@@ -57,12 +58,12 @@ class TrainerWorker:
         meeting and model; on CUDA the UUID of its GPU and the number of its CPUs."""
         clock = [time.perf_counter()]
         config = Config.model_validate(self._values, context=CHECKED)
-        fp8, deep_ep = config.trainer.fp8 is not None, config.trainer.moe.dispatcher == "flex"
+        deep_ep = config.trainer.moe.dispatcher == "flex"
         prepare_process(
             self.device,
             shares_layers=config.trainer.tensor * config.trainer.context > 1,
             local=is_loopback(urlsplit(init_method).hostname or ""),
-            fp8=fp8,
+            variables=rounding_of(config.trainer).VARIABLES,
             deep_ep=deep_ep,
             waiting=bool(config.trainer.offload_activations),
         )

@@ -13,13 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation, Rule
+from slimx.reshard.plan.precision import Precision
 from tests.integration.conftest import ROOT, Weights, perturbed
 from tests.integration.deepseek_checkpoint import make_deepseek
 
@@ -80,19 +81,19 @@ def make_block_deepseek(out: Path) -> Path:
     return out
 
 
-def in_fp8(model: Path, out: Path, rule: Rule = "ieee") -> Path:
+def in_fp8(model: Path, out: Path, rule: str = "ieee") -> Path:
     """A directory made as `slimx convert hf-to-fp8` makes it."""
     convert(run.hf_to_fp8(model, rule=rule), out, threads=1, verify=False)
     return out
 
 
-def published(model: Path, sizes: EngineSizes, rule: Rule = "ieee") -> list[Weights]:
+def published(model: Path, sizes: EngineSizes, rule: str = "ieee") -> list[Weights]:
     """What every rank of an engine gets of `model`'s weights by a publication in its own layout."""
     spec, weights = read_model(model), load_file(model / "model.safetensors")
     plan = compile_plan(
         checkpoint_parts(spec.table),
         EngineLayout(spec.engine_table(), sizes).parts(),
-        precision=Precision("bfloat16", "bfloat16", Quantisation(rule)),
+        precision=Precision("bfloat16", "bfloat16", quantisation(rule)),
         bucket_bytes=2**62,
         ranks=sizes.world,
     )

@@ -53,7 +53,7 @@ class Fp8Rank(OptimizerRank):
 
     def weights_as_computed_with(self, trainer: Any) -> dict[str, Any]:
         """By local name: codes and scales that a forward pass made of each weight."""
-        from slimx.reshard.kernels import products
+        from slimx.extras.low_precision import products
 
         by_address = {value.data_ptr(): name for name, value in trainer.weights.parameters.items()}
         seen: dict[str, Any] = {}
@@ -77,18 +77,18 @@ class Fp8Rank(OptimizerRank):
         """A publication's codes and scales of the checkpoint's tensors, and those that the layers computed with."""
         import torch
 
+        from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, quantisation
         from slimx.layout.megatron import MegatronLayout
-        from slimx.models.files.block_fp8 import SCALE_SUFFIX
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import compile_plan
-        from slimx.reshard.plan.precision import Precision, Quantisation
+        from slimx.reshard.plan.precision import Precision
 
         seen = self.weights_as_computed_with(trainer)
         held = MegatronLayout(self.spec.table, self.sizes).held(self.rank)
         parts = [part._replace(ranks=(0,)) for part in held if part.quantised]
         self.said["computed_in_fp8"] = sorted(seen) == sorted(part.name for part in parts)
         plan = compile_plan(
-            parts, parts, precision=Precision("bfloat16", "bfloat16", Quantisation("te")), bucket_bytes=2**62
+            parts, parts, precision=Precision("bfloat16", "bfloat16", quantisation("te")), bucket_bytes=2**62
         )
         packer = Packer(plan, 0, {part.name: trainer.weights.parameters[part.name].detach() for part in parts})
         form = packer.form(0)

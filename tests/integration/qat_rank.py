@@ -23,7 +23,7 @@ class QatRank(OptimizerRank):
         return {name: value for name, value in tensors.items() if ".mlp.experts." in name}
 
     def rounded(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        from slimx.reshard.kernels import int4
+        from slimx.extras.low_precision import int4_kernel as int4
 
         out = {name: value.detach().clone() for name, value in tensors.items()}
         for value in self.experts(out).values():

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 
 from slimx.adapters.megatron import cpu as megatron_cpu
+from slimx.extras.low_precision import products
+from slimx.extras.low_precision.recipes import RECIPES
 from slimx.numerics.attention import packed_attention
 from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
-from slimx.reshard.kernels import products
-from slimx.reshard.plan.precision import RECIPES
 
 PACKAGE = Path(sys.prefix) / "transformer-engine"
 """Where `make venv` puts the package's Python, outside what an interpreter of the environment imports."""

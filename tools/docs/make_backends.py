@@ -28,9 +28,9 @@ from slimx.config.sections.engines import Engines
 from slimx.engines.server.launch import prepare, prepare_imports
 from slimx.engines.server.spec import engine_spec, server_args
 from slimx.extras.convert.formats.fp8 import with_quantisation
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine_kernels import unpublishable
 from slimx.models.families import read_model
-from slimx.reshard.plan.precision import Quantisation
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "engines.md"
@@ -86,7 +86,7 @@ def started_from(config: Config, group: Engines, directory: Path) -> Path:
     """A directory with the config.json that the group's engines start from, also where the user makes the fp8 copy."""
     hf = json.loads((ROOT / config.model.path / "config.json").read_text())
     if config.publish.quantise and "quantization_config" not in hf:
-        hf = with_quantisation(hf, Quantisation(config.publish.quantise), [])
+        hf = with_quantisation(hf, quantisation(config.publish.quantise), [])
     path = directory / (group.model or config.model.path).replace("/", "-")
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(hf))

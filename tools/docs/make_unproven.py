@@ -41,7 +41,8 @@ def _lines() -> Iterator[str]:
     for kind, entries in layer_tables().items():
         yield f"| layers: {kind} | {', '.join(map(_cell, entries))} |\n"
     yield "\n| feature | architectures that it was proven with |\n| --- | --- |\n"
-    for feature, architectures in ARCHITECTURES.items():
+    tables = [ARCHITECTURES, *(vars(module).get("ARCHITECTURES", {}) for module in modules)]
+    for feature, architectures in chain.from_iterable(table.items() for table in tables):
         yield f"| {_cell(feature)} | {', '.join(architectures)} |\n"
 
 

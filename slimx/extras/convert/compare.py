@@ -12,7 +12,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.sources import Reading, row_blocks
-from slimx.models.files.int4 import GROUP
+from slimx.extras.low_precision.int4 import GROUP
 from slimx.models.files.reader import bits
 
 _RELATIVE = 2.0**-4 + 2.0**-8

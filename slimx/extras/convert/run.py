@@ -18,13 +18,15 @@ from slimx.extras.convert.formats.torch_dist import ToMegatron
 from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader
 from slimx.extras.convert.sources import Overlay
 from slimx.extras.convert.target import Target, parse_layout
+from slimx.extras.low_precision import block_fp8
+from slimx.extras.low_precision.block_fp8 import BlockFp8
+from slimx.layout.number_formats import all_formats
 from slimx.layout.stored import stored
 from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.fields import without_quantisation
 from slimx.models.files.megatron_directory import find_checkpoint, numbers_layers
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.safe_pickle import read_metadata
-from slimx.reshard.plan.precision import Quantisation, Rule
 
 Layers = Literal["auto", "numbered", "stacked"]
 _PREDICTION = "mtp.layers."
@@ -111,7 +113,7 @@ def megatron_to_hf(
 def hf_to_fp8(
     source: Path,
     *,
-    rule: Rule = "ieee",
+    rule: str = "ieee",
     dtype: torch.dtype | None = None,
     file_bytes: int = safetensors.FILE_BYTES,
     family: Family | None = None,
@@ -121,7 +123,7 @@ def hf_to_fp8(
     `rule`: how scales are chosen (docs/numerics.md). `dtype`: of the other tensors; None: as stored.
     `family`: as of `hf_to_megatron`."""
     spec, reader = _open(source, family)
-    quantisation = Quantisation(rule)
+    quantisation = block_fp8.quantisation(rule)
     names = quantised_names(spec.table, quantisation.block)
     if not names:
         raise SlimxError(
@@ -197,7 +199,7 @@ def hf_to_int4(
 
 def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointReader]:
     """Model and tensors of a Hugging Face directory, compared with each other."""
-    reader = CheckpointReader(source, dequantise=dequantise)
+    reader = CheckpointReader(source, formats={**all_formats(), "fp8": BlockFp8(dequantise)})
     least = read_model(source, family=family)
     most = _with_prediction(source, least.family.mtp_layers(least.hf), family)
     # Published checkpoints leave out layers of multi-token prediction that their config declares.

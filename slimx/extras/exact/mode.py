@@ -54,9 +54,9 @@ class Exact(NumericsMode):
         if config.publish.quantise is not None:
             from slimx.extras.exact.adapters.megatron.layers import compute_with
             from slimx.extras.exact.served_weights import ServedWeights
-            from slimx.reshard.plan.precision import Quantisation
+            from slimx.layout.number_formats import published_format
 
-            rule = Quantisation(config.publish.quantise)
+            rule = published_format(config.publish.quantise).quantisation(config.publish.quantise)
             served = ServedWeights(weights.held, weights.parameters, rule, config.numerics.dtype)
             weights.derived.append(served.refresh)
             for name, value in served.values.items():

@@ -266,11 +266,11 @@ def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: 
     if not numerics.exact or publish.quantise is None:
         return
     # They import torch, which a plan does without.
-    from slimx.models.files.block_fp8 import block_of
+    from slimx.extras.low_precision.block_fp8 import block_of
+    from slimx.layout.number_formats import published_format
     from slimx.reshard.kernels import cpu as kernel
-    from slimx.reshard.plan.precision import Quantisation
 
-    quantisation = Quantisation(publish.quantise)
+    quantisation = published_format(publish.quantise).quantisation(publish.quantise)
     if quantisation.rule == "triton":
         kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table that only a GPU can make
     for group in rollout.policy_engines:

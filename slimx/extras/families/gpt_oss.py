@@ -1,7 +1,7 @@
 """gpt-oss (20b, 120b and tiny ones): attention with sinks, every other layer over a window only, and biases everywhere.
 
-The experts stand in stacks, gate and up in alternating columns; published checkpoints hold them in MXFP4
-(`slimx.models.files.mxfp4`), transformers writes bf16. Exports are bf16 or fp32, as transformers writes them.
+The experts stand in stacks, gate and up in alternating columns; published checkpoints hold them in MXFP4,
+transformers writes bf16. Exports are bf16 or fp32, as transformers writes them.
 Source of the model: gpt-oss-120b & gpt-oss-20b Model Card (2508.10925); transformers' modeling_gpt_oss.py.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from slimx.layout.maps import Blocks, Deinterleave, Once
+from slimx.layout.number_formats import all_formats
 from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.files import mxfp4
 from slimx.models.rows import Attention, Layer, embedding, head
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -71,11 +71,11 @@ def unsupported(hf: dict[str, Any]) -> str | None:
         return f"rope_scaling.{given[0]} {scaling[given[0]]}"
     if odd := set(hf["layer_types"]) - set(_WINDOWED):
         return f"layer_types with {min(odd)}"
-    quantisation = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
-    if quantisation != "mxfp4":
-        return f"quantization_config.quant_method {quantisation}"
-    if odd := [key for key in ("hidden_size", "intermediate_size") if hf[key] % mxfp4.GROUP]:
-        return f"{odd[0]} {hf[odd[0]]}, no multiple of {mxfp4.GROUP}"
+    if other := decoder.quantised_otherwise(hf, "mxfp4"):
+        return other
+    group = all_formats()["mxfp4"].GROUP
+    if odd := [key for key in ("hidden_size", "intermediate_size") if hf[key] % group]:
+        return f"{odd[0]} {hf[odd[0]]}, no multiple of {group}"
     only = (("tie_word_embeddings", False), ("attention_bias", True), ("hidden_act", "silu"), ("swiglu_alpha", 1.702))
     return decoder.unusual(hf, *only)
 

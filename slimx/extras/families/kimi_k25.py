@@ -1,5 +1,5 @@
-"""Kimi-K2.5, its text: a DeepSeek-V3 under `text_config` and `language_model.`, experts published in INT4
-(`slimx.models.files.int4`). Text alone is trained; exports carry the vision tower and its projector over."""
+"""Kimi-K2.5, its text: a DeepSeek-V3 under `text_config` and `language_model.`, experts published in INT4.
+Text alone is trained; exports carry the vision tower and its projector over."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from slimx.extras.families import deepseek_v3
+from slimx.layout.number_formats import all_formats
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
-from slimx.models.decoder import unusual
+from slimx.models.decoder import quantised_otherwise, unusual
 from slimx.models.engine_rows import no_engine
-from slimx.models.files import int4
 
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
 _TEXT = "language_model."
+_INT4 = "compressed-tensors"
+"""The number format of published checkpoints."""
 
 
 def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -36,10 +38,11 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     text = hf["text_config"]
     for at, fields in (("", hf), ("text_config.", text)):
-        if (quantisation := fields.get("quantization_config")) and (other := int4.other_scheme(quantisation)):
+        if other := quantised_otherwise(fields, _INT4):
             return at + other
-    if odd := [key for key in ("hidden_size", "moe_intermediate_size") if text[key] % int4.GROUP]:
-        return f"text_config.{odd[0]} {text[odd[0]]}, no multiple of {int4.GROUP}"
+    group = all_formats()[_INT4].GROUP
+    if odd := [key for key in ("hidden_size", "moe_intermediate_size") if text[key] % group]:
+        return f"text_config.{odd[0]} {text[odd[0]]}, no multiple of {group}"
     if problem := deepseek_v3.unsupported_model(text):
         return f"text_config.{problem}"
     return unusual(hf, ("tie_word_embeddings", False))

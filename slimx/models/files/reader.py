@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, KeysView, Mapping
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -14,20 +14,16 @@ from safetensors import SafetensorError, safe_open
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
+from slimx.layout.number_formats import NumberFormat, StoredTensors, all_formats
 from slimx.layout.stored import Stored, stored
 from slimx.layout.table import Table
-from slimx.models.files import int4, mxfp4
-from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, Dequantise, block_of, dequantise, scales_shape
 from slimx.models.files.finite import check_finite
-from slimx.models.files.index import INDEX, SINGLE, indexed_files
+from slimx.models.files.index import INDEX, SINGLE, indexed_files, read_object
 
-_FP8 = "F8_E4M3"
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _FP8: torch.bfloat16}
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 """Dtypes as they are read, by the names of safetensors files."""
 _FLOATS = ("BF16", "F32", "F16", "F64", "F8_E4M3", "F8_E5M2")
 """Dtypes in which NaN can be stored, of those that `torch` computes with."""
-_SCALES = ("F32", "BF16", "F16")
-"""Dtypes that scales of fp8 blocks may have: those that become fp32 without a loss."""
 _BLOCK_BYTES = 32 * 2**20
 """Bytes of a tensor that are compared with another's at a time."""
 BUFFER = ".rotary_emb.inv_freq"
@@ -38,10 +34,10 @@ than its config.json says."""
 class CheckpointReader:
     """Slices of named tensors; files are opened once, memory-mapped, and only what is asked for is read."""
 
-    def __init__(self, path: str | Path, *, dequantise: Dequantise = dequantise):
-        """`dequantise`: how blocks of fp8 become bf16."""
+    def __init__(self, path: str | Path, *, formats: Mapping[str, NumberFormat] | None = None):
+        """`formats`: in the place of `all_formats`."""
         self.path = Path(path)
-        self._dequantise = dequantise
+        self._formats = [*(formats or all_formats()).values()]
         self._files: dict[str, Any] = {}
         where = indexed_files(self.path)
         if where is None:
@@ -67,9 +63,14 @@ class CheckpointReader:
         return self._files[name]
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> KeysView[str]:
         """Every tensor of the checkpoint."""
-        return frozenset(self._where)
+        return self._where.keys()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The checkpoint's config.json."""
+        return read_object(self.path / "config.json")
 
     @property
     def buffers(self) -> list[str]:
@@ -82,27 +83,33 @@ class CheckpointReader:
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor as it is stored, whatever its values."""
-        return self._view(name)[:]
+        return self.view(name)[:]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of tensor `name`."""
-        return tuple(self._view(name).get_shape())
+        return tuple(self.view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype in which `read` returns source `name`: blocks of fp8, MXFP4 and INT4 are read as bf16."""
+        """Dtype in which `read` returns source `name`: codes are read as bf16."""
         name = stored(name).name
-        if self._packed(name) or self._in_int4(name):
+        if self._format(name) is not None:
             return torch.bfloat16
-        found = self._view(name).get_dtype()
+        found = self.view(name).get_dtype()
         if found not in _DTYPES:
             raise self._unread(name, found)
         return _DTYPES[found]
 
+    def _format(self, name: str) -> NumberFormat | None:
+        """The format in which tensor `name` of a table is stored; None for plain values."""
+        return next((each for each in self._formats if each.holds(self, name)), None)
+
     def _wrong(self, name: str, code: str, what: str) -> SlimxError:
         return SlimxError(f"{self.path}: tensor {name} {what}", code=f"checkpoint.{code}", about=name)
 
-    def _unread(self, name: str, found: str) -> SlimxError:
-        what = f"is stored as {found}, which slimx does not read; store it as bf16 or fp32"
+    def _unread(self, name: str, found: str, dtypes: Collection[str] = _DTYPES) -> SlimxError:
+        what = f"is stored as {found}, not {' or '.join(dtypes)}; restore the file from its source"
+        if dtypes is _DTYPES:
+            what = f"is stored as {found}, which slimx does not read; store it as bf16 or fp32"
         return self._wrong(name, "dtype", what)
 
     def reopened(self) -> CheckpointReader:
@@ -115,33 +122,35 @@ class CheckpointReader:
         """Compare names, shapes and dtypes with a weight table; raises SlimxError naming the first tensor that does not
         fit. What repeats another tensor is compared with it by `check_copies`.
 
-        `quantised`: tensors may be in fp8 with block scales beside them.
+        `quantised`: tensors may be in formats that trainers do not start from (`NumberFormat.CONVERTED`).
         """
-        expected = self._as_packed(table.checkpoint_shapes(), table.turned())
-        optional = {name: expected[original] for name, original in table.aliases.items()} | dict(table.frozen)
-        for name, shape in {**expected, **optional}.items():
+        shapes, turned = table.checkpoint_shapes(), table.turned()
+        optional = {name: shapes[original] for name, original in table.aliases.items()} | dict(table.frozen)
+        expected: StoredTensors = {}
+        for name, shape in {**shapes, **optional}.items():
+            if name in shapes or name in self._where:
+                expected |= self._expected(name, shape, turned=name in turned, quantised=quantised)
+        for name, (shape, dtypes) in expected.items():
             if name not in self._where:
-                if name in optional:
-                    continue
                 raise self._wrong(name, "missing", "is missing; the checkpoint does not fit its config.json")
-            view = self._view(name)
+            view = self.view(name)
             found = tuple(view.get_shape())
             if found != tuple(shape):
                 raise self._wrong(name, "shape", f"has shape {list(found)}, its config.json wants {list(shape)}")
-            self._check_dtype(name, view.get_dtype(), found, quantised)
-        scales = [name for name in self._where if name.endswith(SCALE_SUFFIX) and name not in optional]
-        if scales and not quantised:
-            raise SlimxError(
-                f"{self.path}: {scales[0]} holds scales of fp8 blocks ({len(scales)} such tensors); slimx trains from "
-                "bf16 and fp32 checkpoints: `slimx convert hf-to-megatron` makes one of it",
-                code="checkpoint.fp8",
-                about=scales[0],
-            )
-        known = {**expected, **optional}
-        known |= dict.fromkeys(self.buffers, ())
-        unknown = sorted(n for n in self._where if n not in known and n.removesuffix(SCALE_SUFFIX) not in known)
+            if view.get_dtype() not in dtypes:
+                raise self._unread(name, view.get_dtype(), dtypes)
+        unknown = sorted(self._where.keys() - expected.keys() - {*self.buffers})
         if unknown:
+            for each in () if quantised else self._formats:
+                each.refuse(self.path, unknown)
             raise self._wrong(unknown[0], "unknown", f"has no place in the model ({len(unknown)} such tensors)")
+
+    def _expected(self, name: str, shape: tuple[int, ...], *, turned: bool, quantised: bool) -> StoredTensors:
+        """Tensors of the checkpoint that store tensor `name` of a table."""
+        kept = self._format(name)
+        if kept is None or (kept.CONVERTED and not quantised):
+            return {name: (shape, _DTYPES)}
+        return kept.tensors(self, name, shape, turned=turned)
 
     def check_copies(self, table: Table) -> None:
         """Compare every tensor of the checkpoint that is said to repeat another (a tied output layer, those of layers
@@ -149,7 +158,7 @@ class CheckpointReader:
 
         Raises SlimxError naming one that differs: the trainer holds the original alone, and would lose it."""
         for name, original in table.aliases.items():
-            if name not in self._where or self._repeats(self._view(name), self._view(original)):
+            if name not in self._where or self._repeats(self.view(name), self.view(original)):
                 continue
             raise SlimxError(
                 f"{self.path}: tensor {name} is not the {original} that it repeats in this model, and only one of them "
@@ -171,7 +180,7 @@ class CheckpointReader:
     def check_finite(self, name: str) -> None:
         """Read a whole tensor, piece by piece. Raises SlimxError, naming it, for NaN and infinities in numbers of the
         kinds of `_FLOATS`."""
-        view = self._view(name)
+        view = self.view(name)
         if view.get_dtype() not in _FLOATS or name.endswith(BUFFER):
             return
         if not (shape := view.get_shape()):
@@ -180,55 +189,8 @@ class CheckpointReader:
         for at in range(0, shape[0], step):
             check_finite(view[at : at + step], name, self.path)
 
-    def _check_dtype(self, name: str, found: str, shape: tuple[int, ...], quantised: bool) -> None:
-        """Refuse a tensor of another dtype than `_DTYPES`: its bits would be read as numbers that they are not."""
-        if found == _FP8 and quantised and len(shape) == 2:
-            self._check_scales(name, shape)
-        elif suffix := self._where_int4.get(name):
-            if found not in int4.DTYPES[suffix]:
-                wanted = " or ".join(int4.DTYPES[suffix])
-                what = f"is stored as {found}, not {wanted}; restore the file from its source"
-                raise self._wrong(name, "dtype", what)
-        elif name not in self._where_packed and (found == _FP8 or found not in _DTYPES):
-            raise self._unread(name, found)
-        elif name in self._where_packed and found != "U8":
-            raise self._wrong(name, "dtype", f"is stored as {found}, MXFP4 is U8; restore the file from its source")
-
-    @cached_property
-    def _where_packed(self) -> frozenset[str]:
-        """Names of the tensors in MXFP4: codes and scales."""
-        stems = {n.removesuffix(mxfp4.BLOCKS) for n in self._where if n.endswith(mxfp4.BLOCKS)} - self._where.keys()
-        return frozenset(stem + suffix for stem in stems for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))
-
-    def _in_int4(self, name: str) -> bool:
-        return name not in self._where and name + int4.CODES in self._where
-
-    @cached_property
-    def _where_int4(self) -> dict[str, str]:
-        """Names of the tensors that hold matrices in INT4, with what they are of them: a suffix of `int4`."""
-        stems = {n.removesuffix(int4.CODES) for n in self._where if n.endswith(int4.CODES)} - self._where.keys()
-        return {stem + suffix: suffix for stem in stems for suffix in int4.DTYPES}
-
-    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        scales = name + SCALE_SUFFIX
-        if scales not in self._where:
-            raise SlimxError(
-                f"{self.path}: tensor {name} is in fp8, but its scales {scales} are missing",
-                code="checkpoint.missing",
-                about=scales,
-            )
-        wanted, found = scales_shape(shape, self._block), self.shape(scales)
-        if found != wanted:
-            blocks = f"blocks of {self._block[0]} x {self._block[1]}"
-            raise self._wrong(scales, "shape", f"has shape {list(found)}, {blocks} want {list(wanted)}")
-        if (kind := self._view(scales).get_dtype()) not in _SCALES:
-            raise self._unread(scales, kind)
-
-    @cached_property
-    def _block(self) -> Block:
-        return block_of(self.path)
-
-    def _view(self, name: str) -> Any:
+    def view(self, name: str) -> Any:
+        """Tensor `name` as its file has it: a slice of safetensors, of which parts are read."""
         file = self._where[name]
         try:
             return self._open(file).get_slice(name)
@@ -244,19 +206,15 @@ class CheckpointReader:
         them. Raises SlimxError, naming the tensor, for NaN and infinities among them."""
         place, (rows, cols) = stored(name), rect.extent
         window = slice(rect.row, rect.row + rows), slice(rect.col, rect.col + cols)
-        if self._packed(place.name):
-            part = self._packed_window(place, *window)
-        elif self._in_int4(place.name):
-            part = self._int4_window(place.name, *window)
-        else:
-            part = self._window(place, *window)
+        kept = self._format(place.name)
+        part = self._window(place, *window) if kept is None else kept.read(self, place, *window)
         part = part[:: rect.step]
         if not name.endswith(BUFFER):
             check_finite(part, place.name, self.path)
         return part
 
     def _window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        view = self._view(place.name)
+        view = self.view(place.name)
         shape = view.get_shape()
         if place.index is not None:
             one = slice(place.index, place.index + 1)
@@ -276,44 +234,7 @@ class CheckpointReader:
             part = view[:].reshape(-1, shape[-1])[rows, cols]
         else:
             part = view[rows, cols]
-        if view.get_dtype() == _FP8:
-            part = self._dequantise(
-                part, self.whole(place.name + SCALE_SUFFIX).float(), self._block, rows.start, cols.start
-            )
         return part
-
-    def _packed(self, name: str) -> bool:
-        return name not in self._where and name + mxfp4.BLOCKS in self._where
-
-    def _as_packed(self, shapes: Mapping[str, tuple[int, ...]], turned: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """`shapes` with the tensors that this checkpoint keeps in MXFP4 or INT4 under the names and shapes that they
-        have there."""
-        out: dict[str, tuple[int, ...]] = {}
-        for name, shape in shapes.items():
-            if name in turned and self._packed(name):
-                count, rows, cols = shape
-                out |= {name + suffix: packed for suffix, packed in mxfp4.packed_shapes((count, cols, rows)).items()}
-            elif len(shape) == 2 and self._in_int4(name):
-                out |= {name + suffix: packed for suffix, packed in int4.packed_shapes(shape).items()}
-            else:
-                out[name] = shape
-        return out
-
-    def _int4_window(self, name: str, rows: slice, cols: slice) -> torch.Tensor:
-        first, stop = cols.start // int4.GROUP, -(-cols.stop // int4.GROUP)
-        words = int4.GROUP // int4.PER_WORD
-        codes = self._view(name + int4.CODES)[rows, first * words : stop * words]
-        values = int4.dequantise(codes, self._view(name + int4.SCALES)[rows, first:stop])
-        start = first * int4.GROUP
-        return values[:, cols.start - start : cols.stop - start]
-
-    def _packed_window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Window of an MXFP4 stack, whose codes stand as the table names its matrices: transposed to a stack's own."""
-        first, stop = cols.start // mxfp4.GROUP, -(-cols.stop // mxfp4.GROUP)
-        window = slice(place.index, place.index + 1), rows, slice(first, stop)
-        blocks, scales = (self._view(place.name + suffix)[window] for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))
-        start = first * mxfp4.GROUP
-        return mxfp4.dequantise(blocks, scales)[0, :, cols.start - start : cols.stop - start]
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from slimx.errors import SlimxError
+from slimx.layout.number_formats import Quantisation
 from slimx.layout.parts import matrix
 from slimx.reshard.kernels.record import OP, PIECE, RULE, scale_bytes, written_cols
 from slimx.reshard.plan.copy_plan import Bucket, Plan
-from slimx.reshard.plan.precision import ITEMSIZE, Quantisation
+from slimx.reshard.plan.precision import ITEMSIZE
 
 PAGE = 4096
 """Bytes: each target's region of a bucket starts on a page, so that an engine rank can map its own alone."""
@@ -105,10 +106,6 @@ def pieces_of(
     return out
 
 
-_QUANTISING = {"mxfp8": OP.QUANTISE_MXFP8, "int4": OP.QUANTISE_INT4}
-"""The op of rules that choose no fp32 scale."""
-
-
 def _quantise(
     quantisation: Quantisation,
     moves: np.ndarray,
@@ -118,12 +115,12 @@ def _quantise(
     out: np.ndarray,
 ) -> None:
     """Fill in what the pieces among `chosen` need: op, rule, block, and the place of their scales."""
-    (high, wide), rule = quantisation.block, quantisation.rule
+    high, wide = quantisation.block
     scales = tensor[chosen] + 1  # a tensor's scales follow it
     width, size = form.width[scales], form.item[scales]
     place = (moves["row"][chosen] // high * width + moves["col"][chosen] // wide) * size
-    out["op"][chosen] = _QUANTISING.get(rule, OP.QUANTISE_FP8)
-    out["rule"][chosen] = RULE[rule.upper()]
+    out["op"][chosen] = OP[quantisation.operation]
+    out["rule"][chosen] = RULE[quantisation.rule.upper()]
     out["block_rows"][chosen], out["block_cols"][chosen] = high, wide
     out["scale_tensor"][chosen] = scales
     out["scale"][chosen], out["scale_pos"][chosen] = form.offset[scales] + place, place

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
@@ -14,39 +13,14 @@ from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import published_format
 from slimx.layout.parts import Part
-from slimx.layout.ranks import Sizes, engine_sizes, sizes_of
-from slimx.layout.rounded import in_int4
+from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
-
-
-def nearest(config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
-    """The key with its new value, the configuration that has it, and the trainers' sizes then: of engines first, with
-    experts cut less or on fewer ranks, then of trainers. They may not fit the model, or the ranks."""
-    group = config.rollout.policy_engines[0]
-    whole = _divisors(group.tensor)
-    engines = [("expert", size) for size in whole if size > group.expert]
-    engines += [("tensor", size) for size in reversed(whole) if group.expert <= size < group.tensor]
-    for key, size in engines:
-        groups = tuple(each if each.frozen else each.model_copy(update={key: size}) for each in config.rollout.engines)
-        yield f"rollout.engines.{key}={size}", _with(config, "rollout", engines=groups), sizes
-    for key, now in (("expert_tensor", sizes.expert_tensor), ("tensor", sizes.tensor)):
-        for size in reversed(_divisors(now)[:-1]):
-            near = _with(config, "trainer", **{key: size})
-            yield f"trainer.{key}={size}", near, sizes_of(near.trainer)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _with(config: Config, section: str, **keys: Any) -> Config:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
-
+from slimx.reshard.plan.precision import Precision
 
 MIB = 2**20
 
@@ -74,7 +48,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     except SlimxError as error:
         if error.code != "plan.blocks":
             raise
-        for words, near, near_sizes in nearest(config, sizes):
+        for words, near, near_sizes in published_format(config.publish.quantise).nearest(config, sizes):
             try:
                 _planned(near, spec, near_sizes, device)
             except SlimxError:
@@ -90,17 +64,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
 
 def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan:
     quantise = config.publish.quantise
-    if quantise and device == "cpu" and not config.exact:
-        raise SlimxError(
-            f"publish.quantise={quantise}, but on the CPU SGLang "
-            + (
-                "computes with fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"
-                if config.publish.in_fp8
-                else "has no kernels for INT4; leave it out: with trainer.qat=int4 engines get the values of the codes"
-            ),
-            code="publish.quantise_on_cpu",
-            about="publish.quantise",
-        )
+    kept = published_format(quantise)
     if config.publish.on_device and device == "cpu":
         raise SlimxError(
             f"publish.transport={config.publish.transport} moves weights from GPU to GPU, and this run is on the CPU "
@@ -118,20 +82,18 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
             about="publish.encoding",
         )
     _check_drafts(config, spec, encoding, note)
-    if encoding == "hf" and quantise and (config.exact or quantise == "int4"):
+    if encoding == "hf" and quantise and (config.exact or kept.LOCAL):
         raise SlimxError(
             f"publish.quantise={quantise}{' in exact mode' if config.exact else ''} needs the engines' own "
             f"layout, and weights would travel under {note}; remove what rules it out",
-            code="publish.exact_encoding" if config.exact else "publish.int4_encoding",
+            code=f"publish.{'exact' if config.exact else quantise}_encoding",
             about="publish.quantise",
         )
     if encoding == "local":
         group = config.rollout.policy_engines[0]
         engine = engine_sizes(group)
         fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
-        table = spec.engine_table(fused_shared_experts=fused, draft=config.publishes_draft(group))
-        if quantise == "int4":
-            table = in_int4(table)
+        table = kept.chosen(spec.engine_table(fused_shared_experts=fused, draft=config.publishes_draft(group)))
         target, ranks = EngineLayout(table, engine).parts(), engine.world
     else:
         served = spec.engine_table()
@@ -139,10 +101,9 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         for group in config.rollout.policy_engines:
             EngineLayout(served, engine_sizes(group))
         target, ranks = checkpoint_parts(spec.table, mtp=False, served=served), 1
-    quantisation = Quantisation.by(quantise) if quantise else None
 
     def compiled(source: Iterable[Part], target: Iterable[Part]) -> Plan:
-        precision = Precision(config.numerics.dtype, config.numerics.dtype, quantisation)
+        precision = Precision(config.numerics.dtype, config.numerics.dtype, kept.quantisation(quantise))
         return compile_plan(
             source, target, precision=precision, bucket_bytes=int(config.publish.bucket_mib * MIB), ranks=ranks
         )
@@ -192,13 +153,6 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
                 code="publish.unfused",
                 about="rollout.engines.sglang.enforce_shared_experts_fusion",
             )
-    if (spec.hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        raise SlimxError(
-            f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "
-            "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path",
-            code="publish.mxfp4",
-            about="model.path",
-        )
 
 
 def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str) -> None:

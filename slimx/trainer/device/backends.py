@@ -12,6 +12,7 @@ from typing import Literal
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
+from slimx.numerics.rounding import rounding_of
 
 _MODULES = ("transformer_engine", "deep_ep", "fla", "mamba_ssm", "causal_conv1d", "fused_weight_gradient_mlp_cuda")
 """fla is flash-linear-attention, the last one apex's extension."""
@@ -90,11 +91,11 @@ def choose_backends(
         _check_flex(trainer, device, packages)
     else:
         why_dispatcher = "moe.dispatcher alltoall: as configured"
-    why_fp8 = _fp8(trainer, device, packages)
+    why_rounding = rounding_of(trainer).reasons(device, engine=has_engine(device, packages))
     permute, why_permute = _permute_fusion(device, packages)
     overlap, why_overlap = _overlap(trainer, device, packages, experts)
     why_kernels = (why_attention, *layer_kind.kernels(device, packages), why_dispatcher, why_fusion)
-    reasons = (*why_kernels, why_permute, why_overlap, *_gather(trainer, overlap), *why_fp8)
+    reasons = (*why_kernels, why_permute, why_overlap, *_gather(trainer, overlap), *why_rounding)
     return Backends(
         attention=attention,
         dispatcher=dispatcher,
@@ -161,22 +162,6 @@ def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
     if has_engine(device, packages):
         return True, f"{name} fused: Transformer Engine's kernels"
     return False, f"{name} unfused: Transformer Engine does not compute the layers"
-
-
-def _fp8(trainer: Trainer, device: str, packages: Collection[str]) -> tuple[str, ...]:
-    if trainer.fp8 is None:
-        return ()
-    asked = f"fp8 {trainer.fp8}"
-    if device != "cuda":
-        return (f"{asked}: rounded as a publication rounds, products in fp32 (there is no CUDA)",)
-    if not has_engine(device, packages):
-        raise SlimxError(
-            f"trainer.fp8={trainer.fp8} needs the package transformer_engine, which is not here; install it or leave "
-            "trainer.fp8 out",
-            code="trainer.not_installed",
-            about="trainer.fp8",
-        )
-    return (f"{asked}: Transformer Engine's recipe",)
 
 
 def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: int) -> tuple[bool, str]:

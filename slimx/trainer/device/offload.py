@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slimx.adapters.megatron import weight_copies
+from slimx.numerics.rounding import Rounding
 from slimx.trainer.device.host_moments import MOMENTS
 
 STATE = (*MOMENTS, "momentum_buffer")
@@ -44,8 +44,8 @@ class Moved:
 class Offload:
     """Moves one trainer rank's `weights`, and `training` (gradients and optimizer state), to the host and back."""
 
-    def __init__(self, chunks: list[Any], optimizer: Any, device: torch.device):
-        self.chunks, self.optimizer, self.device = chunks, optimizer, device
+    def __init__(self, chunks: list[Any], optimizer: Any, device: torch.device, rounding: Rounding):
+        self.chunks, self.optimizer, self.device, self.rounding = chunks, optimizer, device, rounding
         self._weights = Moved([], keep=True)
         self._state = Moved([], keep=True)
         self._gradients = Moved([], keep=False)
@@ -70,7 +70,7 @@ class Offload:
         if "training" not in self.away:
             # bf16 models: fp32 copies of the gradients that only a step needs.
             self.optimizer.zero_grad(set_to_none=True)
-            weight_copies.drop(self.chunks)
+            self.rounding.release(self.chunks)
             held, gradients, state = self._collect()
             # State is made by the first step, so what there is is looked up every time.
             _refresh(self._weights, held)

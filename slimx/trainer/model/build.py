@@ -15,7 +15,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.adapters.megatron import attention as megatron_attention
-from slimx.adapters.megatron import fp8 as megatron_fp8
 from slimx.adapters.megatron import latent as megatron_latent
 from slimx.adapters.megatron.param_gather import wait_by_layer
 from slimx.config.schema import Config
@@ -23,7 +22,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.numerics.mode import NumericsMode, mode_of
-from slimx.reshard.plan.precision import RECIPES, Recipe
+from slimx.numerics.rounding import Rounding, rounding_of
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
@@ -53,10 +52,10 @@ def build_model(
     )
     virtual = config.trainer.virtual_pipeline
     make = partial(spec.layer_kind.model_class(kind, sizes_of(config.trainer)), **options)
-    # Transformer Engine's layers compute in fp8 themselves, see `transformer_config`.
-    emulated = None if backends.transformer_engine else RECIPES.get(config.trainer.fp8)
+    # Transformer Engine's layers round by themselves, see `transformer_config`.
+    rounding = Rounding() if backends.transformer_engine else rounding_of(config.trainer)
     chunks = [
-        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, mode, emulated)
+        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, mode, rounding)
         for chunk in range(virtual)
     ]
     _freeze(chunks, spec, config)
@@ -105,11 +104,10 @@ def build_chunk(
     chunk: int | None,
     device: torch.device,
     mode: NumericsMode,
-    recipe: Recipe | None,
+    rounding: Rounding,
 ) -> torch.nn.Module:
-    """One module of this rank, not yet wrapped for data parallelism. `make`: as
-    `LayerKind.model_class` returns it. `chunk`: its number,
-    None without virtual pipeline stages. `recipe`: of plain torch's layers that compute in fp8."""
+    """One module of this rank, not yet wrapped for data parallelism. `make`: as `LayerKind.model_class` returns it.
+    `chunk`: its number, None without virtual pipeline stages. `rounding`: by plain torch's layers."""
     layers = spec.layer_kind.decoder_spec(transformer, chunk)
     if transformer.multi_latent_attention:
         megatron_latent.install(layers)
@@ -118,8 +116,7 @@ def build_chunk(
         projection_norm.install(layers, transformer)
     if transformer.softmax_type == "learnable":
         megatron_attention.install_for_sinks(layers)
-    if recipe is not None:
-        megatron_fp8.install(layers, recipe)
+    rounding.exchange_layers(layers)
     gpt = mode.exchange_layers(layers, transformer, spec.gpt)
     if transformer.mtp_num_layers:
         block = get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)

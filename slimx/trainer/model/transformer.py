@@ -17,6 +17,7 @@ from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.numerics.mode import mode_of
+from slimx.numerics.rounding import rounding_of
 from slimx.trainer.device.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -85,7 +86,7 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         # parallel, and the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,
         **_fusion_fields(spec, backends),
-        **fp8_fields(trainer, backends),
+        **(rounding_of(trainer).fields() if backends.transformer_engine else {}),
         # The slot of a layer's spec into which a mode puts an activation.
         "use_te_activation_func": mode_of(config).replaces_layers,
     }
@@ -144,14 +145,6 @@ def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
         "bias_activation_fusion": engine and spec.transformer.get("activation_func") != "squared_relu",
         "moe_permute_fusion": backends.permute_fusion and spec.experts > 0,
     }
-
-
-def fp8_fields(trainer: Trainer, backends: Backends) -> dict[str, Any]:
-    """Transformer Engine's recipe; plain torch's layers have their own (`slimx.adapters.megatron.fp8`). Gradients are
-    e4m3 too: blocks are small enough that e5m2's range is not needed. Attention and output layer stay bf16."""
-    if trainer.fp8 is None or not backends.transformer_engine:
-        return {}
-    return {"fp8": "e4m3", "fp8_recipe": trainer.fp8}
 
 
 def fused_rotation(spec: ModelSpec) -> bool:

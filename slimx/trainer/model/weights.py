@@ -13,12 +13,10 @@ from slimx.layout.maps import Rect
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.patterns import select
-from slimx.layout.rounded import rounded_parts
 from slimx.models.families import ModelSpec
 from slimx.models.files.finite import check_finite
 from slimx.models.files.peft import PeftAdapters
 from slimx.models.files.reader import CheckpointReader
-from slimx.reshard.kernels import int4
 from slimx.trainer.model.freeze import names_of
 from slimx.trainer.model.lora import Adapter
 
@@ -44,7 +42,6 @@ class Weights:
         self.spec = spec
         self.derived: list[Callable[[], None]] = []
         """Functions that refresh what is made of the parameters."""
-        self._in_int4: list[str] = []
         self._present: HostCopy | None = None
         self.held: list[Part] = layout.held(rank)
         names = {held.name for held in self.held}
@@ -144,18 +141,8 @@ class Weights:
                 b.zero_()[:, : len(own_a)] = own_b
         self.changed()
 
-    def compute_in_int4(self) -> None:
-        """From here on routed experts hold the values of INT4 (docs/numerics.md) whenever parameters were written.
-
-        Call when the optimizer has taken its fp32 weights from the parameters: it goes on from the unrounded ones, and
-        the gradients that it gets are those of the rounded ones, as they are."""
-        self._in_int4 = [part.name for part in rounded_parts(self.spec.table, self.held)]
-        self.changed()
-
     def changed(self) -> None:
         """Refresh what is derived from the parameters. Call after writing parameters in place."""
-        for name in self._in_int4:
-            int4.round_(self.parameters[name])
         for refresh in self.derived:
             refresh()
 

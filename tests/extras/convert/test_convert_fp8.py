@@ -16,9 +16,9 @@ from slimx.errors import SlimxError
 from slimx.extras.convert import run, sources
 from slimx.extras.convert.formats import fp8, torch_dist
 from slimx.extras.convert.work import convert
+from slimx.extras.low_precision import blocks
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
-from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels.record import RULE
 from tests import reshard_reference as reference
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint

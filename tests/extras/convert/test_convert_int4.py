@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from slimx.errors import SlimxError
 from slimx.extras.convert import run, sources
 from slimx.extras.convert.formats import int4
-from slimx.models.files.int4 import GROUP, SHAPE, other_scheme
-from slimx.reshard.kernels import int4 as kernel
+from slimx.extras.low_precision import int4_kernel as kernel
+from slimx.extras.low_precision.int4 import GROUP, SHAPE, other_scheme
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.extras.convert.convert_stand import LAYOUT, QWEN3, WIDE, dtypes_of, go
 from tests.extras.families.gpt_oss_stand import HF as GPT_OSS

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from slimx.errors import SlimxError
 from slimx.extras.direct.dealing import BYTES, LinkLoad, deal, link_load, only, share
 from slimx.extras.direct.wire import move_bytes, quantised_moves, wire_bytes
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.precision import Precision
 from tests.unit.reshard.packer_stand import pack_all
 from tests.unit.reshard.plan_oracle import carry_out
 
@@ -180,7 +181,7 @@ def test_quantised_moves_are_cut_between_blocks_and_packed_to_the_same_bytes():
     plan = compile_plan(
         parts,
         [part._replace(ranks=(0,)) for part in parts],
-        precision=Precision("bfloat16", "bfloat16", Quantisation("ieee")),
+        precision=Precision("bfloat16", "bfloat16", quantisation("ieee")),
         bucket_bytes=HUGE,
     )
     dealt = deal(plan, ranks=4, engines=2, grain=1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import slimx
-from slimx.config.rule import broken, rules_in
+from slimx.config.rule import all_rules, broken, rules_in
 from slimx.config.schema import Config
 from slimx.engines.server.attestation import check_plugin, check_ranks
 from slimx.engines.server.spec import EngineSpec, server_argv
@@ -235,8 +235,9 @@ def test_blocks_travel_in_the_engines_own_layout_only(tmp_path: Path) -> None:
     with refused("publish.exact_encoding", about="publish.quantise"):
         publication_plan(two, spec, Sizes(), "cpu")
     fast = config(numerics={"mode": "fast"}, publish={"quantise": "ieee"})
-    with refused("publish.quantise_on_cpu", about="publish.quantise"):
-        publication_plan(fast, spec, Sizes(), "cpu")
+    for mode, refusals in ((one, 0), (fast, 1)):
+        problems = broken(all_rules(), mode.sections | {"device": "cpu"})
+        assert [p.about for p in problems if p.code == "publish.quantise_on_cpu"] == refusals * ["publish.quantise"]
 
 
 def test_a_server_is_told_its_leaves_on_its_command_line() -> None:

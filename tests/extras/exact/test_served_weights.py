@@ -10,11 +10,11 @@ import torch
 from slimx.extras.exact.adapters.sglang.widener import Widener
 from slimx.extras.exact.served_weights import ServedWeights
 from slimx.extras.families import deepseek_v3
+from slimx.extras.low_precision import blocks
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
-from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels.record import RULE
-from slimx.reshard.plan.precision import Quantisation
 from tests import reshard_reference as reference
 from tests.refusals import refused
 from tests.unit.layout.layout_stand import MODELS, Model, checkpoint, held_by_trainers
@@ -32,7 +32,7 @@ def test_every_rank_rounds_its_shards_as_the_whole_tensors_are_rounded(rule: Any
     model, sizes, how = (
         Model(WIDE, deepseek_v3.weight_table(WIDE)),
         Sizes(tensor=2, data=2, expert=2),
-        Quantisation(rule),
+        quantisation(rule),
     )
     whole, held = checkpoint(model), held_by_trainers(model, sizes)
     count = 1 + max(int(t.max()) for t in whole.values())
@@ -58,7 +58,7 @@ def test_a_shard_that_a_block_would_cross_is_refused_by_name() -> None:
     model, sizes = MODELS["deepseek"], Sizes(tensor=2)
     parameters = Values().dress(held_by_trainers(model, sizes)[0], torch.bfloat16)
     with refused("plan.blocks", about="model.layers.0.mlp.up_proj.weight"):
-        ServedWeights(MegatronLayout(model.table, sizes).held(0), parameters, Quantisation("ieee"), "bfloat16")
+        ServedWeights(MegatronLayout(model.table, sizes).held(0), parameters, quantisation("ieee"), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

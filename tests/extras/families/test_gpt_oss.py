@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.config.rule import broken
+from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.extras.families import gpt_oss
 from slimx.layout.checkpoint import checkpoint_parts
@@ -201,7 +201,11 @@ def published(
 ) -> PublicationPlan:
     """The plan of a run whose engine has these arguments of SGLang."""
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    config = Config.model_validate(
+    return publication_plan(configured(tmp_path, publish, **sglang), read_model(tmp_path), Sizes(), device)
+
+
+def configured(tmp_path: Path, publish: dict[str, Any], **sglang: Any) -> Config:
+    return Config.model_validate(
         {
             "run": {"dir": str(tmp_path)},
             "model": {"path": str(tmp_path)},
@@ -210,7 +214,6 @@ def published(
             "publish": publish,
         }
     )
-    return publication_plan(config, read_model(tmp_path), Sizes(), device)
 
 
 def test_engines_take_their_own_layout_with_the_kernel_whose_layout_is_known(tmp_path: Path):
@@ -224,19 +227,17 @@ def test_engines_take_their_own_layout_with_the_kernel_whose_layout_is_known(tmp
         ("cpu", HF, {}, gpt_oss.ENGINE_ARGUMENTS, "publish.no_cpu_engine", "GptOssForCausalLM"),
         ("cuda", HF, {}, {}, "publish.engine_argument", "rollout.engines.sglang.moe_runner_backend"),
         ("cuda", HF, {"encoding": "hf"}, gpt_oss.ENGINE_ARGUMENTS, "publish.transposed", "publish.encoding"),
-        (
-            "cuda",
-            {**HF, "quantization_config": {"quant_method": "mxfp4"}},
-            {},
-            gpt_oss.ENGINE_ARGUMENTS,
-            "publish.mxfp4",
-            "model.path",
-        ),
     ],
 )
 def test_engines_that_cannot_be_published_to_are_refused(tmp_path: Path, device, hf, publish, sglang, code, about):
     with refused(code, about=about):
         published(tmp_path, device, hf, publish, **sglang)
+
+
+def test_engines_that_would_keep_experts_in_mxfp4_are_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**HF, "quantization_config": {"quant_method": "mxfp4"}}))
+    facts = {"rollout": configured(tmp_path, {}).rollout, "spec": read_model(tmp_path)}
+    assert ("publish.mxfp4", "model.path") in {(p.code, p.about) for p in broken(all_rules(), facts)}
 
 
 def test_experts_with_biases_are_not_split_among_ranks(tmp_path: Path):

@@ -13,10 +13,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from slimx.errors import SlimxError
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
+from slimx.extras.low_precision import mxfp4
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
-from slimx.models.files import mxfp4
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.writer import finish_directory
 from tests.extras.families.gpt_oss_stand import HF, TABLE, Tensors, numbered, sources

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
 from slimx.extras.families import kimi_k25, mimo
+from slimx.extras.low_precision import int4
 from slimx.layout.maps import Rect
 from slimx.models.families import read_model
-from slimx.models.files import int4
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.writer import finish_directory
 from tests.refusals import refused

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slimx.extras.direct.dealing import deal, link_load
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.links.model import (
     STEPS,
     Links,
@@ -26,7 +27,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.precision import Precision
 from slimx.reshard.transports.memory import open_memory
 from tests.refusals import refused
 from tests.unit.layout.layout_stand import bytes_read
@@ -161,7 +162,7 @@ def test_the_direct_path_has_the_bytes_that_a_run_deals_out():
     assert sent.tolist() != of_one.sent.sum(axis=0).tolist(), "engines take from other ranks than a single one would"
 
 
-@pytest.mark.parametrize("quantisation", [None, Quantisation("ieee")], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("quantisation", [None, quantisation("ieee")], ids=["bf16", "fp8"])
 def test_bytes_on_links_are_those_of_the_buckets(quantisation):
     plan = compile_plan(
         MegatronLayout(weight_table(HF), SOURCES).parts(),

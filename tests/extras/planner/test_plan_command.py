@@ -206,12 +206,6 @@ def test_a_run_without_engines_publishes_nothing(plan):
             [32, 3, "rollout.engines.tensor"],
         ),
         (
-            (*IN_FP8, "cluster.device=cpu"),
-            "publish.quantise_on_cpu",
-            "publish.quantise",
-            ["numerics.mode=exact"],
-        ),
-        (
             ("publish.transport=cuda_ipc", "cluster.device=cpu"),
             "publish.transport_on_cpu",
             "publish.transport",
@@ -239,6 +233,13 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(plan, overrides, code, about,
     assert (refusal.code, refusal.about) == (code, about)
     assert {value for value in values if not isinstance(value, str)} <= {*numbers(refusal)}
     assert all(value in str(refusal) for value in values if isinstance(value, str))
+
+
+def test_codes_that_the_engines_of_a_cpu_do_not_take_are_a_violation_of_the_plan(plan):
+    code, text = plan(SHALLOW, *IN_FP8, "cluster.device=cpu")
+    config = load_config(plan.directory / "run.yaml", [*IN_FP8, "cluster.device=cpu"])
+    assert code == 2 and "numerics.mode=exact" in text.splitlines()[-1]
+    assert [problem.code for problem in plan_report(config).problems] == ["publish.quantise_on_cpu"]
 
 
 @pytest.mark.parametrize(

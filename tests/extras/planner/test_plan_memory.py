@@ -17,6 +17,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.trainer import Recompute, Trainer
 from slimx.extras.exact.served_weights import ServedWeights
 from slimx.extras.families import deepseek_v3
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.memory.activations import Setting, layer_bytes
 from slimx.extras.planner.memory.engine import kv_bytes
 from slimx.extras.planner.memory.parameter_runs import Holdings, ParameterRun
@@ -28,7 +29,6 @@ from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table
 from slimx.models.families import qwen3_moe, read_model
 from slimx.models.layer_kind import LayerKind, LayerParts
-from slimx.reshard.plan.precision import Quantisation
 from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
 
 MLP, MOE = LayerParts("attention", "dense"), LayerParts("attention", "experts")
@@ -153,7 +153,7 @@ def test_exact_mode_in_fp8_costs_what_the_rounded_weights_take(tmp_path: Path) -
     )
     parts = MegatronLayout(spec.table, Sizes()).held(0)
     parameters = {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in parts}
-    served = ServedWeights(parts, parameters, Quantisation("ieee"), "bfloat16")
+    served = ServedWeights(parts, parameters, quantisation("ieee"), "bfloat16")
     assert blocks.weights - plain.weights == sum(3 * t.numel() for t in served.values.values()) > 0
     assert blocks.peak - plain.peak == blocks.weights - plain.weights
 

@@ -12,9 +12,9 @@ from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.extras.convert.formats.fp8 import with_quantisation
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
-from slimx.reshard.plan.precision import Quantisation
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from tests.warm.sglang import run_with_sglang
 
@@ -47,7 +47,7 @@ def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec,
     served = spec.engine_table()
     plain = sorted({name for entry in served.entries() if not entry.row.quantised for name in entry.sources})
     matrices = [name for name in plain if name.endswith(".weight") and "norm" not in name and "experts." not in name]
-    quantised = with_quantisation(hf, Quantisation(config.publish.quantise), matrices)
+    quantised = with_quantisation(hf, quantisation(config.publish.quantise), matrices)
     (directory / "config.json").write_text(json.dumps(hf if hf.get("quantization_config") else quantised))
     return spec, published
 

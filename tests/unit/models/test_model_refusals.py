@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from slimx.models.families import load_family, read_model
-from slimx.models.files.block_fp8 import block_of
 from slimx.models.files.reader import CheckpointReader
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import refused
@@ -57,19 +54,3 @@ def test_a_family_is_told_the_first_part_that_it_lacks(tmp_path: Path, monkeypat
 def test_a_directory_without_weights_is_refused(tmp_path: Path):
     with refused("checkpoint.none", about=str(tmp_path)):
         CheckpointReader(described(tmp_path))
-
-
-@pytest.mark.parametrize("size", [None, [128], [128, 0], "128", [128, "x"]])
-def test_blocks_of_no_size_are_refused_with_the_file(tmp_path: Path, size: Any):
-    described(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": size})
-    with refused("checkpoint.block_size", about=str(tmp_path / "config.json")):
-        block_of(tmp_path)
-
-
-def test_scales_of_fp8_are_refused_where_a_model_is_trained(tmp_path: Path):
-    table = read_model(described(tmp_path)).table
-    tensors = {name: torch.zeros(shape) for name, shape in table.checkpoint_shapes().items()}
-    scales = "model.layers.0.self_attn.q_proj.weight_scale_inv"
-    save_file(tensors | {scales: torch.ones(1, 1)}, tmp_path / "model.safetensors")
-    with refused("checkpoint.fp8", about=scales):
-        CheckpointReader(tmp_path).check(table)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, RotateHalf
@@ -21,7 +22,7 @@ from slimx.layout.table import Row, Table
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.pack.packer import Packer, Share
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import (
@@ -202,8 +203,8 @@ def held(dtype: torch.dtype = torch.bfloat16) -> Tensors:
         Precision("float32", "float32"),
         Precision("float32", "bfloat16"),
         Precision("bfloat16", "float32"),
-        Precision("bfloat16", "bfloat16", Quantisation("ieee", (2, 4))),
-        Precision("float32", "bfloat16", Quantisation("mxfp8", (1, 32))),
+        Precision("bfloat16", "bfloat16", quantisation("ieee", (2, 4))),
+        Precision("float32", "bfloat16", quantisation("mxfp8", (1, 32))),
     ],
     ids=str,
 )

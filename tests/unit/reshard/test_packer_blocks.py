@@ -10,16 +10,18 @@ import torch
 
 from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.families import deepseek_v3
+from slimx.extras.low_precision import int4
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Quantisation
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.layout.rounded import in_int4
 from slimx.layout.table import Row, Table
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.precision import Precision
 from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import (
@@ -80,7 +82,7 @@ def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block
     else:
         parts = list(EngineLayout(served.table, engine).parts())
         numbered = [engine_rank(served, whole, engine, rank) for rank in range(engine.world)]
-    how = Quantisation(rule, block)
+    how = quantisation(rule, block)
     plan = compile_plan(
         MegatronLayout(model.table, sizes).parts(),
         parts,
@@ -101,13 +103,13 @@ def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block
 @pytest.mark.parametrize("engine", [EngineSizes(), EngineSizes(tensor=4, expert=2)], ids=["whole", "TP4xEP2"])
 def test_buckets_in_int4_hold_the_references_codes_and_scales_of_routed_experts(engine: EngineSizes, trainer: str):
     model = Model(WIDE, deepseek_v3.weight_table(WIDE))
-    table = in_int4(deepseek_v3.engine_table(WIDE))
+    table = int4.FORMAT.chosen(deepseek_v3.engine_table(WIDE))
     served, sizes = replace(SERVED["deepseek"], model=model, table=table), Sizes(tensor=2, expert=2, data=2)
     whole, parts = checkpoint(model), list(EngineLayout(table, engine).parts())
     plan = compile_plan(
         MegatronLayout(model.table, sizes).parts(),
         parts,
-        precision=Precision(trainer, "bfloat16", how := Quantisation.by("int4")),
+        precision=Precision(trainer, "bfloat16", how := int4.QUANTISATION),
         bucket_bytes=300_000,
         ranks=engine.world,
     )
@@ -134,7 +136,7 @@ def test_odd_shapes_with_cut_blocks_travel_in_runs_too(rule: Any, block):
     plan = compile_plan(
         MegatronLayout(table, Sizes()).parts(),
         parts := list(checkpoint_parts(table)),
-        precision=Precision("bfloat16", "bfloat16", how := Quantisation(rule, block)),
+        precision=Precision("bfloat16", "bfloat16", how := quantisation(rule, block)),
         bucket_bytes=HUGE,
     )
     generator = torch.Generator().manual_seed(3)

@@ -10,26 +10,27 @@ import pytest
 import torch
 
 from slimx.extras.families import deepseek_v3
+from slimx.extras.low_precision import int4
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.memory.direct import packed_on_gpu
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
-from slimx.layout.rounded import in_int4
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.packer import PORTION, Packer
 from slimx.reshard.pack.pieces import compact, portions, spread
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.precision import Precision
 from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.packer_stand import HUGE, WIDE, Values, one_thread
 
 RULES = {
     "bf16": None,
-    "te": Quantisation("te", (128, 128)),
-    "narrow": Quantisation("ieee", (16, 64)),
-    "mxfp8": Quantisation("mxfp8", (1, 32)),
-    "int4": Quantisation("int4", (1, 32)),
+    "te": quantisation("te", (128, 128)),
+    "narrow": quantisation("ieee", (16, 64)),
+    "mxfp8": quantisation("mxfp8", (1, 32)),
+    "int4": int4.QUANTISATION,
 }
 
 
@@ -42,7 +43,7 @@ def single_threaded():
 def plan_and_held(rule: str) -> tuple[Plan, Tensors]:
     """One bucket of everything, and the parameters of the first of two ranks."""
     model = Model(WIDE, deepseek_v3.weight_table(WIDE))
-    sizes, table = Sizes(tensor=2, data=1), in_int4(model.table) if rule == "int4" else model.table
+    sizes, table = Sizes(tensor=2, data=1), int4.FORMAT.chosen(model.table) if rule == "int4" else model.table
     whole = checkpoint(model)
     values = Values(1 + max(int(tensor.max()) for tensor in whole.values()))
     precision = Precision("bfloat16", "bfloat16", RULES[rule])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slimx.errors import SlimxError
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, Rect, RotateHalf
@@ -23,7 +24,7 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.reshard.plan import copy_plan
 from slimx.reshard.plan.copy_plan import ALIGNMENT, Plan, compile_plan
-from slimx.reshard.plan.precision import ITEMSIZE, Precision, Quantisation
+from slimx.reshard.plan.precision import ITEMSIZE, Precision
 from tests.refusals import numbers
 from tests.unit.layout.engine_stand import SERVED, engine_rank, engine_sizes
 from tests.unit.layout.layout_stand import (
@@ -287,7 +288,7 @@ def test_a_target_rank_beyond_the_plan_is_refused_with_the_numbers():
 def test_a_plan_survives_serialisation():
     served, sizes = SERVED["fused"], EngineSizes(tensor=2, expert=2)
     source = MegatronLayout(served.model.table, Sizes(tensor=2, data=2, expert=2)).parts()
-    precision = Precision("float32", "bfloat16", Quantisation("te", (2, 2)))
+    precision = Precision("float32", "bfloat16", quantisation("te", (2, 2)))
     target = EngineLayout(served.table, sizes).parts()
     plan = compile_plan(source, target, precision=precision, bucket_bytes=3000, ranks=2)
     again = Plan.from_bytes(plan.to_bytes())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slimx.extras.families import deepseek_v3
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Blocks, Copy, IndexMap, RotateHalf
@@ -16,7 +17,7 @@ from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.precision import Precision
 from tests.refusals import numbers, refused
 from tests.unit.layout.layout_stand import DEEPSEEK
 
@@ -38,7 +39,7 @@ NARROW = {"v_head_dim": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
 
 
 def precision(block: tuple[int, int]) -> Precision:
-    return Precision("bfloat16", "bfloat16", Quantisation(BLOCKS[block], block))
+    return Precision("bfloat16", "bfloat16", quantisation(BLOCKS[block], block))
 
 
 def v3_like(
@@ -150,9 +151,3 @@ def test_heads_that_many_engine_ranks_repeat_have_whole_blocks_each():
     target = EngineLayout(table, EngineSizes(tensor=8)).parts()
     plan = compile_plan(source, target, precision=precision((128, 128)), bucket_bytes=1, ranks=8)
     assert [t.shape for t in plan.buckets[7][0].tensors] == [(256, 128), (2, 1)]
-
-
-@pytest.mark.parametrize(("rule", "block"), [("mxfp8", (128, 128)), ("ieee", (1, 32)), ("te", (1, 32))])
-def test_a_rule_with_blocks_that_are_not_its_own_is_refused(rule: Any, block: tuple[int, int]):
-    with refused("plan.rule", about=rule):
-        Quantisation(rule, block)

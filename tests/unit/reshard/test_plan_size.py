@@ -13,11 +13,12 @@ import pytest
 
 from slimx.extras.direct.dealing import deal, link_load
 from slimx.extras.families import deepseek_v3
+from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision, Quantisation
+from slimx.reshard.plan.precision import Precision
 
 GOAL_S, GOAL_MB = 5.0, 1024.0
 """Of reshard.md section 6, on one core."""
@@ -41,7 +42,7 @@ V3 = {
 TRAINER = Sizes(tensor=8, pipeline=4, data=4, expert=32, split=(15, 15, 15, 16))
 TARGETS = {
     "bf16": (EngineSizes(tensor=64, expert=64, attention_data=8), None),
-    "fp8": (EngineSizes(tensor=16, pipeline=4, expert=16), Quantisation("ieee")),
+    "fp8": (EngineSizes(tensor=16, pipeline=4, expert=16), quantisation("ieee")),
 }
 
 

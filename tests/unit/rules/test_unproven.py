@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 
+from slimx import entry_points
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
-from slimx.rules.unproven import ARCHITECTURES, CONDITIONS, UNPROVEN, is_set, key_of, layer_tables
+from slimx.rules.unproven import CONDITIONS, is_set, key_of, layer_tables
 
+MODULES = entry_points.load_all("slimx.rules").values()
+UNPROVEN, ARCHITECTURES = (
+    [*chain.from_iterable(vars(module).get(table, {}).items() for module in MODULES)]
+    for table in ("UNPROVEN", "ARCHITECTURES")
+)
 ENTRIES = {
-    *UNPROVEN,
-    *chain.from_iterable(UNPROVEN.values()),
+    *chain.from_iterable((feature, *entries) for feature, entries in UNPROVEN),
     *chain.from_iterable(layer_tables().values()),
-    *ARCHITECTURES,
+    *(feature for feature, _ in ARCHITECTURES),
 }
 PLAIN = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
 FROZEN = {"name": "judge", "frozen": True, "model": "j", "tensor": 2}
@@ -49,7 +54,7 @@ def _changed(owner: Any, names: list[str], value: Any) -> Any:
 
 def rows() -> Iterator[tuple[str, str]]:
     """Pairs of the table whose values need no condition."""
-    for feature, entries in UNPROVEN.items():
+    for feature, entries in UNPROVEN:
         yield from ((feature, entry) for entry in entries if not {feature, entry} & CONDITIONS.keys())
 
 
@@ -68,7 +73,7 @@ def test_every_entry_is_a_key_of_the_schema_and_is_not_set_by_default(entry: str
 @pytest.mark.parametrize(("feature", "entry"), [*rows()])
 def test_every_row_is_refused(feature: str, entry: str) -> None:
     facts = having(having(sections(), feature), entry)
-    rules = [rule for rule in all_rules() if rule.code == "unproven"]
+    rules = [rule for rule in all_rules() if rule.code in ("unproven", "recovery.unproven")]
     assert key_of(entry) in [problem.about for problem in broken(rules, facts)]
     assert broken(rules, having(sections(), feature)) == []
 

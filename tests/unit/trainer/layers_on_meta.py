@@ -57,7 +57,10 @@ def stage(spec: Any, sizes: Any, transformer: Any, rank: int) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from slimx.layout.megatron import MegatronLayout
-    from slimx.trainer.model.build import build_chunk, model_kind, unwrap
+    from slimx.numerics.mode import NumericsMode
+    from slimx.numerics.rounding import Rounding
+    from slimx.trainer.model.build import build_chunk, unwrap
+    from slimx.trainer.model.policy_model import PolicyModel
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.world)
     parallel_state.initialize_model_parallel(
@@ -75,8 +78,8 @@ def stage(spec: Any, sizes: Any, transformer: Any, rank: int) -> dict[str, Any]:
     for chunk in range(sizes.virtual):
         number, prefix = (chunk, f"{chunk}.") if sizes.virtual > 1 else (None, "")
         with torch.device("meta"):
-            make = partial(build_chunk, model_kind(spec, sizes), spec, transformer, number)
-            model = unwrap(make(torch.device("meta"), leaves=None, recipe=None))
+            make = partial(build_chunk, spec.layer_kind.model_class(PolicyModel, sizes), spec, transformer, number)
+            model = unwrap(make(torch.device("meta"), mode=NumericsMode(), rounding=Rounding()))
         kinds |= {type(each).__name__ for each in model.modules()}
         held |= {prefix + name: list(value.shape) for name, value in model.named_parameters()}
         buffers = {prefix + name: list(value.shape) for name, value in model.named_buffers()}

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from slimx import entry_points
-from slimx.adapters.sglang.weights.places import BASE, Destination, Held, Layout, weights_of
+from slimx.adapters.sglang.weights.places import BASE, Destination, Held, Layout, Parameters, weights_of
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
+from slimx.layout.number_formats import all_formats
 from slimx.layout.parts import check_boxes, matrix
-from slimx.models.files.block_fp8 import SCALE_SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +217,20 @@ def hf_layout(model: nn.Module, experts: Any = None) -> Layout:
     for name, held in weights.items():
         owner = name.rpartition(".")[0]
         at = ServedParameter(held, modules[owner], modules[owner.rpartition(".")[0]], experts)
-        codes = weights.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
         try:
-            _add(layout, name, at, codes)
+            _add(layout, name, at, weights)
         except (Unexpected, AttributeError, SlimxError) as error:
             layout.uncovered[name] = str(error)
     return layout
 
 
-def _add(layout: Layout, name: str, at: ServedParameter, codes: torch.Tensor | None) -> None:
-    """Add all pieces of one parameter, once they are proven to cover it exactly. `codes`: the fp8 parameter whose
-    blocks it scales; None: it is no scale."""
-    source = name if codes is None else name.removesuffix(SCALE_SUFFIX)
+def _add(layout: Layout, name: str, at: ServedParameter, weights: Parameters) -> None:
+    """Add all pieces of one of the parameters `weights`, once they are proven to cover it exactly."""
+    kept = next((each for each in all_formats().values() if each.codes_of(name) in weights), None)
+    source = name if kept is None else kept.codes_of(name)
     published = _BARE_ATTENTION.sub(r"\1.self_attn.", source)
     split, groups = row_of(published)
-    pieces = list(split(at) if codes is None else _scales(split(replace(at, held=codes)), at.owner))
+    pieces = split(at) if kept is None else kept.scales(split(replace(at, held=weights[source])), at.owner)
     named = [replace(p, tensor=p.tensor and p.tensor.format(name=published, **groups)) for p in pieces]
     place(layout, name, at.held, named)
     if split in TOGETHER:
@@ -252,34 +251,6 @@ def place(layout: Layout, name: str, held: torch.Tensor, pieces: list[ServedPiec
             parts = {_part(other.rects) for other in found.held} | {_part(piece.rects)}
             _expect(len(parts) == 1, f"{piece.tensor} is held in different parts")
             found.held.append(Held(name, tuple(held.shape), piece.rects))
-
-
-def _scales(pieces: Iterator[ServedPiece], owner: nn.Module) -> Iterator[ServedPiece]:
-    """Pieces of a parameter of block scales, from those of the codes: the same rectangles counted in blocks."""
-    block = tuple(owner.quant_method.quant_config.weight_block_size)
-    for piece in pieces:
-        _expect(piece.tensor is not None, "padding has no scales")
-        rows, cols = (-(-size // step) for size, step in zip(matrix(piece.shape), block, strict=True))
-        rects = tuple(_in_blocks(r, piece, block) for r in piece.rects)
-        yield ServedPiece(f"{piece.tensor}{SCALE_SUFFIX}", (rows, cols), rects)
-
-
-def _in_blocks(r: Rect, piece: ServedPiece, block: tuple[int, ...]) -> Rect:
-    """A rectangle of `piece` counted in blocks, none of which it may cut."""
-    (height, width), (rows, cols) = block, matrix(piece.shape)
-    starts = (r.row % height, r.local_row % height, r.col % width, r.local_col % width)
-    # Only the tensor's own last block may be smaller than the others.
-    ends = (r.rows % height if r.row + r.rows < rows else 0, r.cols % width if r.col + r.cols < cols else 0)
-    _expect(not any((*starts, *ends)), f"a block of {height} x {width} of {piece.tensor} is cut")
-    return Rect(
-        r.source,
-        r.row // height,
-        r.col // width,
-        -(-r.rows // height),
-        -(-r.cols // width),
-        r.local_row // height,
-        r.local_col // width,
-    )
 
 
 @functools.cache

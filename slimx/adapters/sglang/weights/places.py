@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import nn
 
 from slimx.layout.maps import Rect
+from slimx.layout.number_formats import all_formats
 from slimx.layout.parts import matrix
 from slimx.reshard.kernels.cpu import seeds
 from slimx.reshard.kernels.cuda import LONGEST
@@ -28,11 +30,6 @@ BASE = "base_layer"
 """Attribute of a layer that SGLang has wrapped for adapters: the layer itself."""
 CACHE_SCALES = ("k_scale", "v_scale")
 """Names of parameters that scale an fp8 KV cache."""
-INT4_NOTES = frozenset(
-    f"{each}_{note}" for each in ("w13", "w2") for note in ("weight_shape", "weight_g_idx", "g_idx_sort_indices")
-)
-"""Names of what SGLang keeps beside INT4 codes of experts: shapes and orders of columns, which Triton's kernel never
-reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,10 @@ class Layout:
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by name, without what no checkpoint or trainer has: notes beside INT4 codes, and the
+    """The model's parameters by name, without what no checkpoint or trainer has: notes beside codes, and the
     scales of an fp8 KV cache, which SGLang gives to every attention of a model that has fp8 weights, whether or not its
     KV cache is fp8."""
-    apart = INT4_NOTES.union(CACHE_SCALES)
+    apart = {*CACHE_SCALES, *chain.from_iterable(each.IGNORED for each in all_formats().values())}
     return {name: held for name, held in model.named_parameters() if name.rpartition(".")[2] not in apart}
 
 

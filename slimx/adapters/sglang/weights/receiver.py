@@ -11,6 +11,7 @@ raising. A failure here ends the publication on this rank only; the engine abort
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, get_args
 
 import torch
@@ -30,14 +31,13 @@ from slimx.adapters.sglang.weights.places import (
     weights_of,
 )
 from slimx.errors import SlimxError
+from slimx.layout.number_formats import all_formats
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.parties import Staging
-from slimx.reshard.plan.precision import Rule
 
 Answer = dict[str, Any]
 
 ATTRIBUTE = "_slimx_receiver"
-RULES = ("none", *get_args(Rule))
 
 
 class RankReceiver:
@@ -69,9 +69,10 @@ class RankReceiver:
     def begin(self, *, manifest: Answer, staging: Staging = "model") -> Answer:
         """Open a publication, unless one of the same or a newer epoch is open."""
         new = Manifest.from_json(manifest)
-        if new.rule not in RULES:
+        rules = ("none", *chain.from_iterable(each.RULES for each in all_formats().values()))
+        if new.rule not in rules:
             raise SlimxError(
-                f"{new} has rule {new.rule!r}; rules are {', '.join(RULES)}", code="receiver.manifest", about="rule"
+                f"{new} has rule {new.rule!r}; rules are {', '.join(rules)}", code="receiver.manifest", about="rule"
             )
         if staging not in get_args(Staging):
             raise SlimxError(

@@ -12,14 +12,13 @@ from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_quantised
 from slimx.extras.convert.formats.safetensors import Tensor, Unit
 from slimx.extras.convert.sources import Reading, Scratch, row_blocks
+from slimx.extras.low_precision import block_fp8, blocks
+from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, Block, scales_shape
 from slimx.layout.maps import Rect
+from slimx.layout.number_formats import Quantisation
 from slimx.layout.table import Table
-from slimx.models.files import block_fp8
-from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, scales_shape
-from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
-from slimx.reshard.plan.precision import Quantisation, Rule
 
 
 def quantised_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
@@ -91,7 +90,7 @@ def _quantise(
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
-    """Dequantise as `slimx.models.files.block_fp8` does, faster: by the kernels where a block begins at (row, col)."""
+    """Dequantise as `block_fp8.dequantise` does, faster: by the kernels where a block begins at (row, col)."""
     (rows, cols), (high, wide) = codes.shape, block
     if row % high or col % wide or codes.stride(1) != 1:
         return block_fp8.dequantise(codes, scales, block, row, col)
@@ -99,7 +98,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int
     return blocks.dequantise(codes, own, block, threads=1)
 
 
-def check_rule(rule: Rule, dtype: torch.dtype, name: str) -> None:
+def check_rule(rule: str, dtype: torch.dtype, name: str) -> None:
     """Raises SlimxError where `rule` cannot quantise tensor `name` of `dtype` here."""
     if rule != "triton":
         return

@@ -11,11 +11,11 @@ from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_int4
 from slimx.extras.convert.formats.safetensors import Tensor, Unit
 from slimx.extras.convert.sources import Reading, row_blocks
-from slimx.layout.rounded import experts, rounds
+from slimx.extras.low_precision import int4
+from slimx.extras.low_precision import int4_kernel as kernel
+from slimx.extras.low_precision.experts import experts, rounds
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
-from slimx.models.files import int4
-from slimx.reshard.kernels import int4 as kernel
 
 
 def experts_of(table: Table) -> frozenset[str]:

@@ -13,14 +13,14 @@ from slimx.extras.planner.memory.deep_ep import engine_buffers
 from slimx.extras.planner.memory_record import EngineMemory
 from slimx.layout.adapters import adapter_targets
 from slimx.layout.engine import EngineLayout
+from slimx.layout.number_formats import Quantisation, published_format
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes
-from slimx.layout.rounded import in_int4
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.models.layer_kind import LayerKind
 from slimx.preflight.hardware import OVERHEAD, Machine
-from slimx.reshard.plan.precision import ITEMSIZE, Quantisation
+from slimx.reshard.plan.precision import ITEMSIZE
 
 MIB = 2**20
 WORK = 2 * 2**30
@@ -42,10 +42,9 @@ def engine_memory(
     `beside`: bytes that a trainer rank has left on the GPU when the server starts. `table`: as `engine_table` makes it,
     where it is known already."""
     sizes = engine_sizes(group)
-    quantisation = Quantisation.by(config.publish.quantise) if config.publish.quantise else None
-    held = table or engine_table(spec, group)
-    if config.publish.quantise == "int4":
-        held = in_int4(held)
+    kept = published_format(config.publish.quantise)
+    quantisation = kept.quantisation(config.publish.quantise)
+    held = kept.chosen(table or engine_table(spec, group))
     itemsize = ITEMSIZE[config.numerics.dtype]
     record = EngineMemory(
         group=group.name,

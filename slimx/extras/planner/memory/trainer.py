@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,12 +16,13 @@ from slimx.extras.planner.memory.batch_plan import batch_plan
 from slimx.extras.planner.memory.deep_ep import trainer_buffers
 from slimx.extras.planner.memory.parameter_runs import Holdings, ParameterRun
 from slimx.extras.planner.memory.pipeline import ActivationBytes, activation_bytes
-from slimx.extras.planner.memory.state import FP32, Buffers, StateBytes
+from slimx.extras.planner.memory.state import Buffers, StateBytes
 from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import ModelSpec
+from slimx.numerics.rounding import rounding_of
 from slimx.preflight.hardware import OVERHEAD
-from slimx.reshard.plan.precision import ITEMSIZE, RECIPES
+from slimx.reshard.plan.precision import ITEMSIZE
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
@@ -159,7 +159,8 @@ def _record(
     dispatcher = trainer_buffers(config.trainer, spec, setting.sizes, device)
     overhead = OVERHEAD if device == "cuda" else 0
     served = _served(config, state) if model == "trainer" else 0
-    copies = _in_fp8(config, state, device) if model == "trainer" else 0
+    engine = model == "trainer" and device != "cpu"  # the layers of the CPU keep none
+    copies = rounding_of(config.trainer).kept_bytes(state.quantised) if engine else 0
     # In exact mode layers multiply by merged weights, which are kept from the forward pass to the backward pass.
     merged = merging + (state.adapted * ITEMSIZE[config.numerics.dtype] if config.exact else 0)
     static = state.weights + served + merged + state.gradients + state.optimizer - hosted + copies
@@ -214,16 +215,6 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
 def _served(config: Config, state: StateBytes) -> int:
     """Bytes of exact mode's `ServedWeights`: codes and what they are widened to; scales are left out."""
     return state.quantised * (1 + ITEMSIZE[config.numerics.dtype]) if config.exact and config.publish.quantise else 0
-
-
-def _in_fp8(config: Config, state: StateBytes, device: str) -> int:
-    """Bytes of codes and scales that Transformer Engine keeps of the weights from one micro-batch to the next: of their
-    rows and once more of their columns. The layers of the CPU keep none."""
-    if config.trainer.fp8 is None or device == "cpu":
-        return 0
-    recipe = RECIPES[config.trainer.fp8]
-    scales = -(-state.quantised // math.prod(recipe.weight)) * (1 if recipe.rule == "mxfp8" else FP32)
-    return 2 * (state.quantised + scales)
 
 
 def _dispatched(spec: ModelSpec, setting: Setting) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from slimx.extras.low_precision.blocks import dequantising
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.blocks import dequantising
 
 
 class Widener:

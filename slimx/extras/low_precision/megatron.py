@@ -1,7 +1,7 @@
 """Linear layers that compute in fp8 where Transformer Engine does not: on the CPU, by the rounding of a publication.
 
-The modules are those of `layers` with the products of `slimx.reshard.kernels.products`: names, shapes and checkpoint
-keys of parameters stay. On GPUs Transformer Engine's own layers take their place (`slimx.trainer.model.transformer`).
+The modules are those of `layers` with the products of `products`: names, shapes and checkpoint keys of
+parameters stay. On GPUs Transformer Engine's own layers take their place (`slimx.trainer.model.transformer`).
 Written for megatron-core 0.19.2.
 """
 
@@ -22,8 +22,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from slimx.adapters.megatron.builders import exchange
 from slimx.adapters.megatron.latent import DownProjection, LatentAttention, exchange_down_projections
 from slimx.adapters.megatron.layers import ColumnGroupedLinear, NormColumnParallelLinear, RowGroupedLinear
-from slimx.reshard.kernels.products import linear
-from slimx.reshard.plan.precision import Recipe
+from slimx.extras.low_precision.products import linear
+from slimx.extras.low_precision.recipes import Recipe
 
 
 def install(block: Any, recipe: Recipe) -> None:
@@ -61,7 +61,7 @@ class _Product:
         **_: Any,
     ) -> torch.Tensor:
         if bias is not None:
-            raise NotImplementedError("a bias has no place in a product in fp8: slimx.rules.unproven refuses it")
+            raise NotImplementedError("a bias has no place in a product in fp8: a rule refuses it")
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from slimx.layout.parts import Part
 from slimx.layout.stored import stored
@@ -15,11 +14,6 @@ def rounds(row: Row) -> bool:
     stack."""
     matrices = all(len(shape) == 2 for _, shape in row.sources)
     return row.per_expert and matrices and stored(row.names(0, 0)[0]).index is None
-
-
-def in_int4(table: Table) -> Table:
-    """The same table, with those rows quantised that INT4 rounds and no others."""
-    return replace(table, rows=tuple(replace(row, quantised=rounds(row)) for row in table.rows))
 
 
 def experts(table: Table) -> Iterator[Entry]:

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from slimx.reshard.plan.precision import RECIPES, TOKENS
+from slimx.extras.low_precision.recipes import RECIPES
+from slimx.extras.low_precision.training import Fp8
+from tests.extras.low_precision.engine_recipes import SHAPE
 from tests.integration import transformer_engine_stand
 from tests.needed import missing
-from tests.unit.trainer.engine_recipes import SHAPE
 
 pytestmark = pytest.mark.slow("needs .venv/transformer-engine, imports the whole of it")
 
@@ -19,12 +20,12 @@ pytestmark = pytest.mark.slow("needs .venv/transformer-engine, imports the whole
 def test_quantisers_have_the_blocks_and_the_rule_that_slimx_rounds_by() -> None:
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
-    command = [sys.executable, "-m", "tests.unit.trainer.engine_recipes"]
+    command = [sys.executable, "-m", "tests.extras.low_precision.engine_recipes"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     made = json.loads(done.stdout.splitlines()[-1])
     assert made.keys() == RECIPES.keys()
     for name, slots in made.items():
-        assert TOKENS % slots.pop("align") == 0
+        assert Fp8.TOKENS % slots.pop("align") == 0
         assert {slot["dtype"] for slot in slots.values()} == {"kFloat8E4M3"}
         recipe = RECIPES[name]
         for what, slot in slots.items():

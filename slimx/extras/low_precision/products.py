@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from slimx.reshard.kernels.blocks import dequantise, quantise
+from slimx.extras.low_precision.blocks import dequantise, quantise
+from slimx.extras.low_precision.recipes import Recipe
 from slimx.reshard.kernels.record import RULE
-from slimx.reshard.plan.precision import Recipe
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.reshard.kernels.products import linear
+from slimx.extras.low_precision.products import linear
+from slimx.extras.low_precision.recipes import RECIPES
 from slimx.reshard.kernels.record import RULE
-from slimx.reshard.plan.precision import RECIPES
 from tests import reshard_reference as reference
 
 RULES = {"blockwise": RULE.TE, "mxfp8": RULE.MXFP8}

@@ -1,15 +1,18 @@
-"""Rules about fp8 and INT4, in training and in publications."""
+"""Rules about fp8, INT4 and MXFP4, in training and in publications."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
+from slimx.config.sections.engines import Engines
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.trainer import Trainer
-from slimx.rules.unproven import ARCHITECTURES
+from slimx.rules.unproven import found_in, other_architectures, sections_in
 
 if TYPE_CHECKING:
     from slimx.layout.maps import Rect, Shape
@@ -17,12 +20,53 @@ if TYPE_CHECKING:
     from slimx.layout.table import Row
     from slimx.models.families import ModelSpec
 
+UNPROVEN = {
+    "trainer.fp8": (
+        "numerics.mode",
+        "trainer.lora",
+        "trainer.qat",
+        "trainer.optimizer.kind",
+        "trainer.optimizer.offload_fraction",
+        "trainer.optimizer.moments_dtype",
+        "trainer.grad_reduce_in_fp32",
+        "trainer.overlap_param_gather",
+        "trainer.freeze",
+        "trainer.moe.dispatcher",
+        "trainer.megatron.mtp_num_layers",
+        "algorithm.teacher",
+        "algorithm.loss=bradley_terry",
+        "critic",
+    ),
+    "trainer.qat": (
+        "trainer.lora",
+        "publish.quantise=ieee",
+        "publish.quantise=te",
+        "publish.quantise=triton",
+        "publish.quantise=ue8m0",
+        "algorithm.teacher",
+        "critic",
+    ),
+    "publish.quantise=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
+}
+"""As `slimx.rules.unproven.UNPROVEN`."""
+ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")}
+"""As `slimx.rules.unproven.ARCHITECTURES`."""
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
 """GPUs (`cluster.gpu`) whose tensor cores take the blocks of a recipe as they are. Blackwell computes 128-wide blocks
 as MXFP8, for which their scales would have to be powers of two."""
 LEAST = 16
 """Divisor of rows and columns of a matrix that tensor cores multiply in fp8 (Transformer Engine's
 `assert_dim_for_fp8_exec`, and cuBLAS)."""
+
+
+@rule("unproven", "run", facts=sections_in(UNPROVEN))
+def unproven(**sections: Any) -> Problems:
+    yield from found_in(UNPROVEN, sections)
+
+
+@rule("unproven.architecture", "model.path")
+def unproven_architecture(trainer: Trainer, spec: ModelSpec) -> Problems:
+    yield from other_architectures(ARCHITECTURES, {"trainer": trainer}, spec)
 
 
 @rule("fp8.dtype", "numerics.dtype")
@@ -55,7 +99,7 @@ def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
     """Blocks of a rank's matrix are those of the checkpoint's tensors, from which publications make theirs."""
     if trainer.fp8 is None or spec.family.ARCHITECTURE not in ARCHITECTURES["trainer.fp8"]:
         return
-    from slimx.reshard.plan.precision import RECIPES
+    from slimx.extras.low_precision.recipes import RECIPES
 
     width, cut = RECIPES[trainer.fp8].width, trainer.fp8 == "blockwise"
     blocks = f"trainer.fp8={trainer.fp8} has blocks of {width} rows and columns"
@@ -106,7 +150,7 @@ def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
 
 @rule("qat.experts", "trainer.qat")
 def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
-    from slimx.layout.rounded import rounds
+    from slimx.extras.low_precision.experts import rounds
 
     for key, value in (("trainer.qat", trainer.qat), ("publish.quantise", publish.quantise)):
         if value == "int4" and not any(map(rounds, spec.table.rows)):
@@ -122,8 +166,8 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
     """A group of columns lies on one rank: its scale is that of the whole matrix's group."""
     if trainer.qat is None:
         return
-    from slimx.layout.rounded import rounds
-    from slimx.models.files.int4 import GROUP
+    from slimx.extras.low_precision.experts import rounds
+    from slimx.extras.low_precision.int4 import GROUP
 
     for row in filter(rounds, spec.table.rows):
         source, (_, cols) = row.sources[0]
@@ -169,3 +213,71 @@ def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Probl
                 f"{codes}, and {group.where} serves model.path itself: set its model to the directory that `slimx "
                 "convert hf-to-int4` makes of it",
             )
+
+
+@rule("publish.triton_dtype", "publish.quantise")
+def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
+    if publish.quantise == "triton" and numerics.dtype == "float32":
+        yield "it is defined for bfloat16 weights, and numerics.dtype is float32; set that to bfloat16, or this to ieee"
+
+
+@rule("publish.quantise_on_cpu", "publish.quantise")
+def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str) -> Problems:
+    if publish.quantise is not None and device == "cpu" and not numerics.exact and rollout.policy_engines:
+        yield f"publish.quantise={publish.quantise}, but on the CPU SGLang " + (
+            "computes with fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"
+            if publish.in_fp8
+            else "has no kernels for INT4; leave it out: with trainer.qat=int4 engines get the values of the codes"
+        )
+
+
+@rule("publish.mxfp4", "model.path")
+def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
+    method = (spec.hf.get("quantization_config") or {}).get("quant_method")
+    if rollout.policy_engines and method == "mxfp4":
+        yield (
+            f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "
+            "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path"
+        )
+
+
+@rule("engines.fp8_model", "rollout.engines.model")
+def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
+    """Engines that start from bf16 weights have no place for fp8 ones. A copy that is made later is not looked at."""
+    for group, directory, quantisation in _origins(rollout, spec) if publish.in_fp8 else ():
+        if not quantisation:
+            yield (
+                f"{group.where} starts from {directory}, which is not in fp8, as publish.quantise={publish.quantise} "
+                "is; write a copy with `slimx convert hf-to-fp8` and name it"
+            )
+
+
+@rule("engines.int4_model", "rollout.engines.model")
+def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
+    """Engines that start from INT4 have places for codes alone, and others have none. A copy that is made later is not
+    looked at."""
+    published = publish.quantise == "int4"
+    for group, directory, quantisation in _origins(rollout, spec):
+        starts = quantisation.get("quant_method") == "compressed-tensors"
+        if starts and not published:
+            yield (
+                f"{group.where} starts from {directory}, which is in INT4, and publish.quantise is not; set that to "
+                "int4, or write a bf16 copy (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name it"
+            )
+        if published and not starts:
+            yield (
+                f"{group.where} starts from {directory}, which is not in INT4, as publish.quantise=int4 is; write a "
+                "copy with `slimx convert hf-to-int4` and name it"
+            )
+
+
+def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
+    """Groups of the policy's engines, the directory that each starts from, if it is there already, and its
+    quantization_config. Raises SlimxError for a config.json with a value that no model has."""
+    from slimx.models.schema import read_fields
+
+    for group in rollout.policy_engines:
+        file = Path(group.model or spec.path) / "config.json"
+        if file.is_file():
+            hf = read_fields(file, getattr(spec.family, "OWN_FIELDS", ()))
+            yield group, file.parent, hf.get("quantization_config") or {}

@@ -15,8 +15,8 @@ import numpy as np
 import torch  # before the library is loaded: both then share one OpenMP runtime
 
 from slimx.errors import SlimxError
+from slimx.extras.low_precision.int4 import GROUP, PER_WORD
 from slimx.library import load_library
-from slimx.models.files.int4 import GROUP, PER_WORD
 from slimx.reshard.kernels.cpu import threads_of
 from slimx.reshard.kernels.record import element_bytes
 

@@ -11,8 +11,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from slimx.models.files.int4 import GROUP, dequantise
-from slimx.reshard.kernels import int4
+from slimx.extras.low_precision import int4_kernel as int4
+from slimx.extras.low_precision.int4 import GROUP, dequantise
 from tests.refusals import refused
 from tests.unit.emulation import CSRC, library
 from tests.unit.reshard.cuda_stand import EMULATION

@@ -1,4 +1,4 @@
-"""Reads tensors that a checkpoint keeps in MXFP4 (gpt-oss's experts): four-bit floats with a scale per 32 of them.
+"""MXFP4 in checkpoints (gpt-oss's experts): four-bit floats with a scale per 32 of them.
 
 `NAME_blocks` [..., rows, groups, 16] holds two E2M1 codes per byte, the low half first; `NAME_scales` [..., rows,
 groups] one power of two per group, E8M0 with bias 127 (OCP Microscaling Formats v1.0). Each value is exact in bf16.
@@ -6,7 +6,10 @@ groups] one power of two per group, E8M0 with bias 127 (OCP Microscaling Formats
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slimx.layout.number_formats import NumberFormat, StoredTensors
+from slimx.layout.stored import Stored
 
 if TYPE_CHECKING:
     import torch
@@ -34,3 +37,29 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2).long()
     values = torch.ldexp(torch.cat([table, -table])[codes], (scales.int() - _BIAS).unsqueeze(-1))
     return values.flatten(-2).to(torch.bfloat16)
+
+
+class Mxfp4(NumberFormat):
+    """Stacks in this format, read and never written."""
+
+    GROUP: ClassVar[int] = GROUP
+
+    def holds(self, files: Any, name: str) -> bool:
+        return name not in files.names and name + BLOCKS in files.names
+
+    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
+        if not turned:
+            return {name: (shape, ())}
+        count, rows, cols = shape
+        return {name + suffix: (packed, ("U8",)) for suffix, packed in packed_shapes((count, cols, rows)).items()}
+
+    def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+        """Codes stand as the table names its matrices: transposed to a stack's own."""
+        first, stop = cols.start // GROUP, -(-cols.stop // GROUP)
+        window = slice(place.index, place.index + 1), rows, slice(first, stop)
+        blocks, scales = (files.view(place.name + suffix)[window] for suffix in (BLOCKS, SCALES))
+        start = first * GROUP
+        return dequantise(blocks, scales)[0, :, cols.start - start : cols.stop - start]
+
+
+FORMAT = Mxfp4()

@@ -1,6 +1,6 @@
 """Writes what Transformer Engine's own Python makes of the fields that `trainer.fp8` gives megatron-core.
 
-python -m tests.unit.trainer.engine_recipes
+python -m tests.extras.low_precision.engine_recipes
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from slimx.extras.low_precision.training import BLOCKWISE, Fp8
 from slimx.trainer.process import prepare_process
 
 SHAPE = (576, 704)
@@ -15,7 +16,7 @@ SHAPE = (576, 704)
 
 
 def main() -> None:
-    prepare_process("cuda", shares_layers=False, local=True, fp8=True)
+    prepare_process("cuda", shares_layers=False, local=True, variables=BLOCKWISE.VARIABLES)
     from tests.integration import transformer_engine_stand
 
     transformer_engine_stand.install(fp32_scales=False)
@@ -26,11 +27,10 @@ def main() -> None:
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
     from slimx.config.sections.trainer import Trainer
-    from slimx.reshard.kernels.blocks import dequantise, quantise
+    from slimx.extras.low_precision.blocks import dequantise, quantise
+    from slimx.extras.low_precision.recipes import RECIPES
     from slimx.reshard.kernels.record import RULE
-    from slimx.reshard.plan.precision import RECIPES
     from slimx.trainer.device.backends import choose_backends
-    from slimx.trainer.model.transformer import fp8_fields
 
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16()
 
@@ -56,9 +56,8 @@ def main() -> None:
 
     out = {}
     for name in RECIPES:
-        trainer = Trainer(fp8=name)
-        backends = choose_backends(trainer, device="cuda", packages={"transformer_engine"})
-        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **fp8_fields(trainer, backends))
+        choose_backends(Trainer(fp8=name), device="cuda", packages={"transformer_engine"})
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **Fp8(RECIPES[name]).fields())
         recipe = get_fp8_recipe(config)
         made = {}
         for mode, slots in (("forward", ("input", "weight")), ("backward", ("gradient",))):

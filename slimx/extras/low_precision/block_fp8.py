@@ -1,0 +1,186 @@
+"""Block fp8 (DeepSeek-V3's checkpoints): e4m3 codes, and beside each tensor `_scale_inv` with one scale per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
+from slimx.layout.parts import matrix
+from slimx.layout.stored import Stored
+from slimx.models.files.index import read_object
+
+if TYPE_CHECKING:
+    import torch  # at run time where it computes: a plan of a run takes the names from here, without torch
+
+    from slimx.config.schema import Config
+    from slimx.layout.ranks import Sizes
+
+SCALE_SUFFIX = "_scale_inv"
+"""Suffix of a quantised tensor's name for its scales, in Hugging Face's block-fp8 checkpoints and in SGLang."""
+CODES, SCALES = "F8_E4M3", ("F32", "BF16", "F16")
+"""Dtypes of codes, and those of scales that become fp32 without a loss, as safetensors files name them."""
+Block = tuple[int, int]
+
+
+def block_of(directory: Path) -> Block:
+    """Rows and columns of a block, from `directory`/config.json. Raises SlimxError if it does not say."""
+    file = directory / "config.json"
+    return _block(read_object(file), file)
+
+
+def _block(config: Mapping[str, Any], file: Path) -> Block:
+    try:
+        found = config["quantization_config"]["weight_block_size"]
+        high, wide = (int(size) for size in found)
+        if min(high, wide) < 1:
+            raise ValueError(f"{found} is no size")
+    except (ValueError, KeyError, TypeError) as error:
+        raise SlimxError(
+            f"{file}: tensors are in fp8, but quantization_config.weight_block_size does not say in which blocks "
+            f"({error!r}); restore it from the checkpoint's source",
+            code="checkpoint.block_size",
+            about=str(file),
+        ) from error
+    return high, wide
+
+
+def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
+    """Shape of the scales of a matrix [rows, cols]; blocks at its edges may be cut."""
+    rows, cols = shape
+    return -(-rows // block[0]), -(-cols // block[1])
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
+    """Multiply `codes` [rows, cols] e4m3, which begin at (row, col) of their tensor, with `scales` of the whole tensor:
+    the product in fp32, rounded to bf16. The same bits as `dequantise` in tests/reshard_reference.py."""
+    import torch
+
+    (rows, cols), (high, wide) = codes.shape, block
+    first, last = row // high, -(-(row + rows) // high)
+    left, right = col // wide, -(-(col + cols) // wide)
+    own = scales[first:last, left:right].float().contiguous()
+    out = torch.empty(rows, cols, dtype=torch.bfloat16)
+    at = 0
+    for number in range(first, last):
+        stop = min((number + 1) * high - row, rows)
+        values, scale = _decode(codes[at:stop]), own[number - first]
+        if col % wide == 0 and cols % wide == 0:
+            values.view(stop - at, -1, wide).mul_(scale[:, None])
+        else:
+            values.mul_(scale.repeat_interleave(wide)[col - left * wide :][:cols])
+        out[at:stop] = values
+        at = stop
+    return out
+
+
+def _decode(codes: torch.Tensor) -> torch.Tensor:
+    """Values of e4m3 codes in fp32, as `codes.float()`, which takes three times as long on the CPU (torch 2.13).
+
+    Sign, exponent and mantissa in the places of bf16 are the value over 2^120, subnormal ones too; all ones are NaN.
+    """
+    import torch
+
+    signed = codes.view(torch.int8)
+    out = ((signed.to(torch.int16) << 4) & -0x7810).view(torch.bfloat16).float().mul_(2.0**120)
+    magnitude = signed & 0x7F
+    if magnitude.max() == 0x7F:
+        out[magnitude == 0x7F] = torch.nan
+    return out
+
+
+def quantisation(rule: str, block: Block = (128, 128)) -> Quantisation:
+    """Codes of `block` by a rule with fp32 scales, or by mxfp8, whose scales are E8M0 exponents of blocks of 1 x 32."""
+    if rule == "mxfp8":
+        return Quantisation(rule, (1, 32), "QUANTISE_MXFP8", "float8_e4m3fn", "uint8", ("", SCALE_SUFFIX))
+    return Quantisation(rule, block, "QUANTISE_FP8", "float8_e4m3fn", "float32", ("", SCALE_SUFFIX))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFp8(NumberFormat):
+    """The format that config.json calls fp8."""
+
+    RULES: ClassVar[tuple[str, ...]] = ("ieee", "triton", "te", "ue8m0", "mxfp8")
+    CONVERTED: ClassVar[bool] = True
+
+    to_values: Callable[[torch.Tensor, torch.Tensor, Block, int, int], torch.Tensor] = dequantise
+    """A function like `dequantise`."""
+
+    def holds(self, files: Any, name: str) -> bool:
+        if name not in files.names:
+            return False
+        view = files.view(name)
+        return view.get_dtype() == CODES and len(view.get_shape()) == 2
+
+    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
+        scales = scales_shape(files.shape(name), self._block(files))
+        return {name: (shape, (CODES,)), name + SCALE_SUFFIX: (scales, SCALES)}
+
+    def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+        codes, scales = files.view(place.name)[rows, cols], files.whole(place.name + SCALE_SUFFIX)
+        return self.to_values(codes, scales.float(), self._block(files), rows.start, cols.start)
+
+    def _block(self, files: Any) -> Block:
+        return _block(files.config, files.path / "config.json")
+
+    def refuse(self, path: Path, unknown: Sequence[str]) -> None:
+        if scales := [name for name in unknown if name.endswith(SCALE_SUFFIX)]:
+            raise SlimxError(
+                f"{path}: {scales[0]} holds scales of fp8 blocks ({len(scales)} such tensors); slimx trains from "
+                "bf16 and fp32 checkpoints: `slimx convert hf-to-megatron` makes one of it",
+                code="checkpoint.fp8",
+                about=scales[0],
+            )
+
+    def nearest(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
+        from slimx.extras.low_precision.nearest import nearest
+
+        return nearest(config, sizes)
+
+    def quantisation(self, rule: str) -> Quantisation:
+        return quantisation(rule)
+
+    def codes_of(self, parameter: str) -> str | None:
+        return parameter.removesuffix(SCALE_SUFFIX) if parameter.endswith(SCALE_SUFFIX) else None
+
+    def scales(self, pieces: Iterable[Any], owner: Any) -> Iterator[Any]:
+        """The same rectangles counted in blocks."""
+        block = tuple(owner.quant_method.quant_config.weight_block_size)
+        for piece in pieces:
+            if piece.tensor is None:
+                raise SlimxError("padding has no scales", code="places.scales", about=SCALE_SUFFIX)
+            rects = tuple(_in_blocks(r, piece, block) for r in piece.rects)
+            yield replace(
+                piece,
+                tensor=f"{piece.tensor}{SCALE_SUFFIX}",
+                shape=scales_shape(matrix(piece.shape), block),
+                rects=rects,
+            )
+
+
+def _in_blocks(r: Rect, piece: Any, block: Block) -> Rect:
+    """A rectangle of `piece` counted in blocks, none of which it may cut."""
+    (height, width), (rows, cols) = block, matrix(piece.shape)
+    starts = (r.row % height, r.local_row % height, r.col % width, r.local_col % width)
+    # Only the tensor's own last block may be smaller than the others.
+    ends = (r.rows % height if r.row + r.rows < rows else 0, r.cols % width if r.col + r.cols < cols else 0)
+    if any((*starts, *ends)):
+        raise SlimxError(
+            f"a block of {height} x {width} of {piece.tensor} is cut", code="places.block", about=piece.tensor
+        )
+    return Rect(
+        r.source,
+        r.row // height,
+        r.col // width,
+        -(-r.rows // height),
+        -(-r.cols // width),
+        r.local_row // height,
+        r.local_col // width,
+    )
+
+
+FORMAT = BlockFp8()

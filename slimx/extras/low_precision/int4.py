@@ -1,0 +1,112 @@
+"""INT4 as compressed-tensors packs it (Kimi-K2.5's experts): the format pack-quantized with a symmetric scale per 32
+columns.
+
+`NAME_packed` [rows, cols / 8] holds eight codes per int32, the lowest bits first, each with 8 added; `NAME_scale`
+[rows, cols / 32] their scales; `NAME_shape` [2] rows and columns. A value is code * scale, rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slimx.extras.low_precision.experts import rounds
+from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
+from slimx.layout.stored import Stored
+from slimx.layout.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from slimx.config.schema import Config
+    from slimx.layout.ranks import Sizes
+
+CODES, SCALES, SHAPE = "_packed", "_scale", "_shape"
+"""Suffixes of a matrix's name for its codes, its scales and its shape."""
+DTYPES = {CODES: ("I32",), SCALES: ("BF16",), SHAPE: ("I32", "I64")}
+"""Dtypes of the three, by the names of safetensors files."""
+PER_WORD, GROUP = 8, 32
+"""Codes in an int32; values that share a scale."""
+SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+"""Fields of `weights` in a config group of compressed-tensors."""
+
+
+def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Suffix -> shape of the three tensors that hold a matrix of `shape`, whose columns GROUP divides."""
+    rows, cols = shape
+    return {CODES: (rows, cols // PER_WORD), SCALES: (rows, cols // GROUP), SHAPE: (2,)}
+
+
+def other_scheme(quantisation: Mapping[str, Any]) -> str | None:
+    """The first field of a `quantization_config` that says another format than this one, with its value."""
+    for key, only in (("quant_method", "compressed-tensors"), ("format", "pack-quantized")):
+        if quantisation.get(key) != only:
+            return f"quantization_config.{key} {quantisation.get(key)}"
+    for name, group in (quantisation.get("config_groups") or {}).items():
+        here = f"quantization_config.config_groups.{name}"
+        if group.get("input_activations") is not None:
+            return f"{here}.input_activations"
+        weights = group.get("weights") or {}
+        for key, only in {**SCHEME, "actorder": None}.items():
+            if weights.get(key) != only:
+                return f"{here}.weights.{key} {weights.get(key)}"
+    return None
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Values, bf16 [rows, words * 8], of int32 codes [rows, words] and bf16 scales [rows, words / 4]."""
+    import torch  # here: who only asks for shapes plans a run, without torch
+
+    shifts = torch.arange(0, 32, 32 // PER_WORD, dtype=torch.int32)
+    values = ((codes.unsqueeze(-1) >> shifts) & 0xF) - 8
+    grouped = values.view(len(codes), -1, GROUP).to(torch.float32) * scales.float().unsqueeze(-1)
+    return grouped.flatten(1).to(torch.bfloat16)
+
+
+QUANTISATION = Quantisation("int4", (1, GROUP), "QUANTISE_INT4", "uint8", "bfloat16", (CODES, SCALES), per_code=2)
+
+
+class Int4(NumberFormat):
+    """The format that config.json calls compressed-tensors."""
+
+    RULES: ClassVar[tuple[str, ...]] = ("int4",)
+    GROUP: ClassVar[int] = GROUP
+    LOCAL: ClassVar[bool] = True
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        f"{each}_{note}" for each in ("w13", "w2") for note in ("weight_shape", "weight_g_idx", "g_idx_sort_indices")
+    )
+    """Shapes and orders of columns, which Triton's kernel never reads."""
+
+    def other_scheme(self, described: Mapping[str, Any]) -> str | None:
+        return other_scheme(described)
+
+    def holds(self, files: Any, name: str) -> bool:
+        return name not in files.names and name + CODES in files.names
+
+    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
+        if len(shape) != 2:
+            return {name: (shape, ())}
+        return {name + suffix: (packed, DTYPES[suffix]) for suffix, packed in packed_shapes(shape).items()}
+
+    def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+        first, stop = cols.start // GROUP, -(-cols.stop // GROUP)
+        words = GROUP // PER_WORD
+        codes = files.view(place.name + CODES)[rows, first * words : stop * words]
+        values = dequantise(codes, files.view(place.name + SCALES)[rows, first:stop])
+        start = first * GROUP
+        return values[:, cols.start - start : cols.stop - start]
+
+    def nearest(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
+        from slimx.extras.low_precision.nearest import nearest
+
+        return nearest(config, sizes)
+
+    def quantisation(self, rule: str) -> Quantisation:
+        return QUANTISATION
+
+    def chosen(self, table: Table) -> Table:
+        return replace(table, rows=tuple(replace(row, quantised=rounds(row)) for row in table.rows))
+
+
+FORMAT = Int4()

@@ -1,0 +1,39 @@
+"""Checkpoints in block fp8: their blocks, and that a trainer does not start from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimx.extras.low_precision.block_fp8 import block_of
+from slimx.models.families import read_model
+from slimx.models.files.reader import CheckpointReader
+from tests.checkpoint_stand import QWEN3_MOE
+from tests.refusals import refused
+
+
+def described(directory: Path, **changes: Any) -> Path:
+    """A directory of nothing but a config.json."""
+    (directory / "config.json").write_text(json.dumps(QWEN3_MOE | changes))
+    return directory
+
+
+@pytest.mark.parametrize("size", [None, [128], [128, 0], "128", [128, "x"]])
+def test_blocks_of_no_size_are_refused_with_the_file(tmp_path: Path, size: Any):
+    described(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": size})
+    with refused("checkpoint.block_size", about=str(tmp_path / "config.json")):
+        block_of(tmp_path)
+
+
+def test_scales_of_fp8_are_refused_where_a_model_is_trained(tmp_path: Path):
+    table = read_model(described(tmp_path)).table
+    tensors = {name: torch.zeros(shape) for name, shape in table.checkpoint_shapes().items()}
+    scales = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    save_file(tensors | {scales: torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with refused("checkpoint.fp8", about=scales):
+        CheckpointReader(tmp_path).check(table)
