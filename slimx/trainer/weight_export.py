@@ -97,8 +97,7 @@ class WeightExport:
         memory buckets are in; with more than the publisher, each engine rank's part of a bucket is in memory of its
         own."""
         weights = self.model.weights
-        alone = name != "export" and self.model.config.serves_adapters
-        parameters, merging = (weights.unmerged, {}) if alone else (weights.parameters, weights.merging)
+        parameters, merging = weights.attached.leaving(name, weights.parameters)
         packer = Packer(Plan.from_bytes(plan), self.rank, parameters, merging=merging, apart=holders > 1)
         if on_device:  # the default group: NCCL over all ranks
             self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None, holders=holders)
@@ -154,7 +153,8 @@ class WeightExport:
     def prepare_direct(self, *, plan: bytes, edges: Sequence[int], item: int, on_gpu: bool) -> None:
         """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`, `on_gpu`: as for `Sender`."""
         weights = self.model.weights
-        packer = Packer(Plan.from_bytes(plan), self.rank, weights.parameters, merging=weights.merging)
+        parameters, merging = weights.attached.leaving("publish", weights.parameters)
+        packer = Packer(Plan.from_bytes(plan), self.rank, parameters, merging=merging)
         host = own_address(self.model.config.cluster.network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
         self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)

@@ -1,4 +1,4 @@
-"""Writes the adapters of a checkpoint in PEFT's format, which `slimx.models.files.peft` describes and reads."""
+"""Writes the adapters of a checkpoint in PEFT's format, which `slimx.extras.lora.peft` describes and reads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats.torch_dist_reader import read_whole
+from slimx.extras.lora.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
 from slimx.layout.adapters import ROOT
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.files.megatron_directory import TensorPlace, find_checkpoint, places
-from slimx.models.files.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
 from slimx.models.files.safe_pickle import read_metadata
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")

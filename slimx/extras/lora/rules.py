@@ -47,7 +47,7 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
 @rule("lora.load", "trainer.lora.load")
 def has_adapters(trainer: Trainer, spec: ModelSpec, adapters: Path | None) -> Problems:
     if trainer.lora is not None and adapters is not None:
-        from slimx.models.files.peft import PeftAdapters
+        from slimx.extras.lora.peft import PeftAdapters
 
         PeftAdapters(adapters).check(spec.table, trainer.lora)
     yield from ()

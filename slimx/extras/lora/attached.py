@@ -1,0 +1,52 @@
+"""The adapters of one trainer rank: what is trained, and what leaves the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+from slimx.layout.form import AttachedForm, Makers, Tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from slimx.extras.lora.adapters.megatron import Adapter
+
+
+class AttachedAdapters(AttachedForm):
+    """Adapters beside the weights of a rank."""
+
+    keeps_base: ClassVar[bool] = True
+
+    def __init__(self, adapters: Mapping[str, Adapter], *, alone: bool):
+        """`adapters`: by the name of the weight. `alone`: engines get them unmerged (`publish.adapters`)."""
+        self.adapters, self._alone = adapters, alone
+        self.merging: Makers = {name: adapter.merged for name, adapter in adapters.items()}
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {
+            f"{letter} of the adapter of {adapter.sources}": parameter
+            for adapter in self.adapters.values()
+            for letter, parameter in zip("AB", adapter.parameters, strict=True)
+        }
+
+    def leaving(self, plan: str, weights: Tensors) -> tuple[Tensors, Makers]:
+        """Weights to be merged, or A and B beside them by the names of `slimx.layout.adapters.adapter_parts`."""
+        if plan == "export" or not self._alone:
+            return weights, self.merging
+        unmerged = dict(weights)
+        for name, adapter in self.adapters.items():
+            path = name.rpartition(".")[0]
+            unmerged |= zip((f"{path}.lora_a", f"{path}.lora_b"), adapter.parameters, strict=True)
+        return unmerged, {}
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        for adapter in self.adapters.values():
+            adapter.enabled = False
+        try:
+            yield
+        finally:
+            for adapter in self.adapters.values():
+                adapter.enabled = True
