@@ -32,7 +32,7 @@ class AttachedAdapters(AttachedForm):
         }
 
     def leaving(self, plan: str, weights: Tensors) -> tuple[Tensors, Makers]:
-        """Weights to be merged, or A and B beside them by the names of `slimx.layout.adapters.adapter_parts`."""
+        """Weights to be merged, or A and B beside them by the names of `slimx.extras.lora.targets.adapter_parts`."""
         if plan == "export" or not self._alone:
             return weights, self.merging
         unmerged = dict(weights)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from slimx.config.sections.trainer import Lora
 from slimx.errors import SlimxError
-from slimx.layout.adapters import adapts, peft_name, target_of
+from slimx.extras.lora.targets import adapts, peft_name, target_of
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import Sizes

@@ -36,7 +36,7 @@ def freezes_itself(trainer: Trainer) -> Problems:
 def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.lora is None:
         return
-    from slimx.layout.adapters import absent
+    from slimx.extras.lora.targets import absent
 
     for target in absent(trainer.lora.targets or (), spec.table):
         yield f"{spec.path} has no layers {target}; leave it out"
@@ -75,7 +75,7 @@ def has_some(trainer: Trainer, publish: Publish) -> Problems:
 def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
     if trainer.lora is None or publish.adapters != "alone":
         return
-    from slimx.layout.adapters import SERVED, adapts
+    from slimx.extras.lora.targets import SERVED, adapts
 
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):

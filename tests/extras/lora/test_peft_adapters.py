@@ -16,7 +16,7 @@ from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Lora
 from slimx.extras.lora.peft import PeftAdapters
-from slimx.layout.adapters import adapter_parts, adapter_targets, adapts
+from slimx.extras.lora.targets import adapter_parts, adapter_targets, adapts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from slimx.config.sections.trainer import Lora
 from slimx.extras.lora.merged import merged
 from slimx.extras.lora.peft import PeftAdapters
-from slimx.layout.adapters import adapts
+from slimx.extras.lora.targets import adapts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes

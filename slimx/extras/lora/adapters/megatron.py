@@ -38,7 +38,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from slimx.adapters.megatron.served import serve
 from slimx.config.sections.trainer import Lora
 from slimx.extras.lora.merged import Merged, merged
-from slimx.layout.adapters import adapts
+from slimx.extras.lora.targets import adapts
 from slimx.layout.parts import Part, matrix
 from slimx.layout.table import Table
 from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
