@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.publish import Publish
+from slimx.config.section import Section
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 
@@ -21,30 +21,6 @@ Sections = Mapping[str, Any]
 
 
 UNPROVEN: Mapping[str, Sequence[str]] = {
-    "trainer.lora": (
-        "trainer.virtual_pipeline",
-        "trainer.moe.bias_update_rate",
-        "trainer.optimizer.offload_fraction",
-        "trainer.distributed_optimizer",
-        "trainer.megatron.mtp_num_layers",
-        "publish.quantise",
-        "algorithm.reference_refresh",
-        "algorithm.teacher",
-        "critic",
-    ),
-    "publish.adapters=alone": (
-        "numerics.mode",
-        "publish.encoding=local",
-        "schedule.colocate",
-        "rollout.engines.role",
-        "rollout.engines.model",
-        "rollout.engines.urls",
-        "rollout.engines.tensor",
-        "rollout.engines.pipeline",
-        "rollout.engines.sglang.speculative_algorithm",
-        "rollout.engines.sglang.quantization",
-        "rollout.engines.sglang.torchao_config",
-    ),
     "trainer.fp8": (
         "numerics.mode",
         "trainer.lora",
@@ -153,8 +129,6 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "publish.transport (all but memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
 }
 ARCHITECTURES: Mapping[str, Sequence[str]] = {
-    "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
-    "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
     "trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"),
 }
 """Feature -> the architectures with which alone it was proven."""
@@ -216,15 +190,20 @@ def unproven(**sections: Any) -> Problems:
     yield from found_in(UNPROVEN, sections)
 
 
-@rule("unproven.architecture", "model.path")
-def unproven_architecture(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
-    for feature, architectures in ARCHITECTURES.items():
+def found_with(table: Mapping[str, Sequence[str]], spec: ModelSpec, **sections: Section) -> Problems:
+    """Refusals by a table such as `ARCHITECTURES`, of an extra's features."""
+    for feature, architectures in table.items():
         name = spec.family.ARCHITECTURE
-        if name not in architectures and is_set(feature, {"trainer": trainer, "publish": publish}):
+        if name not in architectures and is_set(feature, sections):
             yield (
                 f"{spec.path} is a {name}, with which {feature} was never proven; leave that out, or train one of "
                 f"{', '.join(architectures)}"
             )
+
+
+@rule("unproven.architecture", "model.path")
+def unproven_architecture(trainer: Trainer, spec: ModelSpec) -> Problems:
+    yield from found_with(ARCHITECTURES, spec, trainer=trainer)
 
 
 @rule("unproven.layers", "model.path")

@@ -35,7 +35,7 @@ def config(model: str, trainer: dict[str, Any] | None = None, **sections: Any) -
     ],
 )
 def test_layouts_and_options_that_were_never_proven_are_refused(trainer, about):
-    with invalid("unproven", about=about):
+    with invalid("lora.unproven", about=about):
         config("m", trainer)
 
 
@@ -47,7 +47,7 @@ def test_layouts_and_options_that_were_never_proven_are_refused(trainer, about):
     ],
 )
 def test_runs_that_were_never_proven_are_refused(sections, about):
-    with invalid("unproven", about=about):
+    with invalid("lora.unproven", about=about):
         config("m", **sections)
 
 
@@ -119,7 +119,7 @@ def test_adapters_alone_need_adapters():
     ],
 )
 def test_runs_in_which_adapters_were_never_published_alone_are_refused(sections, about):
-    with invalid("unproven", about=about):
+    with invalid("lora.unproven", about=about):
         config("m", ATTENTION, **ALONE | sections)
 
 
@@ -135,7 +135,7 @@ def test_runs_in_which_adapters_were_never_published_alone_are_refused(sections,
 )
 def test_engines_that_were_never_given_adapters_alone_are_refused_in_whatever_group(engine, key):
     groups = [{"name": "plain"}, {"name": "other", **engine}]
-    with invalid("unproven", about=f"rollout.engines.{key}"):
+    with invalid("lora.unproven", about=f"rollout.engines.{key}"):
         config("m", ATTENTION, rollout={"prompts": "p", "engines": groups}, **ALONE)
 
 
@@ -153,4 +153,4 @@ def test_adapters_alone_are_those_of_dense_layers_over_memory(qwen, tmp_path):
     assert codes(config(str(qwen), ATTENTION, **disk)) == {("lora.alone_transport", "publish.transport")}
     (tmp_path / "config.json").write_text(json.dumps(V3))
     latent = config(str(tmp_path), ATTENTION, **ALONE)
-    assert codes(latent, str(tmp_path)) == {("unproven.architecture", "model.path")}
+    assert codes(latent, str(tmp_path)) == {("lora.architecture", "model.path")}

@@ -11,8 +11,13 @@ import pytest
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
-from slimx.rules.unproven import ARCHITECTURES, CONDITIONS, LAYERS, UNPROVEN, is_set, key_of
+from slimx.extras.lora import rules as lora_rules
+from slimx.extras.recovery import rules as recovery_rules
+from slimx.rules import unproven
+from slimx.rules.unproven import CONDITIONS, LAYERS, is_set, key_of
 
+UNPROVEN = unproven.UNPROVEN | lora_rules.UNPROVEN | recovery_rules.UNPROVEN
+ARCHITECTURES = unproven.ARCHITECTURES | lora_rules.ARCHITECTURES
 ENTRIES = {*UNPROVEN, *chain.from_iterable(UNPROVEN.values()), *chain.from_iterable(LAYERS.values()), *ARCHITECTURES}
 PLAIN = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
 FROZEN = {"name": "judge", "frozen": True, "model": "j", "tensor": 2}
@@ -63,7 +68,7 @@ def test_every_entry_is_a_key_of_the_schema_and_is_not_set_by_default(entry: str
 @pytest.mark.parametrize(("feature", "entry"), [*rows()])
 def test_every_row_is_refused(feature: str, entry: str) -> None:
     facts = having(having(sections(), feature), entry)
-    rules = [rule for rule in all_rules() if rule.code == "unproven"]
+    rules = [rule for rule in all_rules() if rule.code in ("unproven", "lora.unproven", "recovery.unproven")]
     assert key_of(entry) in [problem.about for problem in broken(rules, facts)]
     assert broken(rules, having(sections(), feature)) == []
 
