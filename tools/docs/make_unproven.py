@@ -21,10 +21,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 TITLE = "## Never proven together"
 HEAD = """
 
-This section is made from `slimx/rules/unproven.py`, and of such tables of extras, by `python -m
-tools.docs.make_unproven`. A configuration with both is refused before anything starts (codes unproven,
-unproven.architecture, unproven.layers, and an extra's, such as lora.unproven). A key without a value stands for all
-that is not its default, and a key of `rollout.engines` for that of any group of the policy.
+This section is made from `slimx/rules/unproven.py` and such tables of extras by `python -m tools.docs.make_unproven`.
+A configuration with both is refused before anything starts (codes unproven, unproven.architecture, unproven.layers, and
+an extra's, such as lora.unproven). A key without a value stands for all that is not its default, and a key of
+`rollout.engines` for that of any group of the policy.
 """
 
 
