@@ -11,7 +11,7 @@ import what they need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +22,7 @@ from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from slimx.config.schema import Config
@@ -29,8 +30,18 @@ if TYPE_CHECKING:
 GROUP = "slimx.weight_forms"
 
 Tensors = Mapping[str, "torch.Tensor"]
-Makers = Mapping[str, Callable[[], "torch.Tensor"]]
-"""By name of a parameter a function that makes the tensor which leaves in its place."""
+"""By name of a parameter."""
+
+
+class Made:
+    """Tensors that a rank makes when it packs a bucket, and that are read in place of parameters: none."""
+
+    def places(self, bucket: int) -> Tensors:
+        """Returns where `make` writes those of `bucket`, always the same memory."""
+        return {}
+
+    def make(self, bucket: int, moves: np.ndarray) -> None:
+        """Makes those that `moves` of `bucket` read."""
 
 
 class AttachedForm:
@@ -43,10 +54,10 @@ class AttachedForm:
         """Returns the parameters beside the weights, by words for messages."""
         return {}
 
-    def leaving(self, plan: str, weights: Tensors) -> tuple[Tensors, Makers]:
-        """Returns the tensors by which `plan` ("publish", "adapters" or "export") reads the rank's `weights`, and those
-        that are made when a bucket is packed."""
-        return weights, {}
+    def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, Made]:
+        """Returns the tensors that `rank` packs by a `plan` (`slimx.reshard.plan.copy_plan.Plan`), and those that it
+        makes for that. `name`: "publish", "adapters" or "export"; `weights`: those of the rank."""
+        return weights, Made()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:

@@ -97,8 +97,9 @@ class WeightExport:
         memory buckets are in; with more than the publisher, each engine rank's part of a bucket is in memory of its
         own."""
         weights = self.model.weights
-        parameters, merging = weights.attached.leaving(name, weights.parameters)
-        packer = Packer(Plan.from_bytes(plan), self.rank, parameters, merging=merging, apart=holders > 1)
+        whole = Plan.from_bytes(plan)
+        parameters, made = weights.attached.leaving(name, whole, self.rank, weights.parameters)
+        packer = Packer(whole, self.rank, parameters, made=made, apart=holders > 1)
         if on_device:  # the default group: NCCL over all ranks
             self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None, holders=holders)
         else:
@@ -153,8 +154,9 @@ class WeightExport:
     def prepare_direct(self, *, plan: bytes, edges: Sequence[int], item: int, on_gpu: bool) -> None:
         """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`, `on_gpu`: as for `Sender`."""
         weights = self.model.weights
-        parameters, merging = weights.attached.leaving("publish", weights.parameters)
-        packer = Packer(Plan.from_bytes(plan), self.rank, parameters, merging=merging)
+        whole = Plan.from_bytes(plan)
+        parameters, made = weights.attached.leaving("publish", whole, self.rank, weights.parameters)
+        packer = Packer(whole, self.rank, parameters, made=made)
         host = own_address(self.model.config.cluster.network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
         self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)

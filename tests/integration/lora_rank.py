@@ -53,7 +53,7 @@ class LoraRank(Rank):
             weights.parameters,
             self.spec,
             self.parallel,
-            merging=weights.attached.merging,
+            attached=weights.attached,
         )
 
     def steps(self, trainer: Any, first: int, count: int) -> list[dict[str, float]]:

@@ -12,6 +12,10 @@ from slimx.engines.server.spec import EngineSpec, server_args, server_argv
 from slimx.extras.lora.attached import AttachedAdapters
 from slimx.extras.lora.form import Lora, ServedLora
 from slimx.layout.form import AttachedForm, ServedForm, WeightForm, form_of, server_form
+from slimx.layout.maps import Rect
+from slimx.layout.parts import Part
+from slimx.reshard.plan.copy_plan import compile_plan
+from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
 from tests.unit.engines.attestation_stand import attesting
 
@@ -72,20 +76,29 @@ class Beside:
         self.parameters = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.zeros(1))
 
     def merged(self) -> torch.Tensor:
-        return torch.full((1,), 3.0)
+        return torch.full((2, 2), 3.0)
 
 
 def test_weights_leave_merged_or_with_their_adapters_beside_them_and_are_exported_merged() -> None:
-    weights, adapter = {"x.weight": torch.zeros(1)}, Beside()
-    assert AttachedForm().leaving("publish", weights) == (weights, {})
+    weights, adapter = {"x.weight": torch.zeros(2, 2)}, Beside()
+    part = Part("x.weight", (2, 2), (0,), ("x",), (Rect(0, 0, 0, 2, 2, 0, 0),))
+    plan = compile_plan([part], [part], precision=Precision("float32", "float32"), bucket_bytes=64, ranks=1)
+
+    def made(form: AttachedForm, name: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+        """Names of the tensors that leave, and what is made for the first bucket."""
+        found, room = form.leaving(name, plan, 0, weights)
+        room.make(0, plan.moves_of(0, 0))
+        return [*found], {name: value.clone() for name, value in room.places(0).items()}
+
     merged = AttachedAdapters({"x.weight": adapter}, alone=False)
     alone = AttachedAdapters({"x.weight": adapter}, alone=True)
-    for found, makers in (merged.leaving("publish", weights), merged.leaving("export", weights)):
-        assert found is weights and makers["x.weight"]() == 3.0
-    assert alone.leaving("export", weights)[1].keys() == {"x.weight"}
-    for plan in ("publish", "adapters"):
-        found, makers = alone.leaving(plan, weights)
-        assert (list(found), makers) == (["x.weight", "x.lora_a", "x.lora_b"], {})
+    assert made(AttachedForm(), "publish") == (["x.weight"], {})
+    for form, name in ((merged, "publish"), (merged, "export"), (alone, "export")):
+        names, values = made(form, name)
+        assert names == [*values] == ["x.weight"] and torch.equal(values["x.weight"], adapter.merged())
+    for name in ("publish", "adapters"):
+        assert made(alone, name) == (["x.weight", "x.lora_a", "x.lora_b"], {})
+    assert not weights["x.weight"].any()
     assert list(alone.parameters()) == ["A of the adapter of q + k", "B of the adapter of q + k"]
     with alone.left_out():
         assert not adapter.enabled
