@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.extras.lora.room import MergingRoom, merged_room
+from slimx.extras.lora.attached import MergingRoom
+from slimx.extras.lora.room import merged_room
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
