@@ -86,7 +86,7 @@ class ServedLora(ServedForm):
         return sglang.attest(runner.lora_manager)
 
 
-class Lora(WeightForm):
+class LoraForm(WeightForm):
     """Weights that stay as they are, and adapters beside them, published merged or alone (`publish.adapters`). The
     option names the policies whose adapters a server computes with: POLICY=ALPHA,..."""
 

@@ -10,7 +10,7 @@ from slimx.config.schema import Config
 from slimx.engines.server.attestation import check_ranks
 from slimx.engines.server.spec import EngineSpec, server_args, server_argv
 from slimx.extras.lora.attached import AttachedAdapters
-from slimx.extras.lora.form import Lora, ServedLora
+from slimx.extras.lora.form import LoraForm, ServedLora
 from slimx.layout.form import AttachedForm, ServedForm, WeightForm, form_of, server_form
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part
@@ -36,7 +36,7 @@ def config_of(lora: dict[str, float] | None, publish: str = "merged") -> Config:
 
 
 def test_a_run_has_the_form_that_it_configures() -> None:
-    assert type(form_of(config_of(None))) is WeightForm and type(form_of(config_of(LORA))) is Lora
+    assert type(form_of(config_of(None))) is WeightForm and type(form_of(config_of(LORA))) is LoraForm
     assert form_of(config_of(LORA)).served() == ServedForm(), "merged weights are plain ones to an engine"
     assert form_of(config_of(LORA, "alone")).served().contract() == {"rank": 4, "scales": {"actor": 2.0}}
 

@@ -2,7 +2,8 @@
 
 Written for sglang 0.5.23, in force where the server was started with `--publish-adapters`. SGLang serves adapters that
 requests name and that it loads itself. Here every slot is pinned and zero from the start, so that nothing evicts what
-was proven. Whoever asks a server of one policy asks that policy; where there are several, requests name theirs.
+was proven. A request to a server of one policy is computed with its adapters; where there are several, requests name
+theirs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
-from slimx.extras.lora.adapters.slots import ServedAdapters
+from slimx.extras.lora.adapters.slots import AdapterSlot
 
 START = "sglang.srt.lora.lora_manager.LoRAManager.init_state"
 PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
@@ -59,16 +60,16 @@ def with_slots(
                 "target_modules": sorted(manager.target_modules),
             }
             # What has no tensors is zero.
-            told = manager.load_lora_adapter_from_tensors(LoRARef(name, name, name, pinned=True), {}, config)
-            if not told.success:
+            result = manager.load_lora_adapter_from_tensors(LoRARef(name, name, name, pinned=True), {}, config)
+            if not result.success:
                 raise SlimxError(
-                    f"SGLang does not take adapters of rank {manager.max_lora_rank}: {told.error_message}",
+                    f"SGLang does not take adapters of rank {manager.max_lora_rank}: {result.error_message}",
                     code="plugin.adapters",
                     about="trainer.lora",
                 )
         manager.fetch_new_loras({None, *policies})
     slots = {name: manager.memory_pool.get_buffer_id(name) for name in policies}
-    served = {name: ServedAdapters(manager, slot) for name, slot in slots.items()}
+    served = {name: AdapterSlot(manager, slot) for name, slot in slots.items()}
     receiver_of(manager.base_model).adapters = served
 
 

@@ -48,7 +48,7 @@ class AdaptedLayer(NamedTuple):
     """[out, rank] of this rank."""
 
 
-class ServedAdapters:
+class AdapterSlot:
     """The slot of one policy, whose adapters have as many rows as the slot has."""
 
     def __init__(self, manager: Any, slot: int):
