@@ -11,9 +11,9 @@
 extern "C" {
 #endif
 
-#define SLIMX_EXACT_ABI 1  // also in slimx/numerics/ordered/kernel.py
+#define SLIMX_EXACT_ABI 1  // also in slimx/extras/exact/ordered/kernel.py
 
-// Sizes of the contract; also in slimx/extras/exact/operations/sizes.py and slimx/numerics/ordered/reference.py.
+// Sizes of the contract; also in slimx/extras/exact/operations/sizes.py and slimx/extras/exact/ordered/reference.py.
 #define SLIMX_K_BLOCK 32      // elements of a block of a linear's dot product
 #define SLIMX_LANES 16        // partial sums of other reductions
 #define SLIMX_SUM_BLOCK 1024  // elements that are summed by themselves

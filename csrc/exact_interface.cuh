@@ -7,7 +7,7 @@
 
 extern "C" {
 
-#define SLIMX_EXACT_CUDA_ABI (100 * SLIMX_EXACT_ABI + 2)  // also in slimx/numerics/ordered/kernel_cuda.py
+#define SLIMX_EXACT_CUDA_ABI (100 * SLIMX_EXACT_ABI + 2)  // also in slimx/extras/exact/ordered/kernel_cuda.py
 #define SLIMX_EXACT_MOST_WIDTH 524288  // elements of a row that is summed: its sums' sums are shared memory
 
 int slimx_exact_cuda_abi(void);

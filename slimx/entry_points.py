@@ -25,6 +25,7 @@
     slimx.sinks             destinations of a step's metrics
     slimx.toolboxes         toolboxes: `rollout.options.toolbox`
     slimx.transports        transports of weights to engines: `publish.transport`
+    slimx.weight_forms      forms of a policy's weights
 
 An entry point is a line of a package's pyproject.toml, so that the core needs no import of what it does not know.
 """
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -83,6 +85,16 @@ def load(group: str, name: str) -> Any:
 def load_all(group: str) -> dict[str, Any]:
     """Returns the objects of all entry points of a group by name. Raises SlimxError as `load` does."""
     return {name: load(group, name) for name in find(group)}
+
+
+def by_option(group: str, argv: Sequence[str]) -> Any:
+    """Returns the object that a class of `group` parses of the argument after its `OPTION` in `argv`, up to `--`; None:
+    there is no such option."""
+    options = list(argv[: argv.index("--")] if "--" in argv else argv)
+    for kind in load_all(group).values():
+        if kind.OPTION in options:
+            return kind.parse(options[options.index(kind.OPTION) + 1])
+    return None
 
 
 def _package(point: EntryPoint) -> str:

@@ -23,6 +23,7 @@ FACTS = {
     "configuration": (
         "device",  # that the run is meant for: where it is left open, a plan's is cuda
         "machine",  # GPUs and nodes that `slimx plan` is for
+        "configs",  # of each trained policy by its name
     ),
     "model": (
         "spec",

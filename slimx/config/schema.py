@@ -22,7 +22,7 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.policies import ACTOR, Policy, borrowing_faults, derived, engine_faults, name_faults
+from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import ROUTED_PER_STEP, Eval, Rollout
@@ -79,8 +79,7 @@ class CoreConfig(Section):
         refuse(broken(all_rules(), {**self.sections, "policies": policies}))
         refuse_faults(name_faults(self.policies))
         configs = self.by_policy
-        for name in self.served_beside:
-            refuse_faults(borrowing_faults(name, configs[name].sections, self.sections))
+        refuse(broken(all_rules(), {"configs": configs}))
         refuse_faults(engine_faults({name: config.rollout.engines for name, config in configs.items()}))
         return self
 

@@ -100,8 +100,4 @@ def mode_of(config: Config) -> NumericsMode:
 def server_mode(argv: Sequence[str]) -> NumericsMode:
     """Returns the mode that the command line of `slimx.engines.server.launch` has. Children of a server have the same
     `sys.argv`."""
-    options = list(argv[: argv.index("--")] if "--" in argv else argv)
-    for mode in entry_points.load_all(GROUP).values():
-        if mode.OPTION in options:
-            return mode.parse(options[options.index(mode.OPTION) + 1])
-    return NumericsMode()
+    return entry_points.by_option(GROUP, argv) or NumericsMode()

@@ -8,6 +8,13 @@ from typing import Any, Literal, get_args
 from slimx.errors import SlimxError
 
 Encoding = Literal["hf", "local", "adapters"]
+ADAPTER_PREFIX = "base_model.model."
+"""Beginning of the name that PEFT gives to every tensor of an adapter."""
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of a tensor of an adapter, which no weight has."""
+    return name.startswith(ADAPTER_PREFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

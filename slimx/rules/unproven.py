@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from slimx import entry_points
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.models.layer_kind import GROUP
@@ -23,30 +22,6 @@ Sections = Mapping[str, Any]
 
 
 UNPROVEN: Mapping[str, Sequence[str]] = {
-    "trainer.lora": (
-        "trainer.virtual_pipeline",
-        "trainer.moe.bias_update_rate",
-        "trainer.optimizer.offload_fraction",
-        "trainer.distributed_optimizer",
-        "trainer.megatron.mtp_num_layers",
-        "publish.quantise",
-        "algorithm.reference_refresh",
-        "algorithm.teacher",
-        "critic",
-    ),
-    "publish.adapters=alone": (
-        "numerics.mode",
-        "publish.encoding=local",
-        "schedule.colocate",
-        "rollout.engines.role",
-        "rollout.engines.model",
-        "rollout.engines.urls",
-        "rollout.engines.tensor",
-        "rollout.engines.pipeline",
-        "rollout.engines.sglang.speculative_algorithm",
-        "rollout.engines.sglang.quantization",
-        "rollout.engines.sglang.torchao_config",
-    ),
     "trainer.optimizer.kind=muon": (
         "trainer.lora",
         "trainer.optimizer.offload_fraction",
@@ -130,11 +105,6 @@ CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "algorithm.teacher (in trainers or engines)": lambda sections: sections["algorithm"].taught,
     "publish.transport (all but memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
 }
-ARCHITECTURES: Mapping[str, Sequence[str]] = {
-    "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
-    "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
-}
-"""Feature -> the architectures with which alone it was proven."""
 SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
 """Kind of attention -> keys that were never proven with it."""
 
@@ -192,11 +162,6 @@ def found_in(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems
 @rule("unproven", "run", facts=sections_in(UNPROVEN))
 def unproven(**sections: Any) -> Problems:
     yield from found_in(UNPROVEN, sections)
-
-
-@rule("unproven.architecture", "model.path")
-def unproven_architecture(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
-    yield from other_architectures(ARCHITECTURES, {"trainer": trainer, "publish": publish}, spec)
 
 
 def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, spec: ModelSpec) -> Problems:

@@ -24,7 +24,6 @@ from slimx.numerics.rounding import rounding_of
 from slimx.trainer.checkpoint.load import load_weights
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
-from slimx.trainer.model.lora import adapters_of
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.moe.routes import within_sequence
 from slimx.trainer.moe.routing import Routes, Routing
@@ -52,14 +51,12 @@ class PolicyTrainer(TrainedModel):
             layer_kind=spec.layer_kind,
             experts=spec.experts,
         )
-        chunks = build_model(spec, config, self.backends, device=parallel.device)
+        chunks, attached = build_model(spec, config, self.backends, device=parallel.device)
         modules = [unwrap(chunk) for chunk in chunks]
         layout = MegatronLayout(spec.table, parallel.sizes)
-        weights = Weights(modules, spec, layout, parallel.rank, adapters=adapters_of(modules[0]))
+        weights = Weights(modules, spec, layout, parallel.rank, attached=attached)
         mode.prepare_weights(weights, config)
         _load(weights, Path(config.initial_weights), chunks)
-        if config.trainer.lora is not None and config.trainer.lora.load is not None:
-            weights.load_adapters(config.trainer.lora.load)
         options = config.trainer.optimizer
         undecayed = weights.matching(options.no_weight_decay, "trainer.optimizer.no_weight_decay")
         super().__init__(config, parallel, chunks, weights, build_optimizer(config, chunks, undecayed), "trainer")

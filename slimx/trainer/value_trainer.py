@@ -72,7 +72,7 @@ class ValueTrainer(TrainedModel):
         the names of its metrics begin with; `holder`: name of the ranks."""
         trainer = config.trainer
         backends = choose_backends(trainer, device=parallel.device.type, packages=installed(), experts=spec.experts)
-        chunks = build_model(spec, config, backends, device=parallel.device, kind=kind)
+        chunks, _ = build_model(spec, config, backends, device=parallel.device, kind=kind)
         modules = [unwrap(chunk) for chunk in chunks]
         self.heads = [module.value_head for module in modules if module.post_process]
         """One on the last pipeline stage, none elsewhere."""

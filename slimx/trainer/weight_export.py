@@ -85,9 +85,9 @@ class WeightExport:
         memory buckets are in; with more than the publisher, each engine rank's part of a bucket is in memory of its
         own."""
         weights = self.model.weights
-        alone = name != "export" and self.model.config.serves_adapters
-        parameters, merging = (weights.unmerged, {}) if alone else (weights.parameters, weights.merging)
-        packer = Packer(Plan.from_bytes(plan), self.rank, parameters, merging=merging, apart=holders > 1)
+        whole = Plan.from_bytes(plan)
+        parameters, made = weights.attached.leaving(name, whole, self.rank, weights.parameters)
+        packer = Packer(whole, self.rank, parameters, made=made, apart=holders > 1)
         if on_device:  # the default group: NCCL over all ranks
             self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None, holders=holders)
         else:

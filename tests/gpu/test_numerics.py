@@ -8,7 +8,7 @@ import torch
 from slimx.extras.exact.operations.contract import fingerprint
 from slimx.extras.exact.operations.forward import kernel_cuda, reference
 from slimx.extras.exact.operations.forward.reference import Gathered
-from slimx.numerics.ordered.reference import product
+from slimx.extras.exact.ordered.reference import product
 from tests.extras.exact.batches import check_attention, check_rows
 from tests.extras.exact.decoder import Decoder, packed, sequences
 from tests.extras.exact.stand import DTYPES, assert_same_bits, values

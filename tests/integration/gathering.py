@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_tensors(
-    path: Path, tensors: dict[str, Any], spec: Any, parallel: Any, merging: dict[str, Any] | None = None
-) -> None:
+def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any, attached: Any = None) -> None:
     """Gather one tensor per parameter (by local name, like it) into `path`, under Hugging Face names; collective.
-    `merging`: as `Packer` takes it."""
+    `attached`: the `AttachedForm` of a rank of which these are the weights; None: the plain form."""
     import torch.distributed as dist
 
     from slimx.layout.checkpoint import checkpoint_parts
+    from slimx.layout.form import AttachedForm
     from slimx.layout.megatron import MegatronLayout
     from slimx.models.files.writer import write_bucket
     from slimx.reshard.pack.gather import PUBLISHER, Gatherer
@@ -27,7 +26,9 @@ def write_tensors(
         precision=Precision("float32", "float32"),
         bucket_bytes=2**30,
     )
-    packer = Packer(plan, parallel.rank, tensors, merging=merging)
+    form = AttachedForm() if attached is None else attached
+    leaving, made = form.leaving("export", plan, parallel.rank, tensors)
+    packer = Packer(plan, parallel.rank, leaving, made=made)
     group, world = parallel.host_group, parallel.sizes.world
     # The last rank as one on another machine: it sends its part.
     gatherer = Gatherer(packer, remote=[world - 1] if world > 1 else [], group=group)

@@ -49,7 +49,11 @@ class LoraRank(Rank):
     def write_merged(self, name: str, trainer: Any) -> None:
         weights = trainer.weights
         write_tensors(
-            self.out / f"{name}.safetensors", weights.parameters, self.spec, self.parallel, merging=weights.merging
+            self.out / f"{name}.safetensors",
+            weights.parameters,
+            self.spec,
+            self.parallel,
+            attached=weights.attached,
         )
 
     def steps(self, trainer: Any, first: int, count: int) -> list[dict[str, float]]:
@@ -63,9 +67,6 @@ class LoraRank(Rank):
         dA = s B' dW and dB = s dW A'."""
         import torch.distributed as dist
         from megatron.core import parallel_state
-
-        from slimx.trainer.model.build import unwrap
-        from slimx.trainer.model.lora import adapters_of
 
         trainer = self.trainer(self.config(distributed_optimizer=False))
         base = self.held(trainer)
@@ -83,7 +84,7 @@ class LoraRank(Rank):
                 time.sleep(0.05)
         self.barrier()
         whole = trainer.weights.copy_of(str(merged))
-        adapters, tensor = adapters_of(unwrap(trainer.chunks[0])), parallel_state.get_tensor_model_parallel_group
+        adapters, tensor = trainer.weights.attached.adapters, parallel_state.get_tensor_model_parallel_group
         expected = {}
         for name, adapter in adapters.items():
             a, b = (parameter.detach().clone() for parameter in adapter.parameters)
@@ -136,7 +137,7 @@ class LoraRank(Rank):
         self.said["planned"] = [planned.weights, planned.gradients, planned.optimizer]
         self.said["merged"] = [
             planned.adapted,
-            sum(trainer.weights.parameters[name].numel() for name in trainer.weights.merging),
+            sum(trainer.weights.parameters[name].numel() for name in trainer.weights.attached.merging),
         ]
         path = self.out / "checkpoint"
         begin_save(trainer, path, step=STEPS)
@@ -176,16 +177,13 @@ class LoraRank(Rank):
 
 
 def merged_in(trainer: Any) -> dict[str, Any]:
-    return trainer.weights.parameters | {name: make() for name, make in trainer.weights.merging.items()}
+    return trainer.weights.parameters | {name: make() for name, make in trainer.weights.attached.merging.items()}
 
 
 def adapters_in(trainer: Any) -> dict[str, Any]:
-    from slimx.trainer.model.build import unwrap
-    from slimx.trainer.model.lora import adapters_of
-
     return {
         f"{name} {letter}": parameter.detach().clone()
-        for name, adapter in adapters_of(unwrap(trainer.chunks[0])).items()
+        for name, adapter in trainer.weights.attached.adapters.items()
         for letter, parameter in zip("AB", adapter.parameters, strict=True)
     }
 

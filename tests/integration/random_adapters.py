@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from slimx.numerics.merged import merged
+from slimx.extras.lora.merged import merged
 
 RANK, ALPHA = 4, 8.0
 LORA = {"rank": RANK, "alpha": ALPHA, "targets": ["attention", "experts", "router"]}

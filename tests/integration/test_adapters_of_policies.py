@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from slimx.engines.server.engine import Engine
-from slimx.engines.server.spec import EngineSpec, ServedLora
-from slimx.layout.adapters import adapter_targets, peft_name, served_modules
+from slimx.engines.server.spec import EngineSpec
+from slimx.extras.lora.form import ServedLora
+from slimx.extras.lora.targets import adapter_targets, peft_name, served_modules
 from slimx.models.families import read_model
 from slimx.orchestration.state.saves import read_state
 from slimx.reshard.manifest import Encoding, Manifest
@@ -77,7 +78,7 @@ async def test_a_server_answers_each_policy_with_its_own_adapters_and_its_own_ve
     first, second, newer = (
         {part.name: 0.1 * torch.randn(part.shape, generator=generator) for part in parts} for _ in range(3)
     )
-    served = ServedLora(4, ALPHAS, served_modules(TARGETS))
+    served = ServedLora(ALPHAS, 4, served_modules(TARGETS))
     engine = Engine(
         EngineSpec(
             "two",
@@ -86,7 +87,7 @@ async def test_a_server_answers_each_policy_with_its_own_adapters_and_its_own_ve
             "cpu",
             max_total_tokens=4096,
             routed_experts=False,
-            adapters=served,
+            form=served,
         ),
         tmp_path / "server.log",
     )

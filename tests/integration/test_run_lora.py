@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from slimx.config.load import load_config
 from slimx.extras.convert.command import app
-from slimx.layout.adapters import adapter_targets
+from slimx.extras.lora.targets import adapter_targets
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.orchestration.state.resume import check_resume

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from slimx import entry_points
 from slimx.rules import unproven
-from slimx.rules.unproven import ARCHITECTURES, layer_tables
+from slimx.rules.unproven import layer_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 TITLE = "## Never proven together"
 HEAD = """
 
-This section is made from `slimx/rules/unproven.py` by `python -m tools.docs.make_unproven`. A configuration with
-both is refused before anything starts (codes unproven, unproven.architecture, unproven.layers). A key without a value
-stands for all that is not its default, and a key of `rollout.engines` for that of any group of the policy.
+This section is made from `slimx/rules/unproven.py` and such tables of extras by `python -m tools.docs.make_unproven`.
+A configuration with both is refused before anything starts (codes unproven, unproven.architecture, unproven.layers).
+A key without a value stands for all that is not its default, and a key of `rollout.engines` for that of any group of the
+policy.
 """
 
 
@@ -34,16 +35,19 @@ def section() -> str:
 
 def _lines() -> Iterator[str]:
     yield "\n| with | never proven |\n| --- | --- |\n"
-    modules = [module for module in entry_points.load_all("slimx.rules").values() if module is not unproven]
-    tables = [unproven.UNPROVEN, *(vars(module).get("UNPROVEN", {}) for module in modules)]
-    for feature, entries in chain.from_iterable(table.items() for table in tables):
+    for feature, entries in _rows("UNPROVEN"):
         yield f"| {_cell(feature)} | {', '.join(map(_cell, entries))} |\n"
     for kind, entries in layer_tables().items():
         yield f"| layers: {kind} | {', '.join(map(_cell, entries))} |\n"
     yield "\n| feature | architectures that it was proven with |\n| --- | --- |\n"
-    tables = [ARCHITECTURES, *(vars(module).get("ARCHITECTURES", {}) for module in modules)]
-    for feature, architectures in chain.from_iterable(table.items() for table in tables):
+    for feature, architectures in _rows("ARCHITECTURES"):
         yield f"| {_cell(feature)} | {', '.join(architectures)} |\n"
+
+
+def _rows(table: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Rows of the tables of that name, those of the core first."""
+    modules = [module for module in entry_points.load_all("slimx.rules").values() if module is not unproven]
+    return chain.from_iterable(vars(module).get(table, {}).items() for module in (unproven, *modules))
 
 
 def _cell(entry: str) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import torch
 
-from slimx.adapters.sglang.lora import check_named
 from slimx.errors import SlimxError
+from slimx.layout.form import ServedForm
 from slimx.runtime.meeting import meet
 
 START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
@@ -73,9 +73,9 @@ def without_keys(original: Callable[..., dict[str, Any]], arguments: Any) -> dic
     return {name: None if name in KEYS else value for name, value in original(arguments).items()}
 
 
-def take_fields(policies: Mapping[str, float] | None, manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def take_fields(form: ServedForm, manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """Before `TokenizerManager.generate_request`: set request fields that travelled as the custom label "slimx", and
-    refuse a request that the server's `policies` (`slimx.adapters.sglang.lora.asked`) have no adapters for.
+    refuse a request that a server of this form cannot answer.
 
     sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but carries custom
     labels. The label is taken away because SGLang would hand it to Prometheus, which refuses labels that it does not
@@ -84,8 +84,7 @@ def take_fields(policies: Mapping[str, float] | None, manager: Any, request: Any
     labels = getattr(request, "custom_labels", None) or {}
     for name, value in json.loads(labels.pop(LABEL, "{}")).items():
         setattr(request, name, value)
-    if policies is not None:
-        check_named(policies, request)
+    form.check_request(request)
 
 
 def carry_seeds(result: None, info: Any, batch: Any, vocab_size: int) -> None:

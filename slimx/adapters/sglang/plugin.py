@@ -23,11 +23,11 @@ import slimx
 from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import draws as sglang_draws
 from slimx.adapters.sglang import hooks as sglang_hooks
-from slimx.adapters.sglang import lora as sglang_lora
 from slimx.adapters.sglang import trace as sglang_trace
 from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
 from slimx.errors import SlimxError
+from slimx.layout.form import server_form
 from slimx.numerics.mode import server_mode
 from slimx.reshard.parties import PROTOCOL
 
@@ -47,7 +47,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
-    numerics, policies = server_mode(sys.argv), sglang_lora.asked(sys.argv)
+    numerics, form = server_mode(sys.argv), server_form(sys.argv)
     if is_cpu():
         sglang_cpu.open_choices()
     numerics.open_choices()
@@ -57,7 +57,7 @@ def register() -> None:
     server = multiprocessing.parent_process() is None
     forks = server and is_cpu() and SPAWN not in sys.argv
     if server:
-        HookRegistry.register(sglang_hooks.GENERATE, partial(sglang_hooks.take_fields, policies), HookType.BEFORE)
+        HookRegistry.register(sglang_hooks.GENERATE, partial(sglang_hooks.take_fields, form), HookType.BEFORE)
         os.memfd_create(sglang_hooks.LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
     if server or SCHEDULER in sys.modules:
         HookRegistry.register(sglang_hooks.RESOLVED, sglang_hooks.without_keys, HookType.AROUND)
@@ -71,8 +71,7 @@ def register() -> None:
         HookRegistry.register(sglang_hooks.CREATE_STORE, sglang_hooks.at_one_address, HookType.REPLACE)
         if sglang_drafted.asked(sys.argv):
             HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
-        if policies is not None:
-            sglang_lora.register(HookRegistry, HookType, policies)
+        form.register(HookRegistry, HookType)
         if not is_cpu():  # which computes fp64 as fast as the estimate that saves it
             HookRegistry.register(sglang_draws.DRAW, sglang_draws.draw, HookType.REPLACE)
         else:
@@ -212,7 +211,7 @@ def attest(runner: Any) -> dict[str, Any]:
         "coordinates": _coordinates(),
         "sizes": _sizes(),
         "draft": sglang_drafted.asked(sys.argv),
-        "adapters": sglang_lora.attest(runner.lora_manager),
+        "adapters": server_form(sys.argv).attest(runner),
         "fused_shared_experts": getattr(runner.model, "num_fused_shared_experts", 0),
         "model": type(runner.model).__name__,
         "epoch": receiver_of(runner.model).epoch,

@@ -96,36 +96,6 @@ def name_faults(policies: Mapping[str, Policy]) -> Faults:
             )
 
 
-def borrowing_faults(name: str, sections: Mapping[str, Any], run: Mapping[str, Any]) -> Faults:
-    """Yields everything that keeps engines of the run's actor from generating for the policy `name` with `sections`:
-    they have one base, that of the run's sections, and slots of one shape."""
-    model, trainer, other = run["model"], run["trainer"], sections["trainer"]
-    if run["publish"].adapters != "alone" or trainer.lora is None:
-        yield (
-            "policies.engines_of",
-            "publish.adapters" if trainer.lora is not None else "trainer.lora",
-            f"policies.{name}.engines_of has the actor's engines generate for it, which hold one set of weights; train "
-            "adapters with them (trainer.lora) and publish these alone (publish.adapters=alone), or leave it out",
-        )
-        return
-    here, there = other.lora, trainer.lora
-    same = {
-        "model": sections["model"] == model,
-        "trainer.load": other.load == trainer.load,
-        "trainer.lora": here is not None,
-        "trainer.lora.rank": here is None or here.rank == there.rank,
-        "trainer.lora.targets": here is None or here.targets == there.targets,
-    }
-    for key, equal in same.items():
-        if not equal:
-            yield (
-                "policies.engines_of",
-                f"policies.{name}.{key}",
-                f"policies.{name}.{key} is not the actor's, whose engines generate for it (engines_of): they hold one "
-                "base, and adapters of one shape; make it equal, or give the policy engines for itself",
-            )
-
-
 def engine_faults(engines: Mapping[str, Sequence[Engines]]) -> Faults:
     """Yields groups of servers whose name another policy's has: logs and metrics go by it."""
     owners: dict[str, str] = {}

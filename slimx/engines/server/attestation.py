@@ -133,16 +133,9 @@ def check_ranks(ranks: list[Json], spec: EngineSpec) -> None:
 
 def _compared(rank: Json, spec: EngineSpec) -> dict[str, tuple[Any, Any, str]]:
     """By fact what a rank attests, what it must attest, and what to do where that differs."""
-    adapters, attested = None, rank["adapters"]
-    if spec.adapters is not None:
-        adapters = {"rank": spec.adapters.rank, "scales": spec.adapters.scales}
     facts = {
         "dtype": (rank["dtype"], spec.dtype, "start it with that --dtype"),
-        "adapters": (
-            attested and {name: attested[name] for name in ("rank", "scales")},
-            adapters,
-            "start it as slimx does, with --publish-adapters and --max-lora-rank",
-        ),
+        "adapters": (rank["adapters"], spec.form.contract(), "start it with the options that slimx starts others with"),
         "numerics": (
             rank["numerics"],
             spec.numerics.contract(spec.dtype),

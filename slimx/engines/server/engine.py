@@ -327,8 +327,7 @@ class Engine(Server):
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
             await self.call("/flush_cache")
         held = self.versions | {policy: version}
-        several = self.spec.adapters is not None and len(self.spec.adapters.alphas) > 1
-        await self.stamp(stamp(held) if several else str(version))
+        await self.stamp(stamp(held) if len(self.spec.form.policies) > 1 else str(version))
         self.versions = held
 
     async def stamp(self, version: str) -> None:

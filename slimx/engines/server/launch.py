@@ -1,6 +1,6 @@
 """Process entry of an engine, a stock SGLang server: `python -m slimx.engines.server.launch [--parent PID]
-[--publish-draft] [--publish-adapters POLICY=ALPHA,...] [--spawn] [--keys FILE] -- ARGUMENTS`; modes of numerics have
-options, too (`NumericsMode.OPTION`).
+[--publish-draft] [--spawn] [--keys FILE] -- ARGUMENTS`; modes of numerics and forms of weights have options, too
+(`NumericsMode.OPTION`, `WeightForm.OPTION`).
 
 On a GPU SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as
 `__mp_main__`: what must stand before `import sglang` stands at the top level here, and stays cheap. On the CPU they are
@@ -18,7 +18,8 @@ import sys
 from slimx import entry_points
 from slimx.adapters.transformers import import_transformers
 from slimx.engines.server.keys import Keys
-from slimx.numerics.mode import GROUP
+from slimx.layout import form
+from slimx.numerics import mode
 from slimx.runtime.allocator import drop_expandable_segments
 from slimx.runtime.children import search_working_directory
 from slimx.runtime.process import end_with_parent
@@ -87,19 +88,13 @@ if __name__ == "__mp_main__":
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m slimx.engines.server.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--parent", type=int, help="end when this process, the direct parent, ends")
-    for mode in entry_points.load_all(GROUP).values():
-        if mode.OPTION is not None:
-            parser.add_argument(mode.OPTION, type=mode.parse, metavar="N", help=mode.__doc__)
+    for kind in (*entry_points.load_all(mode.GROUP).values(), *entry_points.load_all(form.GROUP).values()):
+        if kind.OPTION is not None:
+            parser.add_argument(kind.OPTION, type=kind.parse, metavar="VALUE", help=kind.__doc__)
     parser.add_argument(
         "--publish-draft",
         action="store_true",
         help="receive the weights of the draft model, too; read by the plugin",
-    )
-    parser.add_argument(
-        "--publish-adapters",
-        metavar="POLICY=ALPHA,...",
-        help="receive low-rank adapters of these policies beside the weights, and compute with both; read by the "
-        "plugin",
     )
     parser.add_argument(
         "--spawn",

@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.policies import ACTOR
 from slimx.engines.server.arguments import check_server_args, command_line
 from slimx.engines.server.keys import STDIN, Keys
 from slimx.engines.server.wire import RECEIVER
 from slimx.errors import SlimxError
-from slimx.layout.adapters import served_modules
+from slimx.layout.form import ServedForm, form_of
 from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.numerics.mode import NumericsMode, mode_of
 from slimx.runtime.children import python_argv
@@ -33,23 +32,6 @@ class NodeShare:
     """host:port on machine 0 at which the ranks meet."""
     peers: tuple[str, ...]
     """Addresses of all its machines: others are not heard."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedLora:
-    """The adapters that a server computes with, beside weights to which they are not merged: those of each policy in a
-    slot of its own, all of one rank and of the same modules."""
-
-    rank: int
-    alphas: dict[str, float]
-    """By policy. A request that names none, where there is one, gets its adapters."""
-    modules: tuple[str, ...]
-    """Names of the modules that have one, as checkpoints have them."""
-
-    @property
-    def scales(self) -> dict[str, float]:
-        """The factor of B A of each policy."""
-        return {name: alpha / self.rank for name, alpha in self.alphas.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +66,8 @@ class EngineSpec:
     """True if it serves a model that nothing is published to."""
     draft: bool = False
     """True if publications bring the weights of its draft model, too."""
-    adapters: ServedLora | None = None
-    """Adapters that publications bring unmerged; None: they bring weights alone."""
+    form: ServedForm = ServedForm()
+    """The form of the weights that publications bring."""
     precompile: bool = False
     """True if DeepGEMM's kernels are compiled before it serves (CUDA only)."""
     sleeps: bool = False
@@ -121,22 +103,10 @@ def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: 
         role=group.role,
         frozen=group.frozen,
         draft=config.publishes_draft(group),
-        adapters=None if group.frozen else served_lora(config),
+        form=ServedForm() if group.frozen else form_of(config).served(),
         precompile=group.precompile,
         sleeps=config.schedule.colocate and not group.frozen,
     )
-
-
-def served_lora(config: Config) -> ServedLora | None:
-    """The adapters that servers of the policy compute with; None: they get weights alone."""
-    lora = config.trainer.lora
-    if lora is None or not config.serves_adapters:
-        return None
-    alphas = {ACTOR: lora.alpha}
-    if config.served_beside:
-        by_policy = config.by_policy
-        alphas |= {name: by_policy[name].trainer.lora.alpha for name in config.served_beside}
-    return ServedLora(lora.rank, alphas, served_modules(lora.targets))
 
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
@@ -155,15 +125,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     }
     if not spec.frozen:
         ours |= policy_args(spec)
-    if spec.adapters is not None:
-        ours |= {
-            "enable_lora": True,
-            "max_lora_rank": spec.adapters.rank,
-            "lora_target_modules": list(spec.adapters.modules),
-            "max_loras_per_batch": len(spec.adapters.alphas) + 1,  # with the slot without any that SGLang keeps
-        }
-        if spec.device == "cpu":
-            ours["lora_backend"] = "torch_native"
+    ours |= spec.form.server_arguments(spec.device)
     if spec.sizes.attention_data > 1:
         ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
     if spec.sleeps and spec.device == "cuda":
@@ -241,9 +203,7 @@ def policy_args(spec: EngineSpec) -> dict[str, Any]:
 
 def server_argv(spec: EngineSpec) -> list[str]:
     """The command that runs the server in this environment's Python."""
-    own = [*spec.numerics.command_line(), *(["--publish-draft"] if spec.draft else [])]
-    if spec.adapters is not None:
-        own += ["--publish-adapters", ",".join(f"{name}={alpha}" for name, alpha in spec.adapters.alphas.items())]
+    own = [*spec.numerics.command_line(), *spec.form.command_line(), *(["--publish-draft"] if spec.draft else [])]
     own += ["--keys", STDIN]
     return python_argv("slimx.engines.server.launch", *own, "--", *command_line(server_args(spec)))
 

@@ -33,7 +33,9 @@ class DirectRole:
     def prepare(self, *, plan: bytes, edges: Sequence[int], item: int, on_gpu: bool) -> None:
         """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`, `on_gpu`: as for `Sender`."""
         weights = self.model.weights
-        packer = Packer(Plan.from_bytes(plan), self.rank, weights.parameters, merging=weights.merging)
+        whole = Plan.from_bytes(plan)
+        parameters, made = weights.attached.leaving("publish", whole, self.rank, weights.parameters)
+        packer = Packer(whole, self.rank, parameters, made=made)
         host = own_address(self.model.config.cluster.network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
         self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)

@@ -224,7 +224,7 @@ def kernels() -> Iterator[Finding]:
     """The CPU libraries built from csrc/, of weights and of exact mode, and the instruction sets that they use here."""
     for name, module in (
         ("libslimx_cpu.so", "slimx.reshard.kernels.cpu"),
-        ("libslimx_exact.so", "slimx.numerics.ordered.kernel"),
+        ("libslimx_exact.so", "slimx.extras.exact.ordered.kernel"),
     ):
         try:
             kernel = importlib.import_module(module)

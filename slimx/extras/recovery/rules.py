@@ -27,7 +27,7 @@ UNPROVEN = {
 """As `slimx.rules.unproven.UNPROVEN`."""
 
 
-@rule("recovery.unproven", "recovery.trainers", facts=sections_in(UNPROVEN))
+@rule("unproven", "recovery.trainers", facts=sections_in(UNPROVEN))
 def unproven(**sections: Any) -> Problems:
     yield from found_in(UNPROVEN, sections)
 

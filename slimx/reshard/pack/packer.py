@@ -3,15 +3,14 @@ bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from slimx.errors import SlimxError
+from slimx.layout.form import Made
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
@@ -19,59 +18,6 @@ from slimx.reshard.pack import PORTION
 from slimx.reshard.pack.pieces import BucketForm, PlannedBuckets, Portion, compact, pieces_of, portions, spread
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.merged_room import ALIGN, merged_room
-
-
-class Merging:
-    """Memory for those of one bucket at a time, as much as the bucket with most of them needs."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        parameters: Mapping[str, torch.Tensor],
-        merging: Mapping[str, Callable[[], torch.Tensor]],
-    ):
-        """`merging`: see `slimx.reshard.pack.packer.Packer`; `rank` reads `parameters` by `plan`."""
-        self._parameters, self._merging, self._plan, self._rank = parameters, merging, plan, rank
-        self._places: dict[int, dict[str, torch.Tensor]] = {}
-        self.nbytes = merged_room(plan, merging.__contains__).get(rank, 0) if merging else 0
-        """Bytes of the memory, which there is from the first bucket on: many runs never export."""
-
-    @cached_property
-    def _memory(self) -> torch.Tensor:
-        device = next((p.device for p in self._parameters.values()), None)
-        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-
-    def places(self, bucket: int) -> dict[str, torch.Tensor]:
-        """By name where `make` writes each that `bucket` reads; always the same memory."""
-        if bucket not in self._places:
-            names, ends = self._names(self._plan.moves_of(self._rank, bucket)), self._ends(bucket)
-            self._places[bucket] = {
-                name: self._memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-                for name, start in zip(names, ends, strict=False)
-                for parameter in (self._parameters[name],)
-            }
-        return self._places[bucket]
-
-    @torch.no_grad()
-    def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Write what `moves` of `bucket` read, in the place of what another one did."""
-        places = self.places(bucket)
-        for name in self._names(moves):
-            places[name].copy_(self._merging[name]())
-
-    def _names(self, moves: np.ndarray) -> list[str]:
-        if not self._merging:
-            return []
-        read = np.unique(moves["parameter"]).tolist()
-        return [name for number in read if (name := self._plan.parameters[number].name) in self._merging]
-
-    def _ends(self, bucket: int) -> list[int]:
-        """Offsets at which the bucket's weights begin, and the end of the last."""
-        names = self._names(self._plan.moves_of(self._rank, bucket))
-        sizes = (-(-self._parameters[name].nbytes // ALIGN) * ALIGN for name in names)
-        return list(accumulate(sizes, initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +39,15 @@ class Packer:
         rank: int,
         parameters: Mapping[str, torch.Tensor],
         *,
-        merging: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+        made: Made | None = None,
         apart: bool = False,
         portion: int = PORTION,
     ):
-        """`merging`: by parameter's name what makes the tensor [as parameter] that is read in its place, once for every
-        part of a bucket that it is in. `apart`: what each target gets goes into memory of its own
-        (`slimx.reshard.pack.pieces.BucketForm`). `portion`: bytes of the GPU's memory through which a run goes to host
-        memory."""
+        """`made`: tensors that are read in place of parameters, made once for every part of a bucket that they are in.
+        `apart`: what each target gets goes into memory of its own (`slimx.reshard.pack.pieces.BucketForm`). `portion`:
+        bytes of the GPU's memory through which a run goes to host memory."""
         self.plan, self.rank, self.parameters, self.portion = plan, rank, parameters, portion
-        self._merging = Merging(plan, rank, parameters, merging or {})
+        self._made = Made() if made is None else made
         self.parts = plan.targets if apart else 1
         """Memories of a bucket."""
         self.form = PlannedBuckets(plan, apart=apart).form
@@ -119,11 +64,6 @@ class Packer:
     def device(self) -> torch.device:
         """Addresses of the parameters."""
         return self._device or torch.device("cpu")
-
-    @property
-    def merged_bytes(self) -> int:
-        """Bytes of memory in which parameters are merged."""
-        return self._merging.nbytes
 
     def refresh_addresses(self) -> None:
         """Look the parameters up anew, which may have other addresses now (`slimx.trainer.device.offload`)."""
@@ -175,7 +115,7 @@ class Packer:
     def _records(self, bucket: int, part: int) -> np.ndarray:
         if (bucket, part) not in self._pieces:
             moves = self._moves(bucket, part)
-            parameters = {**self.parameters, **self._merging.places(bucket)}
+            parameters = {**self.parameters, **self._made.places(bucket)}
             self._pieces[bucket, part] = pieces_of(self.plan, moves, self.form(bucket), parameters)
         for name, address in self._addresses.items():
             if self.parameters[name].data_ptr() != address:
@@ -194,7 +134,7 @@ class Packer:
     def _run(self, bucket: int, part: int, pieces: np.ndarray, memory: torch.Tensor) -> Share:
         share = self._nothing(bucket)
         if len(pieces):  # of many ranks most bring nothing to a bucket
-            self._merging.make(bucket, self._moves(bucket, part))
+            self._made.make(bucket, self._moves(bucket, part))
             kernel.pack(pieces, memory, share.sums, share.flags)
         return share
 
@@ -205,7 +145,7 @@ class Packer:
         if (bucket, part, compacted) not in self._device_plans:
             self._device_plans[bucket, part, compacted] = self._device_plan(bucket, pieces, size)
         plan = self._device_plans[bucket, part, compacted]
-        self._merging.make(bucket, self._moves(bucket, part))
+        self._made.make(bucket, self._moves(bucket, part))
         sums, flags = self._counters(bucket)
         kernel_cuda.pack_at(plan, address, sums, flags)
         return replace(self._nothing(bucket), sums=kernel_cuda.results(plan, sums, flags))
@@ -220,7 +160,7 @@ class Packer:
             ]
         if not (steps := self._portions[bucket, part]):
             return self._nothing(bucket)
-        self._merging.make(bucket, self._moves(bucket, part))
+        self._made.make(bucket, self._moves(bucket, part))
         sums, flags = self._counters(bucket)
         room = max(portion.size for portion, _ in steps)
         memory = torch.empty(room, dtype=torch.uint8, device=self.device)

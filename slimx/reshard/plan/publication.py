@@ -8,10 +8,10 @@ from itertools import chain
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.layout.adapters import adapter_parts, adapter_targets
 from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.engine_kernels import PLAIN
+from slimx.layout.form import form_of
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import published_format
 from slimx.layout.parts import Part
@@ -108,14 +108,9 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
             source, target, precision=precision, bucket_bytes=int(config.publish.bucket_mib * MIB), ranks=ranks
         )
 
-    source, adapters = MegatronLayout(spec.table, sizes).parts(), None
-    if config.serves_adapters:
-        lora, weights = config.trainer.lora, [*source]
-        held = adapter_parts(weights, lora.targets, lora.rank)
-        taken = [*adapter_targets(spec.table, lora.targets, lora.rank)]
-        adapters = compiled(held, taken)
-        source, target = chain(weights, held), chain(target, taken)
-    plan = compiled(source, target)
+    beside, taken = form_of(config).published_parts(spec.table, sizes)
+    adapters = compiled(beside, taken) if beside else None
+    plan = compiled(chain(MegatronLayout(spec.table, sizes).parts(), beside), chain(target, taken))
     unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(

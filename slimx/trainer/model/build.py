@@ -18,6 +18,7 @@ from slimx.adapters.megatron import attention as megatron_attention
 from slimx.adapters.megatron import latent as megatron_latent
 from slimx.adapters.megatron.param_gather import wait_by_layer
 from slimx.config.schema import Config
+from slimx.layout.form import AttachedForm, form_of
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
@@ -26,7 +27,6 @@ from slimx.numerics.rounding import Rounding, rounding_of
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
-from slimx.trainer.model.lora import attach
 from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
 from slimx.trainer.model.transformer import transformer_config
 from slimx.trainer.model.value_model import ValueHead, ValueModel
@@ -40,9 +40,10 @@ def build_model(
     *,
     device: torch.device,
     kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
-) -> list[DistributedDataParallel]:
-    """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded; more than one
-    with virtual pipeline stages only. What is frozen (`ModelSpec.frozen`) has no gradient."""
+) -> tuple[list[DistributedDataParallel], AttachedForm]:
+    """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded, and what stands
+    beside these; more than one chunk with virtual pipeline stages only. What is frozen (`ModelSpec.frozen`) has no
+    gradient."""
     transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
     mode = mode_of(config)
     options = (
@@ -59,10 +60,7 @@ def build_model(
         for chunk in range(virtual)
     ]
     _freeze(chunks, spec, config)
-    if config.trainer.lora is not None:  # one chunk: interleaved stages are refused
-        held = MegatronLayout(spec.table, sizes_of(config.trainer)).held(dist.get_rank())
-        lora, seed = config.trainer.lora, config.run.seed
-        attach(unwrap(chunks[0]), held, spec.table, lora, seed=seed, merging=mode.replaces_layers)
+    attached = form_of(config).attach(unwrap(chunks[0]), spec.table)
     # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
     # round the fp32 value head of a bf16 critic and mix up its elements.
     wrapped = [
@@ -82,7 +80,7 @@ def build_model(
     if backends.overlap_param_gather:
         for chunk in wrapped:
             wait_by_layer(chunk, unwrap(chunk))
-    return wrapped
+    return wrapped, attached
 
 
 def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> None:

@@ -9,16 +9,15 @@ from pathlib import Path
 import torch
 
 from slimx.errors import SlimxError
+from slimx.layout.form import AttachedForm
 from slimx.layout.maps import Rect
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.patterns import select
 from slimx.models.families import ModelSpec
 from slimx.models.files.finite import check_finite
-from slimx.models.files.peft import PeftAdapters
 from slimx.models.files.reader import CheckpointReader
 from slimx.trainer.model.freeze import names_of
-from slimx.trainer.model.lora import Adapter
 
 HostCopy = dict[str, torch.Tensor]
 """Values of every parameter, and of the buffers that the weight table names, by local name."""
@@ -35,10 +34,10 @@ class Weights:
         rank: int,
         *,
         beside: Collection[str] = (),
-        adapters: Mapping[str, Adapter] | None = None,
+        attached: AttachedForm | None = None,
     ):
         """`chunks`: this rank's modules, one unless pipeline stages are interleaved. `beside`: names of parameters that
-        no checkpoint has (a value head); they are left alone. `adapters`: see `attach`."""
+        no checkpoint has (a value head); they are left alone. `attached`: see `build_model`."""
         self.spec = spec
         self.derived: list[Callable[[], None]] = []
         """Functions that refresh what is made of the parameters."""
@@ -48,10 +47,10 @@ class Weights:
         # Several chunks form a list of modules, and their names begin with its index.
         module = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in names}
-        self._adapters = adapters or {}
-        own = {id(parameter) for adapter in self._adapters.values() for parameter in adapter.parameters}
+        self.attached = AttachedForm() if attached is None else attached
+        others = {id(parameter) for parameter in self.attached.parameters().values()}
         parameters = {
-            name: value for name, value in module.named_parameters() if name not in beside and id(value) not in own
+            name: value for name, value in module.named_parameters() if name not in beside and id(value) not in others
         }
         self.parameters: dict[str, torch.Tensor] = {**parameters, **buffers}
         """Parameters, and the buffers that the table names (an expert bias)."""
@@ -72,37 +71,6 @@ class Weights:
                     about=held.name,
                 )
 
-        self.merging: dict[str, Callable[[], torch.Tensor]] = {
-            name: adapter.merged for name, adapter in self._adapters.items()
-        }
-        """By name of a parameter with an adapter, a function that makes the tensor which engines and exports get."""
-
-    @property
-    def unmerged(self) -> dict[str, torch.Tensor]:
-        """The parameters, and A and B by the names of `slimx.layout.adapters.adapter_parts`: what leaves where engines
-        compute with adapters of their own."""
-        out = dict(self.parameters)
-        for name, adapter in self._adapters.items():
-            path = name.rpartition(".")[0]
-            out |= zip((f"{path}.lora_a", f"{path}.lora_b"), adapter.parameters, strict=True)
-        return out
-
-    @property
-    def adapted(self) -> bool:
-        """True if adapters stand beside some of the weights."""
-        return bool(self._adapters)
-
-    @contextmanager
-    def base_alone(self) -> Iterator[None]:
-        """The model computes as if there were no adapters."""
-        for adapter in self._adapters.values():
-            adapter.enabled = False
-        try:
-            yield
-        finally:
-            for adapter in self._adapters.values():
-                adapter.enabled = True
-
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Parameters that are trained, by their Hugging Face names (joined where several are one parameter), in the
         order of the forward pass."""
@@ -112,11 +80,7 @@ class Weights:
             for name, parameter in named.items()
             if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
         }
-        for held in self.held:
-            if held.name in self._adapters:
-                for matrix_name, parameter in zip(("A", "B"), self._adapters[held.name].parameters, strict=True):
-                    trained[f"{matrix_name} of the adapter of {' + '.join(held.sources)}"] = parameter
-        return trained
+        return trained | self.attached.parameters()
 
     def matching(self, patterns: Sequence[str], key: str) -> list[torch.Tensor]:
         """Parameters that one of the globs `patterns` of configuration key `key` matches, see `select`."""
@@ -129,16 +93,6 @@ class Weights:
         self._read(path, self.parameters)
         self.changed()
 
-    @torch.no_grad()
-    def load_adapters(self, path: str) -> None:
-        """Fill the adapters from a directory in PEFT's format; A and B of this rank's rows and columns are read. Ranks
-        beyond those that a weight has there are new: B is zero."""
-        found = PeftAdapters(Path(path))
-        for part in self.held:
-            if part.name in self._adapters:
-                (a, b), (own_a, own_b) = self._adapters[part.name].parameters, found.matrices(part)
-                a[: len(own_a)] = own_a
-                b.zero_()[:, : len(own_a)] = own_b
         self.changed()
 
     def changed(self) -> None:

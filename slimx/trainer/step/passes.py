@@ -51,7 +51,7 @@ class ForwardPasses:
         self._recorder = recorder
         self._recompute = algorithm.old_logprobs == "recompute" and not known
         self._copies: dict[str, HostCopy] = {}
-        self._base = algorithm.reference and weights.adapted
+        self._base = algorithm.reference and weights.attached.keeps_base
         """The reference is the base, which no update moves."""
         if algorithm.reference and not self._base:
             self._copies["reference"] = weights.snapshot()
@@ -74,7 +74,7 @@ class ForwardPasses:
         if under == "policy":
             return self._pipeline.scores(batches)
         if under == "reference" and self._base:
-            with self._weights.base_alone():
+            with self._weights.attached.left_out():
                 return self._pipeline.scores(batches)
         if under not in self._copies:
             raise SlimxError(

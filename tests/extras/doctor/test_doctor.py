@@ -15,7 +15,7 @@ from slimx.adapters.sglang import absent as sglang_absent
 from slimx.errors import SlimxError
 from slimx.extras.boxes.programs.sandbox import Sandbox
 from slimx.extras.doctor import machine as doctor
-from slimx.numerics.ordered import kernel as exact_kernel
+from slimx.extras.exact.ordered import kernel as exact_kernel
 from slimx.reshard.kernels import cpu as kernel
 from slimx.trainer.device import backends
 from tests.refusals import numbers

@@ -17,7 +17,7 @@ import torch
 from slimx.extras.exact.operations.contract import fingerprint
 from slimx.extras.exact.operations.forward import kernel_cuda, reference
 from slimx.extras.exact.operations.forward.reference import Gathered
-from slimx.numerics.ordered.reference import product
+from slimx.extras.exact.ordered.reference import product
 from tests.extras.exact.batches import check_attention, check_rows
 from tests.extras.exact.stand import DTYPES, assert_same_bits, values
 from tests.refusals import refused
@@ -112,7 +112,7 @@ def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatc
     """As engine and trainer call them: what tests/gpu/test_numerics.py asks of a GPU, and the attested digest."""
     attested = fingerprint(dtype)
     monkeypatch.setattr("slimx.extras.exact.operations.forward.kernel", kernel_cuda)
-    monkeypatch.setattr("slimx.numerics.ordered._has_kernels", lambda: True)
+    monkeypatch.setattr("slimx.extras.exact.ordered._has_kernels", lambda: True)
     check_rows(dtype, "cpu", 23)
     check_attention(dtype, "cpu")
     assert fingerprint.__wrapped__(dtype) == attested

@@ -13,7 +13,7 @@ import torch
 
 from slimx.extras.exact.operations.forward import kernel, reference
 from slimx.extras.exact.operations.forward.reference import Gathered
-from slimx.numerics.ordered.kernel import isas, load
+from slimx.extras.exact.ordered.kernel import isas, load
 from tests.extras.exact.stand import DTYPES, assert_same_bits, bits, values
 from tests.refusals import refused
 

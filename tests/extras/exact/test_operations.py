@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from slimx.extras.exact import operations as exact
 from slimx.extras.exact.operations.contract import fingerprint
 from slimx.extras.exact.operations.forward import elementary, reference
+from slimx.extras.exact.ordered.reference import fma
 from slimx.numerics.attention import packed_attention
-from slimx.numerics.ordered.reference import fma
 from tests.extras.exact.batches import check_attention, check_rows
 from tests.extras.exact.stand import DTYPES, assert_same_bits, values
 from tests.refusals import refused
@@ -291,7 +291,7 @@ def test_the_contract_tells_dtypes_and_leaves_apart_and_holds_the_bits(monkeypat
     assert own["bits"] != exact.contract(leaves=4, dtype="float32")["bits"]
     fingerprint.cache_clear()
     monkeypatch.setattr("slimx.extras.exact.operations.forward.kernel", reference)
-    monkeypatch.setattr("slimx.numerics.ordered._has_kernels", lambda: True)
+    monkeypatch.setattr("slimx.extras.exact.ordered._has_kernels", lambda: True)
     assert exact.contract(leaves=4, dtype="bfloat16") == own  # torch has the kernels' bits
     fingerprint.cache_clear()
     monkeypatch.setattr(reference, "rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps + 0.001))

@@ -169,7 +169,7 @@ class Operations(TorchDispatchMode):
 def specification(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch computes, and no kernel."""
     monkeypatch.setattr("slimx.extras.exact.operations.forward.kernel", reference)
-    monkeypatch.setattr("slimx.numerics.ordered._has_kernels", lambda: True)
+    monkeypatch.setattr("slimx.extras.exact.ordered._has_kernels", lambda: True)
     fingerprint.cache_clear()
     yield
     fingerprint.cache_clear()

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
+from slimx.extras.lora.room import merged_room
+from slimx.extras.lora.targets import adapts
 from slimx.extras.planner.memory.merging import merging_memory
 from slimx.extras.planner.plan.report import Planned, _dealt, plan_report
 from slimx.extras.planner.plan.suggest import Search
-from slimx.layout.adapters import adapts
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
-from slimx.reshard.plan.merged_room import merged_room
 from slimx.reshard.plan.publication import export_plan
 from tests.checkpoint_stand import QWEN3_MOE
 

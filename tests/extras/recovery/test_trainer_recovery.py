@@ -176,10 +176,10 @@ def test_a_metric_that_is_missing_or_differs_in_its_last_bit_is_named() -> None:
         ({"checkpoint": {"every": 0}}, "recovery.unbounded", "checkpoint.every"),
         ({"rollout": {"prompts": "p", "engines": []}, "algorithm": SFT}, "recovery.engines", "recovery.trainers"),
         ({"recovery": {"mirror_every": 2}}, "recovery.mirror", "recovery.mirror_every"),
-        ({"checkpoint": {"every": 2, "load_optimizer": False}}, "recovery.unproven", "checkpoint.load_optimizer"),
-        ({"schedule": {"colocate": True}}, "recovery.unproven", "schedule.colocate"),
-        ({"critic": {}}, "recovery.unproven", "critic"),
-        ({"policies": {"judge": {}}}, "recovery.unproven", "policies"),
+        ({"checkpoint": {"every": 2, "load_optimizer": False}}, "unproven", "checkpoint.load_optimizer"),
+        ({"schedule": {"colocate": True}}, "unproven", "schedule.colocate"),
+        ({"critic": {}}, "unproven", "critic"),
+        ({"policies": {"judge": {}}}, "unproven", "policies"),
     ],
 )
 def test_what_recovery_was_never_proven_with_is_refused(changed: dict[str, Any], code: str, about: str) -> None:

@@ -9,8 +9,9 @@ import pytest
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.policies import ACTOR
-from slimx.engines.server.spec import ServedLora, served_lora
-from slimx.layout.adapters import served_modules
+from slimx.extras.lora.form import ServedLora
+from slimx.extras.lora.targets import served_modules
+from slimx.layout.form import form_of
 from tests.refusals import invalid
 
 
@@ -137,7 +138,7 @@ def test_a_policy_whose_adapters_anothers_engines_have_starts_none() -> None:
     (theirs,), (own,) = judge.rollout.policy_engines, config.rollout.policy_engines
     assert theirs.name == own.name and theirs.borrowed and not own.borrowed
     assert (theirs.started, own.started) == (0, 1)
-    assert served_lora(config) == ServedLora(4, {"actor": 8.0, "judge": 4.0}, served_modules(("attention",)))
+    assert form_of(config).served() == ServedLora({"actor": 8.0, "judge": 4.0}, 4, served_modules(("attention",)))
 
 
 @pytest.mark.parametrize(

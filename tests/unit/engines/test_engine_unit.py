@@ -22,11 +22,10 @@ import torch
 
 from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import plugin as sglang_plugin
-from slimx.adapters.sglang.lora import asked
 from slimx.engines.server.arguments import check_server_args, command_line, server_fields
 from slimx.engines.server.attestation import check_backends, check_ranks
 from slimx.engines.server.engine import TRANSITIONS, Engine, State
-from slimx.engines.server.spec import EngineSpec, ServedLora, server_args, server_argv, server_env
+from slimx.engines.server.spec import EngineSpec, server_args, server_argv, server_env
 from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.ranks import EngineSizes
 from slimx.numerics.mode import NumericsMode
@@ -170,31 +169,6 @@ def test_users_arguments_reach_the_command_line_but_not_over_ours() -> None:
     assert "--sleep-on-idle" not in argv
     with refused("sglang.taken", about="rollout.engines.sglang.port"):
         server_argv(replace(CPU, sglang={"port": 1}))
-
-
-def test_a_server_that_computes_with_adapters_is_told_so_and_must_attest_them() -> None:
-    spec = replace(CPU, adapters=ServedLora(4, {"actor": 8.0}, ("q_proj", "o_proj")))
-    argv = server_argv(spec)
-    assert (asked(argv), asked(server_argv(CPU))) == ({"actor": 8.0}, None)
-    line = " ".join(argv)
-    for told in ("--enable-lora ", "--max-lora-rank 4", "--lora-target-modules q_proj o_proj --", "torch_native"):
-        assert told in line
-    assert "enable_lora" not in server_args(CPU) and "lora_backend" not in server_args(replace(spec, device="cuda"))
-    attested = {"rank": 4, "scales": {"actor": 2.0}, "modules": ["o_proj", "qkv_proj"]}
-    check_ranks([attesting(adapters=attested)], spec)
-    check_ranks([attesting()], CPU)
-    for own, other in (
-        (spec, None),
-        (CPU, attested),
-        (spec, attested | {"scales": {"actor": 1.0}}),
-        (spec, attested | {"scales": {"judge": 2.0}}),
-        (spec, attested | {"rank": 8}),
-    ):
-        with refused("engine.adapters", about="e rank 0"):
-            check_ranks([attesting(adapters=other)], own)
-    two = replace(spec, adapters=replace(spec.adapters, alphas={"actor": 8.0, "judge": 2.0}))
-    assert asked(server_argv(two)) == two.adapters.alphas and server_args(two)["max_loras_per_batch"] == 3
-    check_ranks([attesting(adapters=attested | {"scales": {"actor": 2.0, "judge": 0.5}})], two)
 
 
 @pytest.mark.parametrize(

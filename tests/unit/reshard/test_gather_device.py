@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slimx.layout.form import AttachedForm
 from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.pack.packer import Packer, Share, describe
@@ -142,8 +143,7 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
     held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
     model = SimpleNamespace(
         parallel=SimpleNamespace(rank=PUBLISHER, device=DEVICE, host_group=None),
-        weights=SimpleNamespace(parameters=held, published=held, merging=None),
-        config=SimpleNamespace(serves_adapters=False),
+        weights=SimpleNamespace(parameters=held, attached=AttachedForm()),
         reload=lambda training: None,
     )
     export = WeightExport(model, PhaseMemory(ProcessMeter(), "generate"))

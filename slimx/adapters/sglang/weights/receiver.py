@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import nn
 
-from slimx.adapters.sglang.weights.adapters import ServedAdapters, is_adapter
 from slimx.adapters.sglang.weights.buckets import OpenPublication, Staged, check_entry, open_bucket
 from slimx.adapters.sglang.weights.layout import hf_layout
 from slimx.adapters.sglang.weights.places import (
@@ -32,12 +31,32 @@ from slimx.adapters.sglang.weights.places import (
 )
 from slimx.errors import SlimxError
 from slimx.layout.number_formats import all_formats
-from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.manifest import Encoding, Manifest, is_adapter
 from slimx.reshard.parties import Staging
 
 Answer = dict[str, Any]
 
 ATTRIBUTE = "_slimx_receiver"
+
+
+class Slot(Protocol):
+    """The adapters of one policy beside this rank's weights."""
+
+    shares: dict[str, int] | None
+    """Tensors that the publication which came here last has copied, and the share of each that the slot should
+    contain; None before the first."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the slot's memory by the names under which `place` notes it."""
+        ...
+
+    def place(self, layout: Layout) -> None:
+        """Notes where published tensors go; a layer that no row explains is uncovered."""
+        ...
+
+    def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies published tensors into their places."""
+        ...
 
 
 class RankReceiver:
@@ -59,7 +78,7 @@ class RankReceiver:
         self.copied: OpenPublication | None = None
         """The publication that copied last: its `loaded` is all that vouches for the weights. For adapters each slot's
         `shares` do."""
-        self.adapters: dict[str, ServedAdapters] = {}
+        self.adapters: dict[str, Slot] = {}
         """The slot of each policy, in a server that computes with adapters."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
         """The places of experts, and the layout that follows from them."""
@@ -104,7 +123,7 @@ class RankReceiver:
         if self.adapters and new.policy not in self.adapters:
             raise SlimxError(
                 f"{new} came to a server that computes with adapters of {', '.join(self.adapters)}; start it with "
-                "those of all policies that are published to it (--publish-adapters)",
+                "those of all policies that are published to it",
                 code="receiver.policy",
                 about=new.policy,
             )
@@ -313,7 +332,7 @@ class RankReceiver:
             return {}
         return {name: share for name, share in self.copied.loaded.items() if not is_adapter(name)}
 
-    def _others(self, policy: str) -> Iterator[tuple[str, ServedAdapters]]:
+    def _others(self, policy: str) -> Iterator[tuple[str, Slot]]:
         """The slots of policies other than `policy` that were published to."""
         return ((name, slot) for name, slot in self.adapters.items() if name != policy and slot.shares is not None)
 
@@ -322,7 +341,7 @@ class RankReceiver:
         adapters where nothing vouches for those."""
         if not self.adapters:
             raise SlimxError(
-                f"{new} brings adapters alone, and this server computes with none; start it with --publish-adapters",
+                f"{new} brings adapters alone, and this server computes with none; start it as slimx does",
                 code="receiver.no_adapters",
                 about=str(new),
             )

@@ -1,4 +1,4 @@
-"""Writes the adapters of a checkpoint in PEFT's format, which `slimx.models.files.peft` describes and reads."""
+"""Writes the adapters of a checkpoint in PEFT's format, which `slimx.extras.lora.peft` describes and reads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats.torch_dist_reader import read_whole
-from slimx.layout.adapters import ROOT
+from slimx.extras.lora.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.files.megatron_directory import TensorPlace, find_checkpoint, places
-from slimx.models.files.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
 from slimx.models.files.safe_pickle import read_metadata
+from slimx.reshard.manifest import ADAPTER_PREFIX
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 """Models whose exported adapters were compared with PEFT's own merge."""
@@ -80,8 +80,8 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
         parts = _apart(place, b)
         if ".experts." not in place.part.sources[0]:
             for module, rows in parts.items():
-                tensors[f"{ROOT}{module}.lora_A.weight"] = a.clone()
-                tensors[f"{ROOT}{module}.lora_B.weight"] = rows
+                tensors[f"{ADAPTER_PREFIX}{module}.lora_A.weight"] = a.clone()
+                tensors[f"{ADAPTER_PREFIX}{module}.lora_B.weight"] = rows
                 modules.add(module)
             continue
         module = next(iter(parts))
@@ -89,7 +89,7 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
         stacks[module.partition(".experts.")[0], parameter].append((a, torch.cat(list(parts.values()))))
         targets["target_parameters"].add(f"mlp.experts.{parameter}")
     for (layer, parameter), experts in stacks.items():
-        prefix = f"{ROOT}{layer}.experts{WRAPPED[parameter]}"
+        prefix = f"{ADAPTER_PREFIX}{layer}.experts{WRAPPED[parameter]}"
         tensors[f"{prefix}.lora_A.weight"] = torch.cat([a for a, _ in experts])
         tensors[f"{prefix}.lora_B.weight"] = torch.stack([b for _, b in experts], 2).flatten(1)
     for module, ending in _endings(modules, spec).items():

@@ -9,9 +9,9 @@ import numpy as np
 
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
+from slimx.extras.lora.targets import adapter_targets
 from slimx.extras.planner.memory.deep_ep import engine_buffers
 from slimx.extras.planner.memory_record import EngineMemory
-from slimx.layout.adapters import adapter_targets
 from slimx.layout.engine import EngineLayout
 from slimx.layout.number_formats import Quantisation, published_format
 from slimx.layout.parts import matrix

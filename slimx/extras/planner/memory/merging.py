@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from slimx.config.schema import Config
-from slimx.layout.adapters import adapts
+from slimx.extras.lora.room import merged_room
+from slimx.extras.lora.targets import adapts
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.merged_room import merged_room, merging_work
 from slimx.reshard.plan.precision import ITEMSIZE
 from slimx.reshard.plan.publication import export_plan
 
@@ -39,6 +42,13 @@ def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Pla
     )
     plans = [plan for plan in (published, exported) if plan is not None]
     return MergingBytes(room, other, max((merging_work(plan, merges) for plan in plans), default=0))
+
+
+def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
+    """Bytes beside that memory while the largest weight is merged: its product in fp32, and that rounded to the
+    weight's dtype (`slimx.extras.lora.merged`)."""
+    elements = [(int(np.prod(p.shape, dtype=np.int64)), p.dtype) for p in plan.parameters if merges(p.name)]
+    return max((count * (4 if dtype == "float32" else 4 + ITEMSIZE[dtype]) for count, dtype in elements), default=0)
 
 
 def exports(config: Config) -> bool:

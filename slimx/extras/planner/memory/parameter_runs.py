@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from slimx.config.sections.trainer import Lora
-from slimx.layout.adapters import adapts
+from slimx.extras.lora.targets import adapts
 from slimx.layout.parts import matrix
 from slimx.layout.patterns import Sources
 from slimx.layout.ranks import Sizes, coordinates

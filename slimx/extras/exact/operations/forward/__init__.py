@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 
 from slimx.extras.exact.operations.forward import kernel, kernel_cuda, reference
-from slimx.numerics.ordered import chosen
+from slimx.extras.exact.ordered import chosen
 
 
 def forward_on(device: torch.device) -> ModuleType:

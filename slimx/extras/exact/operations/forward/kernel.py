@@ -14,7 +14,7 @@ from slimx.errors import SlimxError
 from slimx.extras.exact.operations.forward.reference import Gathered
 from slimx.extras.exact.operations.forward.reference import combine as combine
 from slimx.extras.exact.operations.forward.reference import rotate as rotate
-from slimx.numerics.ordered.kernel import ISAS, Group, isas, load
+from slimx.extras.exact.ordered.kernel import ISAS, Group, isas, load
 
 MOST_LEAVES = 64
 """SLIMX_MOST_LEAVES in csrc/exact.h."""

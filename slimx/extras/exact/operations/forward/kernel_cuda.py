@@ -20,7 +20,7 @@ from slimx.extras.exact.operations.forward.kernel import AttentionCall, check_dt
 from slimx.extras.exact.operations.forward.reference import Gathered
 from slimx.extras.exact.operations.forward.reference import combine as combine
 from slimx.extras.exact.operations.forward.reference import rotate as rotate
-from slimx.numerics.ordered import kernel_cuda as ordered
+from slimx.extras.exact.ordered import kernel_cuda as ordered
 
 MOST_WIDTH = 524288
 """SLIMX_EXACT_MOST_WIDTH in csrc/exact_interface.cuh."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from slimx.extras.exact.operations.forward.elementary import exp, log, row_sum, sqrt, sum_lanes, tree
 from slimx.extras.exact.operations.sizes import KEY_BLOCK, LANES
-from slimx.numerics.ordered.reference import fma, product
+from slimx.extras.exact.ordered.reference import fma, product
 
 _MOST = 2**20
 """Elements of a temporary: rows are taken in parts that stay below it."""
@@ -27,8 +27,8 @@ def linear(
 ) -> torch.Tensor:
     """Linear layers by expert: x [T, K], the first counts[0] rows times weights[0] [N, K] transposed, ... -> [T, N].
 
-    Each of `leaves` equal parts of K is a product of its own (`slimx.numerics.ordered.reference.product`). Leaves meet
-    in a binary tree, and the sum is rounded to `dtype` once.
+    Each of `leaves` equal parts of K is a product of its own (`slimx.extras.exact.ordered.reference.product`). Leaves
+    meet in a binary tree, and the sum is rounded to `dtype` once.
     """
     parts = []
     for leaf in range(leaves):

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from slimx.numerics.ordered import kernel, kernel_cuda, reference
+from slimx.extras.exact.ordered import kernel, kernel_cuda, reference
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.adapters.sglang.lora import check_named
+from slimx.extras.lora.form import ServedLora
 from slimx.models.families import read_model
 from tests.warm.sglang import run_with_sglang
 
@@ -40,14 +40,14 @@ HF = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The findings of tests/unit/adapters/lora_engine.py."""
+    """The findings of tests/extras/lora/lora_engine.py."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(HF))
     generator = torch.Generator().manual_seed(1)
     shapes = read_model(path).table.checkpoint_shapes()
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
     save_file(weights, path / "model.safetensors")
-    done = run_with_sglang("-m", "tests.unit.adapters.lora_engine", str(path), "--publish-adapters", SERVED)
+    done = run_with_sglang("-m", "tests.extras.lora.lora_engine", str(path), "--publish-adapters", SERVED)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) | {"weights": len(weights)}
 
@@ -66,7 +66,7 @@ def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_wi
     no adapter get the first policy's; another policy cannot bring another base."""
     refusals = ["receiver.no_adapters", "receiver.no_base", "receiver.policy", "receiver.other_base"]
     assert told["refused"] == refusals
-    assert told["attested"] == {"rank": 4, "scales": {"first": 2.0, "second": 0.5}, "modules": [*FUSED]}
+    assert told["attested"] == {"rank": 4, "scales": {"first": 2.0, "second": 0.5}}
     counts = {}
     kinds = ("whole", "alone", "whole, beside others", "again")
     for how in kinds:
@@ -98,4 +98,4 @@ def test_requests_to_several_policies_name_theirs(
 ) -> None:
     """An unnamed one would silently be another policy's, and a wrong name would end SGLang's scheduler."""
     with contextlib.nullcontext() if taken else pytest.raises(ValueError, match=", ".join(policies)):
-        check_named(policies, SimpleNamespace(lora_id=named, rid=rid))
+        ServedLora(policies).check_request(SimpleNamespace(lora_id=named, rid=rid))

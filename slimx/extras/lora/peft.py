@@ -10,7 +10,7 @@ as [E r, in] and B as [out, r E]; in transformers 4 they are modules like any ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import isclose, sqrt
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from slimx.config.sections.trainer import Lora
 from slimx.errors import SlimxError
-from slimx.layout.adapters import adapts, peft_name, target_of
+from slimx.extras.lora.targets import adapts, peft_name, target_of
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import Sizes
@@ -215,6 +215,18 @@ class PeftAdapters:
 
     def _wrong(self, code: str, about: str, what: str) -> SlimxError:
         return SlimxError(f"{self.path}: {what}", code=f"peft.{code}", about=about)
+
+
+@torch.no_grad()
+def fill(adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], parts: Iterable[Part], path: str) -> None:
+    """Fill A and B by the names of weights in `parts` from the directory `path`, of which the rows and columns of these
+    parts are read. Ranks beyond those that a weight has there are new: B is zero."""
+    found = PeftAdapters(Path(path))
+    for part in parts:
+        if part.name in adapters:
+            (a, b), (there_a, there_b) = adapters[part.name], found.matrices(part)
+            a[: len(there_a)] = there_a
+            b.zero_()[:, : len(there_a)] = there_b
 
 
 def _adapted(table: Table, lora: Lora) -> Iterator[Part]:

@@ -11,7 +11,7 @@ import torch  # before the library is loaded: both then share one OpenMP runtime
 from slimx.errors import SlimxError
 from slimx.library import load_library
 
-LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_exact.so"
+LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact.so"
 ABI = 1
 """SLIMX_EXACT_ABI in csrc/exact.h."""
 ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3, "amx": 4}

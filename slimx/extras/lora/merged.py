@@ -1,6 +1,6 @@
 """The weight that a low-rank adapter makes: weight + scale * B A, by one rule wherever it is computed.
 
-B A is a product in fp32 with one order of sums (`slimx.numerics.ordered`), so that an element does not depend on
+B A is a product in fp32 with one order of sums (`slimx.extras.exact.ordered`), so that an element does not depend on
 the rows and columns beside it, the number of threads or the device; times `scale`, plus the weight, each rounded to
 fp32; then rounded once to the weight's dtype.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slimx.numerics.ordered import product
+from slimx.extras.exact.ordered import product
 
 
 @torch.no_grad()

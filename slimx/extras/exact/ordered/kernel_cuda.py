@@ -13,10 +13,10 @@ from pathlib import Path
 import torch  # before the library is loaded, as in kernel.py
 
 from slimx.errors import SlimxError
+from slimx.extras.exact.ordered.kernel import FP32
 from slimx.library import load_library
-from slimx.numerics.ordered.kernel import FP32
 
-LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_exact_cuda.so"
+LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact_cuda.so"
 ABI = 102
 """SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
 

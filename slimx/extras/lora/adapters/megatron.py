@@ -37,10 +37,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.adapters.megatron.served import serve
 from slimx.config.sections.trainer import Lora
-from slimx.layout.adapters import adapts
+from slimx.extras.lora.merged import Merged, merged
+from slimx.extras.lora.targets import adapts
 from slimx.layout.parts import Part, matrix
 from slimx.layout.table import Table
-from slimx.numerics.merged import Merged, merged
 from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 
 
@@ -62,6 +62,7 @@ class Adapter:
         layout; B is zero. `axis`: along which ranks share the weight; None: each has the whole. `expert`: the weight is
         a routed expert's."""
         self.weight, self.scale, self.axis, self.expert = weight, alpha / rank, axis, expert
+        self.sources = sources
         self.enabled = True
         """False: the layer computes what its weight alone says."""
         tensor = parallel_state.get_tensor_model_parallel_group
@@ -84,7 +85,7 @@ class Adapter:
         self._mark()
 
     def merged(self) -> torch.Tensor:
-        """Weight + scale * B A in memory of its own (`slimx.numerics.merged`)."""
+        """Weight + scale * B A in memory of its own (`slimx.extras.lora.merged`)."""
         return merged(self.weight, *self.parameters, self.scale)
 
     def served(self) -> torch.Tensor:
@@ -146,9 +147,10 @@ class Adapter:
 
 def attach(
     module: torch.nn.Module, held: Iterable[Part], table: Table, lora: Lora, *, seed: int, merging: bool = False
-) -> None:
-    """Put adapters beside the weights of `held` in `module`, a rank's only chunk, that `lora` targets; before it is
-    wrapped for data parallelism. `merging`: all of its layers multiply by merged weights."""
+) -> dict[str, Adapter]:
+    """Put adapters beside the weights of `held` in `module`, a rank's only chunk, that `lora` targets, before it is
+    wrapped for data parallelism; returns them by the names of these weights. `merging`: all of the layers multiply by
+    merged weights."""
     shapes = table.checkpoint_shapes()
     adapters: dict[str, Adapter] = {}
     owners: dict[str, list[Adapter]] = {}
@@ -172,12 +174,7 @@ def attach(
     for path, beside in owners.items():
         gated = path.endswith("linear_fc1") and module.config.gated_linear_unit
         _join(module.get_submodule(path), beside, gated=gated, merging=merging)
-    module.__dict__["adapters"] = adapters
-
-
-def adapters_of(module: torch.nn.Module) -> dict[str, Adapter]:
-    """Adapters that `attach` has put in a chunk, by the names of the weights that they stand beside."""
-    return module.__dict__.get("adapters", {})
+    return adapters
 
 
 def _axis(part: Part, sources: list[tuple[int, ...]]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.numerics.ordered import kernel, product, reference
+from slimx.extras.exact.ordered import kernel, product, reference
 
 
 def drawn(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:

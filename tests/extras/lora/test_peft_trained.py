@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from slimx.config.sections.trainer import Lora
-from slimx.layout.adapters import adapts
+from slimx.extras.lora.merged import merged
+from slimx.extras.lora.peft import PeftAdapters
+from slimx.extras.lora.targets import adapts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
-from slimx.models.files.peft import PeftAdapters
 from slimx.models.files.reader import CheckpointReader
-from slimx.numerics.merged import merged
 from tests.checkpoint_stand import QWEN3_MOE, write_checkpoint
 from tests.peft_stand import logprobs, make_adapters
 from tests.refusals import refused

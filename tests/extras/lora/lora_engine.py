@@ -1,7 +1,7 @@
 """SGLang's own LoRA layers around a tiny Qwen3 on the CPU: as SGLang makes them, without pinned memory, and as servers
 have them that slimx publishes adapters to.
 
-    python -m tests.unit.adapters.lora_engine MODEL --publish-adapters first=ALPHA,second=ALPHA
+    python -m tests.extras.lora.lora_engine MODEL --publish-adapters first=ALPHA,second=ALPHA
 
 MODEL is a directory with a checkpoint of one layer. Prints one JSON object: the error with which SGLang ends where
 torch finds no GPU, and the place in its files ("pinned"); the largest distance of its outputs from those of the merged
@@ -26,10 +26,11 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.adapters.sglang import absent
-from slimx.adapters.sglang import lora as sglang_lora
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.engines.server.launch import prepare
 from slimx.errors import SlimxError
+from slimx.extras.lora.adapters import sglang as sglang_lora
+from slimx.layout.form import server_form
 from tests.unit.adapters.engines_on_meta import built
 from tests.unit.adapters.receiver_stand import publish
 
@@ -161,7 +162,7 @@ def published(
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     told: dict[str, Any] = {"refused": [code_of(lambda: publish(plain, given["first"], encoding="adapters"))]}
-    sglang_lora.register(HookRegistry, HookType, sglang_lora.asked(sys.argv))
+    server_form(sys.argv).register(HookRegistry, HookType)
     HookRegistry.apply_hooks()
     manager, receiver = managed(model), receiver_of(model)
     told["refused"].append(code_of(lambda: publish(model, given["first"], encoding="adapters", policy="first")))
@@ -181,7 +182,7 @@ def published(
         prepare_batch(manager, [asked_for for asked_for, _ in TOKENS])
         wanted = [(holding.get(name or "first"), ALPHAS[name or "first"]) for name, _ in TOKENS]
         told[how] = compare(manager, checkpoint, wanted) | {"proof": proof, "kept": all(same)}
-    told["attested"] = sglang_lora.attest(manager)
+    told["attested"] = server_form(sys.argv).attest(SimpleNamespace(lora_manager=manager))
     other = {name: value + 1 for name, value in checkpoint.items()} | given["second"]
     told["refused"].append(code_of(lambda: publish(model, other, 9, policy="second")))
     told["spoilt"] = []

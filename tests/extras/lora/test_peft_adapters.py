@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Lora
-from slimx.layout.adapters import adapter_parts, adapter_targets, adapts
+from slimx.extras.lora.peft import PeftAdapters
+from slimx.extras.lora.targets import adapter_parts, adapter_targets, adapts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
-from slimx.models.files.peft import PeftAdapters
 from slimx.preflight.facts import model_facts, weight_facts
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.plan.copy_plan import compile_plan

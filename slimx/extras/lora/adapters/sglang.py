@@ -2,12 +2,13 @@
 
 Written for sglang 0.5.23, in force where the server was started with `--publish-adapters`. SGLang serves adapters that
 requests name and that it loads itself. Here every slot is pinned and zero from the start, so that nothing evicts what
-was proven. Whoever asks a server of one policy asks that policy; where there are several, requests name theirs.
+was proven. A request to a server of one policy is computed with its adapters; where there are several, requests name
+theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,16 +16,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from slimx.adapters.sglang.weights.adapters import ServedAdapters
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
+from slimx.extras.lora.adapters.slots import AdapterSlot
 
-OPTION = "--publish-adapters"
-"""Option of `slimx.engines.server.launch` with each policy's alpha; children of a server have the same `sys.argv`."""
 START = "sglang.srt.lora.lora_manager.LoRAManager.init_state"
 PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
-HEALTH_CHECK = "HEALTH_CHECK"
-"""Begin of the ids of requests by which SGLang asks itself for a token."""
 
 
 class Unpinned(TorchFunctionMode):
@@ -41,34 +38,8 @@ def unpinned() -> AbstractContextManager[Any]:
     return nullcontext() if torch.cuda.is_available() else Unpinned()
 
 
-def asked(argv: Sequence[str]) -> dict[str, float] | None:
-    """The alpha of each policy that the command line of `slimx.engines.server.launch` gives, by name, which is SGLang's
-    name for its adapters, too; None: no adapters are published to it."""
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    if OPTION not in own:
-        return None
-    pairs = (each.split("=") for each in own[own.index(OPTION) + 1].split(","))
-    return {name: float(alpha) for name, alpha in pairs}
-
-
-def check_named(policies: Mapping[str, float], request: Any) -> None:
-    """Refuse a request that names no adapters where it has to, or those of nobody, which would end the scheduler.
-
-    Raises ValueError, which SGLang answers with status 400."""
-    named = request.lora_id
-    if named is None and (len(policies) == 1 or str(request.rid).startswith(HEALTH_CHECK)):
-        return
-    if named not in policies:
-        raise ValueError(
-            f"this server computes with the adapters of {', '.join(policies)}, and the request "
-            + ("names none" if named is None else f"names {named}")
-            + "; ask through the policy's engine (ctx.policies[NAME].engine), or name one of them in the request: "
-            'custom_labels={"slimx": "{\\"lora_id\\": \\"NAME\\"}"}'
-        )
-
-
 def register(registry: Any, kinds: Any, policies: Mapping[str, float]) -> None:
-    """Register the hooks of a server of `policies` (`asked`) with SGLang's `HookRegistry`; `kinds`: its HookType."""
+    """Register the hooks of a server of `policies` with SGLang's `HookRegistry`; `kinds`: its HookType."""
     registry.register(START, partial(with_slots, policies), kinds.AROUND)
     registry.register(PREPARE, as_the_policy, kinds.AROUND)
 
@@ -89,16 +60,16 @@ def with_slots(
                 "target_modules": sorted(manager.target_modules),
             }
             # What has no tensors is zero.
-            told = manager.load_lora_adapter_from_tensors(LoRARef(name, name, name, pinned=True), {}, config)
-            if not told.success:
+            result = manager.load_lora_adapter_from_tensors(LoRARef(name, name, name, pinned=True), {}, config)
+            if not result.success:
                 raise SlimxError(
-                    f"SGLang does not take adapters of rank {manager.max_lora_rank}: {told.error_message}",
+                    f"SGLang does not take adapters of rank {manager.max_lora_rank}: {result.error_message}",
                     code="plugin.adapters",
                     about="trainer.lora",
                 )
         manager.fetch_new_loras({None, *policies})
     slots = {name: manager.memory_pool.get_buffer_id(name) for name in policies}
-    served = {name: ServedAdapters(manager, slot) for name, slot in slots.items()}
+    served = {name: AdapterSlot(manager, slot) for name, slot in slots.items()}
     receiver_of(manager.base_model).adapters = served
 
 
@@ -111,13 +82,12 @@ def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> No
 
 
 def attest(manager: Any) -> dict[str, Any] | None:
-    """The rank and modules of the adapters that this rank computes with, and their scale by policy; None for a server
-    to which none are published."""
+    """The rank of the adapters that this rank computes with, and their scale by policy; None for a server to which none
+    are published."""
     policies = {} if manager is None else receiver_of(manager.base_model).adapters
     if not policies:
         return None
     return {
         "rank": max(manager.loras[name].config.r for name in policies),
         "scales": {name: manager.loras[name].scaling for name in policies},
-        "modules": sorted(manager.target_modules),
     }

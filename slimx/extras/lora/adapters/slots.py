@@ -28,7 +28,7 @@ from slimx.adapters.sglang.weights.layout import (
 )
 from slimx.adapters.sglang.weights.places import BASE, Layout
 from slimx.errors import SlimxError
-from slimx.layout.adapters import ROOT, peft_name
+from slimx.extras.lora.targets import peft_name
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 
@@ -48,7 +48,7 @@ class AdaptedLayer(NamedTuple):
     """[out, rank] of this rank."""
 
 
-class ServedAdapters:
+class AdapterSlot:
     """The slot of one policy, whose adapters have as many rows as the slot has."""
 
     def __init__(self, manager: Any, slot: int):
@@ -106,11 +106,6 @@ class ServedAdapters:
         for letter, held, pieces in (("A", layer.a, a), ("B", layer.b, b)):
             named = [_named(piece, f"{layer.name}.weight", groups, letter) for piece in pieces]
             place(layout, _buffer(layer, letter), held, named)
-
-
-def is_adapter(name: str) -> bool:
-    """True for the name of a tensor of an adapter, which no weight has."""
-    return name.startswith(ROOT)
 
 
 def _named(piece: ServedPiece, weight: str, groups: dict[str, str], letter: Literal["A", "B"]) -> ServedPiece:

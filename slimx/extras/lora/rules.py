@@ -2,20 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
+from slimx.rules.unproven import found_in, other_architectures, sections_in
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from slimx.config.schema import Config
     from slimx.layout.ranks import Sizes
     from slimx.models.families import ModelSpec
+
+
+UNPROVEN = {
+    "trainer.lora": (
+        "trainer.virtual_pipeline",
+        "trainer.moe.bias_update_rate",
+        "trainer.optimizer.offload_fraction",
+        "trainer.distributed_optimizer",
+        "trainer.megatron.mtp_num_layers",
+        "publish.quantise",
+        "algorithm.reference_refresh",
+        "algorithm.teacher",
+        "critic",
+    ),
+    "publish.adapters=alone": (
+        "numerics.mode",
+        "publish.encoding=local",
+        "schedule.colocate",
+        "rollout.engines.role",
+        "rollout.engines.model",
+        "rollout.engines.urls",
+        "rollout.engines.tensor",
+        "rollout.engines.pipeline",
+        "rollout.engines.sglang.speculative_algorithm",
+        "rollout.engines.sglang.quantization",
+        "rollout.engines.sglang.torchao_config",
+    ),
+}
+"""As `slimx.rules.unproven.UNPROVEN`."""
+ARCHITECTURES = {
+    "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+    "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
+}
+"""As `slimx.rules.unproven.ARCHITECTURES`."""
+
+
+@rule("unproven", "trainer.lora", facts=sections_in(UNPROVEN))
+def unproven(**sections: Any) -> Problems:
+    yield from found_in(UNPROVEN, sections)
+
+
+@rule("unproven.architecture", "model.path")
+def unproven_architecture(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
+    yield from other_architectures(ARCHITECTURES, {"trainer": trainer, "publish": publish}, spec)
+
+
+@rule("policies.engines_of", "policies")
+def shares_a_base(configs: Mapping[str, Config]) -> Problems:
+    """Engines of the run's actor generate for another policy: they have one base, and slots of one shape."""
+    actor = configs[ACTOR]
+    there = actor.trainer.lora
+    for name in actor.served_beside:
+        if there is None or not actor.serves_adapters:
+            yield (
+                "trainer.lora" if there is None else "publish.adapters",
+                f"policies.{name}.engines_of has the actor's engines generate for it, which have one set of weights; "
+                "train adapters with them (trainer.lora) and publish these alone (publish.adapters=alone), or leave it "
+                "out",
+            )
+            continue
+        other = configs[name].trainer
+        same = {
+            "model": configs[name].model == actor.model,
+            "trainer.load": other.load == actor.trainer.load,
+            "trainer.lora": other.lora is not None,
+            "trainer.lora.rank": other.lora is None or other.lora.rank == there.rank,
+            "trainer.lora.targets": other.lora is None or other.lora.targets == there.targets,
+        }
+        for key, equal in same.items():
+            if not equal:
+                yield (
+                    f"policies.{name}.{key}",
+                    f"policies.{name}.{key} is not the actor's, whose engines generate for it (engines_of): they have "
+                    "one base, and adapters of one shape; make it equal, or give the policy engines for itself",
+                )
 
 
 def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
@@ -36,7 +114,7 @@ def freezes_itself(trainer: Trainer) -> Problems:
 def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.lora is None:
         return
-    from slimx.layout.adapters import absent
+    from slimx.extras.lora.targets import absent
 
     for target in absent(trainer.lora.targets or (), spec.table):
         yield f"{spec.path} has no layers {target}; leave it out"
@@ -47,7 +125,7 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
 @rule("lora.load", "trainer.lora.load")
 def has_adapters(trainer: Trainer, spec: ModelSpec, adapters: Path | None) -> Problems:
     if trainer.lora is not None and adapters is not None:
-        from slimx.models.files.peft import PeftAdapters
+        from slimx.extras.lora.peft import PeftAdapters
 
         PeftAdapters(adapters).check(spec.table, trainer.lora)
     yield from ()
@@ -75,7 +153,7 @@ def has_some(trainer: Trainer, publish: Publish) -> Problems:
 def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
     if trainer.lora is None or publish.adapters != "alone":
         return
-    from slimx.layout.adapters import SERVED, adapts
+    from slimx.extras.lora.targets import SERVED, adapts
 
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):

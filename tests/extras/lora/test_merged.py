@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.numerics.merged import Merged, merged
+from slimx.extras.lora.merged import Merged, merged
 
 ROWS, COLS, RANK, SCALE = 24, 40, 6, 1.5
 

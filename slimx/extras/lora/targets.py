@@ -10,9 +10,8 @@ from typing import Literal
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part, matrix
 from slimx.layout.table import Table
+from slimx.reshard.manifest import ADAPTER_PREFIX
 
-ROOT = "base_model.model."
-"""Beginning of the name that PEFT gives to every tensor of an adapter."""
 SERVED = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 """Targets whose adapters can be published alone, and the modules that engines adapt for them."""
 
@@ -49,7 +48,7 @@ def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
 
 def peft_name(source: str, letter: Literal["A", "B"]) -> str:
     """PEFT's name of A or B beside the module whose weight is the checkpoint's tensor `source`."""
-    return f"{ROOT}{source.removesuffix('.weight')}.lora_{letter}.weight"
+    return f"{ADAPTER_PREFIX}{source.removesuffix('.weight')}.lora_{letter}.weight"
 
 
 def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank: int) -> list[Part]:

@@ -33,10 +33,3 @@ def merged_room(plan: Plan, merges: Callable[[str], bool]) -> dict[int, int]:
     for rank, nbytes in zip(buckets[0].tolist(), room.tolist(), strict=True):
         out[rank] = max(out.get(rank, 0), int(nbytes))
     return out
-
-
-def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
-    """Bytes beside that memory while the largest weight is merged: its product in fp32, and that rounded to the
-    weight's dtype (`slimx.numerics.merged`)."""
-    elements = [(int(np.prod(p.shape, dtype=np.int64)), p.dtype) for p in plan.parameters if merges(p.name)]
-    return max((count * (4 if dtype == "float32" else 4 + ITEMSIZE[dtype]) for count, dtype in elements), default=0)

@@ -1,0 +1,1 @@
+"""Changes to megatron-core and SGLang that adapters need."""
