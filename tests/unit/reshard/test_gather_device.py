@@ -144,6 +144,7 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
     model = SimpleNamespace(
         parallel=SimpleNamespace(rank=PUBLISHER, device=DEVICE, host_group=None),
         weights=SimpleNamespace(parameters=held, attached=AttachedForm()),
+        on_moved=[],
         reload=lambda training: None,
     )
     export = WeightExport(model, PhaseMemory(ProcessMeter(), "generate"))
