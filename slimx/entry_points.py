@@ -1,5 +1,6 @@
 """Lookup of what extras and other packages add to slimx: entry points, in groups whose names begin with `slimx.`.
 
+    slimx.advantages        estimators of advantages that compare answers of the whole step
     slimx.agent_servers     servers of chat completions that agents sample through
     slimx.agents            agents: `rollout.options.agent`
     slimx.commands          commands of the command line: Typer apps
@@ -9,8 +10,10 @@
     slimx.foreign_names     names that other frameworks have for keys and values
     slimx.generate          generate hooks: `rollout.generate`
     slimx.hook_forms        hooks that were written for another program
+    slimx.learners          training of other models than policies, by the kind of their loss: `Learner`
     slimx.maps              mapping hooks: `rollout.map`
     slimx.numerics          arithmetic of trainer and engines: `numerics.mode`
+    slimx.objectives        modules with kinds and presets of section `algorithm`
     slimx.recoveries        answers to the loss of trainers: `Recovery`, or None
     slimx.reports           reports of finished runs
     slimx.rewards           reward hooks: `reward.function`

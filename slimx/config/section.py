@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -96,3 +96,17 @@ class Section(BaseModel):
     def _faultless(self) -> Self:
         refuse_faults(self._faults())
         return self
+
+
+class Objective(Section):
+    """An objective of section algorithm without parameters, or a user's hook."""
+
+    demonstrated: ClassVar[bool] = False
+    """True if it learns from whole answers, which may be those of prompts: it needs neither engines nor rewards."""
+    scores: ClassVar[bool] = False
+    """True if the model has a score in the place of logits."""
+    kind: str
+    """Name, or the dotted path of a hook."""
+
+    def __str__(self) -> str:
+        return self.kind

@@ -30,18 +30,11 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
-from slimx.rollout import demonstrations, preferences
 from slimx.rollout.client.teacher import check_taught
 from slimx.rollout.flow.replay import NO_HOOKS
 from slimx.rollout.hook_loading import Hooks, check_answers, check_generated, check_prompts, load_hooks
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 from slimx.trainer.model.check import check_transformer
-
-ANSWERED = (
-    (demonstrations.generate, demonstrations.check),
-    (preferences.generate, preferences.check),
-)
-"""Hooks that train the answers in a prompt, each with its check of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,10 +206,7 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         }
     for several in (by_source, eval_prompts):
         prompts = list(chain.from_iterable(several.values()))
-        for hook, check in ANSWERED:
-            for prompt in prompts if hooks.generate is hook else ():
-                check(tokenizer, prompt)
-        check_generated(hooks.generate, prompts)
+        check_generated(hooks.generate, prompts, tokenizer)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
         if hooks.reward is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from slimx import entry_points
+from slimx.algorithms.learner import learner_of
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
@@ -22,7 +23,6 @@ from slimx.observability.alerts.alerts import Alerts, alerting
 from slimx.observability.live.activity import FILE, Activity
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import (
-    PAIR_COLUMNS,
     PPO_COLUMNS,
     RL_COLUMNS,
     SFT_COLUMNS,
@@ -248,8 +248,8 @@ def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str,
 
 
 def _columns(config: Config) -> tuple[Column, ...]:
-    if config.algorithm.scores:
-        return PAIR_COLUMNS
+    if (learner := learner_of(config.algorithm)) is not None:
+        return learner.columns
     return PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS
 
 

@@ -172,17 +172,6 @@ def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
     yield from ()
 
 
-@rule("weights.reward_model", "trainer.load")
-def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
-    from slimx.models.files.megatron_directory import is_megatron
-
-    if algorithm.scores and is_megatron(weights):
-        yield (
-            f"a reward model cannot start from {weights}, which is Megatron-LM's; convert it with `slimx convert` and "
-            "give the Hugging Face directory"
-        )
-
-
 @rule("weights.critic_tensors", "critic.load")
 def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Problems:
     from slimx.models.files.megatron_directory import is_megatron

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, Union
+from typing import Any, ClassVar, Literal, Union
 
 from pydantic import Field
 
+from slimx import entry_points
 from slimx.config.rule import Refusal
-from slimx.config.section import MOST, Positive, Real, Section, Share, Weight
+from slimx.config.section import MOST, Objective, Positive, Real, Share, Weight
 from slimx.config.sections.correction import Correction
 
 
-class Objective(Section):
-    """An objective without parameters, or a user's hook."""
-
-    kind: str
-    """Name, or the dotted path of a hook."""
-
-    def __str__(self) -> str:
-        return self.kind
+class Sft(Objective):
+    demonstrated: ClassVar[bool] = True
 
 
 class Clipped(Objective):
@@ -100,11 +95,6 @@ class Gae(TokenRewards):
     """Decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic."""
 
 
-class Dpo(Objective):
-    beta: Positive = 0.1
-    """Inverse temperature of the preference."""
-
-
 ADVANTAGES: dict[str, type[Objective]] = {
     "grpo": Grpo,
     "rloo": Objective,
@@ -116,7 +106,6 @@ ADVANTAGES: dict[str, type[Objective]] = {
     "gdpo": Gdpo,
     "gigpo": Gigpo,
     "gae": Gae,
-    "dpo": Dpo,
     "none": Objective,
 }
 LOSSES: dict[str, type[Objective]] = {
@@ -128,13 +117,10 @@ LOSSES: dict[str, type[Objective]] = {
     "clip_cov": ClipCov,
     "kl_cov": KlCov,
     "plain": Objective,
-    "bradley_terry": Objective,
-    "sft": Objective,
+    "sft": Sft,
 }
 OBJECTIVES = {"advantages": ADVANTAGES, "loss": LOSSES}
 """Classes by key of section algorithm and by kind, first the default kind."""
-Advantages = Union[*ADVANTAGES.values()]
-Loss = Union[*LOSSES.values()]
 
 
 def check_kind(key: str, kind: str, known: Collection[str]) -> None:
@@ -207,10 +193,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {"old_logprobs": "recompute", "correction": Correction(kind="icepop", high=5.0)},
     "ppo": {"advantages": {"kind": "gae", "whiten": True}},
     "distillation": {"advantages": "none", "teacher_coef": 1.0},
-    "dpo": {"advantages": "dpo", "loss": "plain", "aggregation": "sum", "reference": True},
-    "bradley_terry": {"advantages": "none", "loss": "bradley_terry"},
     "sft": {"advantages": "none", "loss": "sft"},
 }
 """Values of `algorithm` keys by name; what is not here keeps the section's default."""
 
+for found in entry_points.load_all("slimx.objectives").values():
+    ADVANTAGES |= found.ADVANTAGES
+    LOSSES |= found.LOSSES
+    PRESETS |= found.PRESETS
+Advantages = Union[*ADVANTAGES.values()]
+Loss = Union[*LOSSES.values()]
 Name = Literal[*PRESETS]

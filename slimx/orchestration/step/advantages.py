@@ -20,7 +20,7 @@ async def estimate_advantages(
 ) -> dict[str, float]:
     """Let trainers and critic score a step's rows, and finish the advantages of these (`finish_advantages`)."""
     algorithm, rows = run.config.algorithm, [row for update in updates for row in update]
-    pairs = algorithm.advantages.kind == "dpo"
+    pairs = algorithm.advantages.demonstrated
     policy = await _logprobs(run, rows, "policy") if pairs else None
     reference = await _logprobs(run, rows, "reference") if pairs or algorithm.kl_reward_coef else None
     values = await run.critic.values(rows) if run.critic is not None else None

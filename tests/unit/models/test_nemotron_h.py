@@ -11,7 +11,7 @@ import pytest
 
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.objectives import Objective
+from slimx.config.sections.objectives import LOSSES
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import Sizes
@@ -177,7 +177,7 @@ def test_ranks_share_groups_of_heads_and_no_sequence(tmp_path: Path, sizes: dict
 def test_no_value_model_is_built_on_them(tmp_path: Path):
     spec = read(tmp_path, TINY)
     policy = run(tmp_path, "sft").algorithm
-    reward = policy.model_copy(update={"loss": Objective(kind="bradley_terry")})
+    reward = policy.model_copy(update={"loss": LOSSES["bradley_terry"](kind="bradley_terry")})
     for algorithm, critic, refusals in ((policy, None, 0), (policy, Critic(), 1), (reward, None, 1)):
         assert len([*has_no_values.ask(algorithm, critic, spec)]) == refusals
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from slimx.data.records import Prompt, Span
-from slimx.rollout import demonstrations, single_turn
+from slimx.extras.demonstrations import hook as demonstrations
+from slimx.rollout import single_turn
 from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
 from slimx.rollout.hook_loading import load_hooks

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from slimx.data.demonstrated import check_answer, encode_answer
 from slimx.data.messages import with_text
 from slimx.data.records import Prompt
 from slimx.data.tokens import check_prompts, encode_turns
 from slimx.extras.agents import tools
 from slimx.extras.agents.proxy.answer import spoken, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, gpt_oss, hermes
+from slimx.extras.demonstrations.answers import check_answer, encode_answer
 from slimx.rollout.hooks import GivenUp
 from tests.extras.agents.proxy_stand import CALL, PROMPT, TEMPLATE, Script, ask, rollout, said, text_of, tokenizer
 from tests.refusals import refused

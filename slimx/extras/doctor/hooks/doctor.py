@@ -57,7 +57,7 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> Examined:
         spec, tokenizer = configured_model(config), run_tokenizer(config)
         by_source = training_prompts(config, tokenizer, spec)
         prompts = [prompt for several in by_source.values() for prompt in several]
-        check_generated(hooks.generate, prompts)
+        check_generated(hooks.generate, prompts, tokenizer)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
     except SlimxError as error:

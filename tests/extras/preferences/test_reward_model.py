@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 
 from slimx.config.schema import Config
 from slimx.data.records import Prompt
+from slimx.extras.preferences.head import declare_score, write_score
+from slimx.extras.preferences.hook import check_pair
 from slimx.models.families import configured_model
-from slimx.models.files.score_head import declare_score, read_score, write_score
-from slimx.rollout.preferences import check_pair
+from slimx.trainer.value_trainer import read_score
 from tests.refusals import invalid, refused
 
 MODEL = Path("configs/moe/models/Qwen3-30B-A3B")

@@ -10,22 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from slimx.models.files.finite import check_finite
-from slimx.models.files.reader import CheckpointReader
 from slimx.models.headless import SCORE
 
 POLICY, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 """Ends of the names of architectures."""
-
-
-def read_score(directory: Path) -> torch.Tensor | None:
-    """The head in `directory`, [1, hidden]; None if it has none, such as a policy's."""
-    reader = CheckpointReader(directory)
-    if SCORE not in reader.names:
-        return None
-    head = reader.whole(SCORE)
-    check_finite(head, SCORE, reader.path)
-    return head
 
 
 def write_score(path: Path, weight: np.ndarray) -> list[str]:

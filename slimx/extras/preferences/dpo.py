@@ -16,10 +16,11 @@ import numpy as np
 from slimx.algorithms.advantages.group import mean
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
+from slimx.extras.preferences.objectives import Dpo
 
 
 def assign_preferences(
-    beta: float,
+    options: Dpo,
     groups: Sequence[Group],
     rows: Sequence[TrainingRow],
     policy: Sequence[np.ndarray],
@@ -52,9 +53,9 @@ def assign_preferences(
             sum(_log_ratio(rows[number], policy[number], reference[number]) for number in by_rollout[rollout])
             for rollout in (best, worst)
         )
-        margin = beta * (chosen - rejected)
+        margin = options.beta * (chosen - rejected)
         margins.append(margin)
-        strength = beta * np.exp(-np.logaddexp(0.0, margin))  # beta sigmoid(-margin)
+        strength = options.beta * np.exp(-np.logaddexp(0.0, margin))  # beta sigmoid(-margin)
         for rollout, sign in ((best, 1), (worst, -1)):
             for number in by_rollout[rollout]:
                 rows[number].advantages += np.float32(sign * strength)

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from slimx.algorithms.losses.value_loss import score_loss
+from slimx.algorithms.losses.value_loss import ValueInputs
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.models.families import ModelSpec
-from slimx.trainer.model.value_model import ScoreModel
+from slimx.trainer.model.value_model import ValueModel
 from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.value_trainer import ValueTrainer
+
+
+class ScoreModel(ValueModel):
+    """A reward model: only differences of scores are learned from, so that a bias would have noise for a gradient."""
+
+    BIAS = False
+
+
+def score_loss(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The function with the gradient of the Bradley-Terry loss, whose derivatives by the scores are known
+    (`slimx.extras.preferences.bradley_terry`); its value means nothing, so there are no metrics."""
+    scores = torch.where(inputs.weight > 0, inputs.predicted, 0.0)
+    return -(inputs.weight * inputs.advantages * scores).sum(), {}
 
 
 class RewardModelTrainer(ValueTrainer):

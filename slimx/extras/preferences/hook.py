@@ -4,14 +4,25 @@ Of each prompt `answer` is the chosen answer and `metadata.rejected` the rejecte
 the second. `metadata.margin` is how much higher a reward model is to score the first."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
-from slimx.data.demonstrated import check_answer, encode_answer
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
+from slimx.extras.demonstrations.answers import check_answer, encode_answer
+from slimx.rewards.needs import checks_prompts
 from slimx.rollout.hooks import RolloutContext
 
 
+def check(prompts: Iterable[Prompt], *, tokenizer: Any) -> None:
+    """Raise SlimxError for a prompt that is no pair, or with an answer that `encode_answer` refuses."""
+    for prompt in prompts:
+        check_pair(prompt)
+        for answer in (prompt.answer or "", prompt.metadata["rejected"]):
+            check_answer(tokenizer, prompt, answer)
+
+
+@checks_prompts(check)
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     """The prompt followed by one of its two answers as the chat template writes it, all of the answer trained; reward 1
     or 0."""
@@ -22,13 +33,6 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     trajectory = draft.finish()
     trajectory.reward = float(ctx.index == 0)
     return trajectory
-
-
-def check(tokenizer: Any, prompt: Prompt) -> None:
-    """Raise SlimxError for a prompt that is no pair, or with an answer that `encode_answer` refuses."""
-    check_pair(prompt)
-    for answer in (prompt.answer or "", prompt.metadata["rejected"]):
-        check_answer(tokenizer, prompt, answer)
 
 
 def check_pair(prompt: Prompt) -> None:
