@@ -14,6 +14,7 @@
     slimx.maps              mapping hooks: `rollout.map`
     slimx.numerics          arithmetic of trainer and engines: `numerics.mode`
     slimx.objectives        modules with kinds and presets of section `algorithm`
+    slimx.prompt_files      readers of prompts that are no JSON lines: `read_rows`
     slimx.recoveries        answers to the loss of trainers: `Recovery`, or None
     slimx.reports           reports of finished runs
     slimx.rewards           reward hooks: `reward.function`

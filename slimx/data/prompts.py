@@ -1,7 +1,7 @@
 """Prompts from a file, and the endless shuffled stream of them whose cursor a checkpoint keeps.
 
 One row is one prompt: `{"messages": [...]}` or `{"token_ids": [...]}`, and optionally `id`, `answer`, `metadata`,
-`tools` and `template`; rows of other forms are mapped first (`slimx.data.prompt_files.mapping`).
+`tools` and `template`; rows of other forms are mapped first (`slimx.data.mapping`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from slimx.data.mapping import RowMapping, fitting_fields, written
 from slimx.data.messages import with_text
-from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, written
-from slimx.data.prompt_files.rows import kind_of, read_rows, stem_of
 from slimx.data.records import Prompt
+from slimx.data.rows import kind_of, read_rows
 from slimx.data.saved.codec import encode
 from slimx.data.whole import as_whole
 from slimx.digest import fingerprint
@@ -97,8 +97,8 @@ def iter_prompts(
     """The prompts of `read_prompts`, one after the other: a wrong row raises when it is reached."""
     mapping = mapping or RowMapping()
     seen: dict[str, str] = {}
-    stem = stem_of(path)
-    for where, number, row in read_rows(path, subset, split):
+    stem, rows = read_rows(path, subset, split)
+    for where, number, row in rows:
         prompt = _prompt(mapping(row, where), f"{stem}:{number}", where)
         if prompt.id in seen:
             raise SlimxError(

@@ -17,7 +17,7 @@ from slimx.cluster.access import check_token
 from slimx.cluster.address import check_reachable
 from slimx.config.rule import all_rules, broken, refuse
 from slimx.config.schema import Config
-from slimx.data.prompt_files.mapping import make_mapping
+from slimx.data.mapping import make_mapping
 from slimx.data.prompts import iter_prompts
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, sizes_of

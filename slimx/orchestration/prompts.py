@@ -7,8 +7,8 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.config.sections.rollout import Rollout
+from slimx.data.mapping import make_mapping
 from slimx.data.mixed_source import MixedSource
-from slimx.data.prompt_files.mapping import make_mapping
 from slimx.data.prompts import DataSource, PromptSource, iter_prompts, read_prompts
 from slimx.data.records import Prompt
 from slimx.data.template import check_arguments, check_ends, with_template

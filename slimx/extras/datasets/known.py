@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from slimx.data.boxes import last_box
-from slimx.data.prompt_files.mapping import as_text, value_at
+from slimx.data.mapping import as_text, value_at
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, Policy
-from slimx.data.prompt_files.directories import matching
-from slimx.data.prompt_files.hub import HUB
 from slimx.errors import SlimxError
 from slimx.extras.datasets.command import rendered_lines
+from slimx.extras.datasets.files.directories import matching
+from slimx.extras.datasets.files.hub import HUB
 from slimx.extras.planner.plan.report import Planned, plan_report, predictions
 from slimx.extras.planner.plan.suggest import nearest_layout, suggest_layouts
 from slimx.extras.planner.plan.suggest_engines import suggest_engines

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
-from slimx.data.prompt_files.mapping import make_mapping
+from slimx.data.mapping import make_mapping
 from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools

@@ -13,8 +13,8 @@ from pyarrow import parquet
 
 from slimx.config.sections.prompts import Fields, PromptSet
 from slimx.config.sections.rollout import Rollout
+from slimx.data.mapping import RowMapping, fitting_fields, make_mapping
 from slimx.data.mixed_source import MixedSource
-from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, make_mapping
 from slimx.data.prompts import PromptSource, read_prompts
 from slimx.data.records import Prompt
 from slimx.orchestration.prompts import make_source, source_prompts

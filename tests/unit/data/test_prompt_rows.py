@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from slimx.config.sections.prompts import Fields
-from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, make_mapping
+from slimx.data.mapping import RowMapping, fitting_fields, make_mapping
 from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.datasets.known import AIME24

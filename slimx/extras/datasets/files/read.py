@@ -1,5 +1,5 @@
-"""Rows of JSONL, JSON, CSV, TSV, parquet and Arrow files, of directories of them, and of data sets of the Hugging Face
-Hub. Nothing is downloaded but what `hf://` names."""
+"""Rows of JSON, CSV, TSV, parquet and Arrow files, of directories of them, and of data sets of the Hugging Face Hub.
+Nothing is downloaded but what `hf://` names."""
 
 from __future__ import annotations
 
@@ -7,55 +7,48 @@ import csv
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from slimx import entry_points
-from slimx.data.prompt_files.directories import SUFFIXES, chosen_files, folder_columns, matching
-from slimx.data.prompt_files.hub import HUB, hub_files
-from slimx.data.prompt_files.tables import table_rows
+from slimx.data.rows import BOM, Row, as_row, json_lines
 from slimx.errors import SlimxError
+from slimx.extras.datasets.files.directories import SUFFIXES, chosen_files, folder_columns, matching
+from slimx.extras.datasets.files.hub import HUB, hub_files
+from slimx.extras.datasets.files.tables import table_rows
 
-Row = tuple[str, int, dict[str, Any]]
-"""The place of a row, for messages; its number, from 1; and its values by column."""
 DATASETS = "slimx.datasets"
 """Group of entry points: published data sets that a command writes as files of prompts, by name."""
-BOM = b"\xef\xbb\xbf"
-"""Mark that Excel and Windows' editors begin UTF-8 files with."""
 CELL = 2**26
 """Characters of a cell of CSV, at most; Python's own bound of 2**17 is less than a long document."""
 
 
-def read_rows(path: str | Path, subset: str | None = None, split: str | None = None) -> Iterator[Row]:
-    """Rows of a file, of the files that a pattern with * names, of a directory or of hf://OWNER/NAME, in order.
+def read(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
+    """Reads a file, the files that a pattern with * names, a directory or hf://OWNER/NAME, as `read_rows` returns it.
 
     `subset` and `split` choose files of the last two. Folders named COLUMN=VALUE give their files' rows a column.
-
-    Raises SlimxError naming the file, and the line or row, and what is wrong with it.
     """
     if str(path).startswith(HUB):
-        files, folder = hub_files(str(path), subset, split), None
-    elif (folder := Path(path)).is_dir():
-        files = chosen_files(folder, subset, split)
-    elif not (files := matching(folder)):
-        yield from _file_rows(folder)
-        return
+        name = "/".join(str(path).removeprefix(HUB).split("/")[1:])
+        return name, _numbered(hub_files(str(path), subset, split), None)
+    path = Path(path)
+    if path.is_dir():
+        return path.stem, _numbered(chosen_files(path, subset, split), path)
+    if files := matching(path):
+        return re.sub(r"\W*[*?\[].*", "", path.stem) or path.parent.name, _numbered(files, path)
+    return path.stem, _file_rows(path)
+
+
+def _numbered(files: Sequence[Path], folder: Path | None) -> Iterator[Row]:
+    """Rows of `files`, numbered on; below `folder` with the columns that folders stand for."""
     number = 0
     for file in files:
         columns = folder_columns(file, folder) if folder is not None else {}
         for where, _, row in _file_rows(file):
             number += 1
             yield where, number, columns | row
-
-
-def stem_of(path: str | Path) -> str:
-    """The name that rows without an id are numbered under."""
-    if str(path).startswith(HUB):
-        return "/".join(str(path).removeprefix(HUB).split("/")[1:])
-    return re.sub(r"\W*[*?\[].*", "", Path(path).stem) or Path(path).parent.name
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -76,7 +69,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
     elif ending == ".json" and _begins_array(path):
         yield from _array_rows(path)
     elif ending in ("", *SUFFIXES):
-        yield from _json_lines(path)
+        yield from json_lines(path)
     else:
         raise SlimxError(
             f"{path}: files that end in {path.suffix} are not read, but those in {', '.join(SUFFIXES)}; convert or "
@@ -104,44 +97,6 @@ def _instead_of(path: Path) -> str:
     return f"name a file of prompts, or write one with slimx data{hub if like_one else ''}"
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:  # bytes: text mode would also end lines at characters that JSON strings may hold
-        for number, line in enumerate(lines, 1):
-            if line := line.removeprefix(BOM).strip():
-                where = f"{path}, line {number}"
-                yield where, number, _object(line, where)
-
-
-def _object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        fields = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SlimxError(
-            f"{where}: not a JSON object ({error}); write one object per line", code="prompts.line", about=where
-        ) from error
-    return _as_row(fields, where)
-
-
-def _as_row(fields: Any, where: str) -> dict[str, Any]:
-    if not isinstance(fields, dict):
-        raise SlimxError(
-            f"{where}: holds {kind_of(fields)}, not a JSON object; write one object per line",
-            code="prompts.line",
-            about=where,
-        )
-    return fields
-
-
-def kind_of(value: Any) -> str:
-    """The kind of a value of JSON, as a sentence names it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
-
-
 def _array_rows(path: Path) -> Iterator[Row]:
     try:
         rows = msgspec.json.decode(path.read_bytes().removeprefix(BOM))
@@ -151,7 +106,7 @@ def _array_rows(path: Path) -> Iterator[Row]:
         ) from error
     for number, row in enumerate(rows, 1):
         where = f"{path}, row {number}"
-        yield where, number, _as_row(row, where)
+        yield where, number, as_row(row, where)
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from pyarrow import parquet
 
 from slimx.config.sections.prompts import Fields
-from slimx.data.prompt_files.mapping import RowMapping
+from slimx.data.mapping import RowMapping
 from slimx.data.prompts import read_prompts
 from tests.refusals import refused
 

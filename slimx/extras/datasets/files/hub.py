@@ -10,8 +10,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from slimx.data.prompt_files.directories import chosen_files
 from slimx.errors import SlimxError, raised
+from slimx.extras.datasets.files.directories import chosen_files
 
 HUB = "hf://"
 CONVERTED = "refs/convert/parquet"
