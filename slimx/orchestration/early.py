@@ -22,8 +22,8 @@ from slimx.data.prompts import iter_prompts
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import configured_model
+from slimx.models.files.formats import format_of
 from slimx.models.files.index import check_downloaded
-from slimx.models.files.megatron_directory import is_megatron
 from slimx.observability.live.run_lock import check_usable
 from slimx.orchestration.prompts import check_order, first_prompt, source_prompts
 from slimx.orchestration.state.directory import EVALUATIONS, check_generation, finished, resume_point
@@ -55,10 +55,10 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     given = checkpoint or (Path(config.trainer.load) if config.trainer.load else None)
     if given is not None:
         name = "checkpoint" if checkpoint else "trainer.load"
-        if is_megatron(given):
+        if format_of(given) is not None:
             raise SlimxError(
-                f"{name}: {given} is Megatron-LM's, and engines load Hugging Face directories; convert it (slimx "
-                "convert megatron-to-hf), or export one while training (checkpoint.export_every)",
+                f"{name}: engines load Hugging Face directories, and {given} is none; convert it (slimx convert), or "
+                "export one while training (checkpoint.export_every)",
                 code="engines.weights",
                 about=name,
             )

@@ -160,11 +160,11 @@ def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
 
 @rule("weights.tensors", "trainer.load")
 def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
-    from slimx.models.files.megatron_directory import check_fit, is_megatron
+    from slimx.models.files.formats import format_of
     from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
 
-    if is_megatron(weights):
-        check_fit(weights, spec.table, prediction=spec.prediction_layers)
+    if (found := format_of(weights)) is not None:
+        found.check(weights, spec)
     else:
         reader = CheckpointReader(weights)
         reader.check(spec.table)
@@ -174,12 +174,12 @@ def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
 
 @rule("weights.critic_tensors", "critic.load")
 def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Problems:
-    from slimx.models.files.megatron_directory import is_megatron
+    from slimx.models.files.formats import format_of
     from slimx.models.files.reader import CheckpointReader
 
     if critic_spec is None or critic_weights is None:
         return
-    if is_megatron(critic_weights):
-        yield f"the critic cannot start from {critic_weights}, which is Megatron-LM's; give a Hugging Face directory"
+    if format_of(critic_weights) is not None:
+        yield f"the critic cannot start from {critic_weights}; convert it, and give the Hugging Face directory"
     else:
         CheckpointReader(critic_weights).check(critic_spec.table)

@@ -18,10 +18,10 @@ from slimx.extras.convert.formats.torch_dist import ToMegatron
 from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader
 from slimx.extras.convert.sources import Overlay
 from slimx.extras.convert.target import Target, parse_layout
+from slimx.extras.megatron_files.directory import find_checkpoint, numbers_layers
 from slimx.layout.stored import stored
 from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.fields import without_quantisation
-from slimx.models.files.megatron_directory import find_checkpoint, numbers_layers
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.plan.precision import Quantisation, Rule

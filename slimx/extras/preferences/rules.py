@@ -78,10 +78,10 @@ def pairs_held_out(algorithm: Algorithm, eval: Eval) -> Problems:
 
 @rule("weights.reward_model", "trainer.load")
 def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
-    from slimx.models.files.megatron_directory import is_megatron
+    from slimx.models.files.formats import format_of
 
-    if algorithm.scores and is_megatron(weights):
+    if algorithm.scores and format_of(weights) is not None:
         yield (
-            f"a reward model cannot start from {weights}, which is Megatron-LM's; convert it with `slimx convert` and "
-            "give the Hugging Face directory"
+            f"a reward model cannot start from {weights}, which is no Hugging Face directory; convert it with `slimx "
+            "convert` and give that"
         )

@@ -19,7 +19,7 @@ from slimx.data.saved.trained_tokens import TrainedTokens
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
-from slimx.models.files.megatron_directory import is_megatron
+from slimx.models.files.formats import format_of
 from slimx.models.files.writer import finish_directory, shard_name
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.ranks.group import RankGroup
@@ -306,9 +306,9 @@ class TrainerGroup(RankGroup):
         return [(stored[place.data * len(stages) + place.pipeline],) for place in places]
 
     def _carried_from(self) -> Path | None:
-        """The directory of tensors that trainers do not hold: a Megatron-LM directory has none of them."""
+        """The directory of tensors that trainers do not hold: a directory of another form has none of them."""
         weights = Path(self.config.initial_weights)
-        if not is_megatron(weights):
+        if format_of(weights) is None:
             return weights
         own = Path(self.config.model.path)
         return own if any(own.glob("*.safetensors")) else None

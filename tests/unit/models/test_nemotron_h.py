@@ -12,11 +12,11 @@ import pytest
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.objectives import LOSSES
+from slimx.extras.megatron_files.directory import numbers_layers, places
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, nemotron_h, read_model
-from slimx.models.files.megatron_directory import numbers_layers, places
 from slimx.models.state_space import layers_of
 from slimx.rules.layout import check_layout, has_no_values
 from slimx.rules.unproven import unproven_layers

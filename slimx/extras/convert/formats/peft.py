@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats.torch_dist_reader import read_whole
+from slimx.extras.megatron_files.directory import TensorPlace, find_checkpoint, places
 from slimx.layout.adapters import ROOT
 from slimx.models.families import ModelSpec, read_model
-from slimx.models.files.megatron_directory import TensorPlace, find_checkpoint, places
 from slimx.models.files.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
 from slimx.models.files.safe_pickle import read_metadata
 

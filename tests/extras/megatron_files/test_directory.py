@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slimx.errors import SlimxError
-from slimx.models.files.megatron_common import read_common, saved_vocabulary
-from slimx.models.files.megatron_directory import TRACKER, find_checkpoint, is_megatron
+from slimx.extras.megatron_files.common import read_common, saved_vocabulary
+from slimx.extras.megatron_files.directory import find_checkpoint, is_megatron
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
+from slimx.models.files.torch_dist import TRACKER
 from tests.refusals import refused
 
 

@@ -1,18 +1,20 @@
-"""Arguments and iteration in a torch_dist checkpoint, which Megatron-LM reads first: `common.pt`, or since
-megatron-core 0.19 an object among the tensors. slimx writes `common.pt`, which both read."""
+"""Names and arguments in checkpoints of runs, which are those of Megatron-LM: torch_dist, with arguments and iteration
+in `common.pt`. Source of the names: megatron/training/checkpointing.py of Megatron-LM, core_r0.16.0."""
 
 from __future__ import annotations
 
 import argparse
-import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+TRACKER = "latest_checkpointed_iteration.txt"
 VERSION = 3.0
 """Megatron-LM's `checkpoint_version`: the order of query, key and value in a fused weight."""
-_OBJECT = "common_state/shard_0_1"
-"""Key of the object: a list whose only element is what `common.pt` would hold."""
+_HEADS_NORM = re.compile(r"(?<=\.self_attention\.out_norm\.)weight$")
+"""End of the key of a delta net's norm of heads. megatron-core 0.19.2 builds it centred on zero, as all norms of such a
+model, and Megatron-Bridge stores what its factor exceeds 1 by; the factor of Hugging Face's is the weight itself."""
 
 
 def preloaded(
@@ -56,25 +58,22 @@ def preloaded(
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """Read what the torch_dist checkpoint `path` says of itself; no class but the arguments' is let in."""
+    """Read `common.pt` of the checkpoint `path`; no class but the arguments' is let in."""
     import torch
 
-    from slimx.models.files.safe_pickle import read_object, safe_classes
+    from slimx.models.files.safe_pickle import safe_classes
 
-    file = path / "common.pt"
-    inside = None if file.is_file() else read_object(path, _OBJECT)
     with safe_classes(argparse.Namespace):
-        if inside is None:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        return torch.load(io.BytesIO(inside), map_location="cpu", weights_only=True)[0]
+        return torch.load(path / "common.pt", map_location="cpu", weights_only=True)
 
 
-def saved_vocabulary(path: Path) -> int | None:
-    """Tokens of the model in the torch_dist checkpoint `path`, without padding, by Megatron-LM's `args.vocab_size`;
-    None where its arguments do not say, or hold classes that are not let in."""
-    try:
-        vocabulary = getattr(read_common(path)["args"], "vocab_size", None)
-    # The arguments of other systems hold nearly any class, and a damaged file raises nearly anything.
-    except Exception:
-        return None
-    return vocabulary if isinstance(vocabulary, int) else None
+def iteration_name(step: int) -> str:
+    """Directory of the checkpoint after step `step`."""
+    return f"iter_{step:07d}"
+
+
+def factor_key(key: str) -> str | None:
+    """Returns slimx's key for the factors of a norm of which `key` holds what they exceed 1 by; None for other keys.
+
+    Few factors survive that in bf16, and not all in fp32: slimx writes both, and reads its own where it is."""
+    return _HEADS_NORM.sub("factor", key) if _HEADS_NORM.search(key) else None

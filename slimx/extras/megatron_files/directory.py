@@ -4,7 +4,7 @@
     iter_0000012/  or  release/            torch_dist: .metadata, metadata.json, common.pt, *.distcp
 
 slimx writes the same (slimx/orchestration/state/saves.py). Source of the names: megatron/training/checkpointing.py of
-Megatron-LM, core_r0.16.0. Nothing is loaded here; `slimx/trainer/checkpoint/load.py` does that.
+Megatron-LM, core_r0.16.0. Nothing is loaded here; `load.py` does that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Entry, Table
 from slimx.models.files.index import read_object
-from slimx.models.files.megatron_common import saved_vocabulary
+from slimx.models.files.torch_dist import TRACKER, factor_key, iteration_name
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _CONVOLUTION = re.compile(r"(?<=\.mixer\.)conv1d_")
 """A Mamba-2 layer's convolution, which checkpoints have called a module since it was one."""
 RUN_STATE = "slimx"
@@ -46,21 +45,6 @@ _PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
 """Part of a key that names a norm over all heads. megatron-core has none: slimx puts its own where the norm per head
 would be, slime (slime_plugins/models/minimax_m2.py) beside it as `q_norm` and `k_norm`."""
-_HEADS_NORM = re.compile(r"(?<=\.self_attention\.out_norm\.)weight$")
-"""End of the key of a delta net's norm of heads. megatron-core 0.19.2 builds it centred on zero, as all norms of such a
-model, and Megatron-Bridge stores what its factor exceeds 1 by; the factor of Hugging Face's is the weight itself."""
-
-
-def factor_key(key: str) -> str | None:
-    """Returns slimx's key for the factors of a norm of which `key` holds what they exceed 1 by; None for other keys.
-
-    Few factors survive that in bf16, and not all in fp32: slimx writes both, and reads its own where it is."""
-    return _HEADS_NORM.sub("factor", key) if _HEADS_NORM.search(key) else None
-
-
-def iteration_name(step: int) -> str:
-    """Directory of the checkpoint after step `step`."""
-    return f"iter_{step:07d}"
 
 
 def is_megatron(path: Path) -> bool:
@@ -166,6 +150,8 @@ def _padded(path: Path, key: str, found: tuple[int, ...], wanted: tuple[int, ...
     tokens there are; else padding is what a usual multiple gives."""
     if key not in _PADDED or found[1:] != wanted[1:] or found[0] < wanted[0]:
         return False
+    from slimx.extras.megatron_files.common import saved_vocabulary  # here: it imports torch
+
     vocabulary = saved_vocabulary(path)
     if vocabulary is not None:
         return vocabulary == wanted[0]
