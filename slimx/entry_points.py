@@ -7,7 +7,7 @@
     slimx.commands            commands of the command line: Typer apps
     slimx.datasets            published data sets that `slimx data` writes
     slimx.environments        environments: `rollout.options.environment`
-    slimx.event_receivers     destinations of a run's events
+    slimx.event_receivers     receivers of a run's events: `Events`
     slimx.foreign_names       names that other frameworks have for keys and values
     slimx.generate            generate hooks: `rollout.generate`
     slimx.hook_forms          hooks that were written for another program

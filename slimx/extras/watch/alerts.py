@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from slimx import entry_points
+from slimx.config.schema import Config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.observability.alerts.events import Event, Kind
-from slimx.observability.alerts.signal import STEPS, said_again, without_signal
-from slimx.observability.live.pace import Pace, pace
+from slimx.extras.watch.event import Event
+from slimx.extras.watch.pace import Pace, pace
+from slimx.observability.events import Events, Kind
+from slimx.observability.tracking.signal import GROUPS, STEPS
 
-RECEIVERS = "slimx.event_receivers"
-"""Group of entry points: receivers of events, by the key of section `track` that has their address."""
+AFTER = 5
+"""Steps in a row without a signal after which a run says so."""
 
 
-class Webhook(Protocol):
+class Receiver(Protocol):
     """A receiver of events."""
 
     def send(self, event: Event) -> None:
@@ -31,16 +32,14 @@ class Webhook(Protocol):
         ...
 
 
-class Alerts:
+class Alerts(Events):
     """The events of one run. Without a webhook a stall is still noted."""
 
     def __init__(self, name: str, directory: Path, note: Callable[[str], None], *, factor: float, at_least: float):
         """`note` gets messages on stalls and steps without a signal, and at the end of events that were not delivered.
         `factor`, `at_least`: of `track.stall`."""
-        self.webhook: Webhook | None = None
+        self.webhook: Receiver | None = None
         self.note = note
-        self.step: int | None = None
-        """The step in progress."""
         self._name, self._directory, self._stall = name, directory, {"factor": factor, "at_least": at_least}
         self._told: tuple[str, int] | None = None
         """Phase and number of the stall that was told."""
@@ -102,7 +101,9 @@ class Alerts:
 def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
     """Send the events of the block to `url`, and what ends it early; None: to nobody."""
     if url is not None:
-        alerts.webhook = entry_points.load(RECEIVERS, "webhook")(url)
+        from slimx.extras.watch.webhook import Webhook  # imports requests
+
+        alerts.webhook = Webhook(url)
     try:
         yield
     except BaseException as error:
@@ -112,6 +113,40 @@ def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
         raise
     finally:
         alerts.close()
+
+
+@contextmanager
+def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]:
+    """As `slimx.observability.events.open_events`."""
+    stall = config.track.stall
+    alerts = Alerts(config.run.name, Path(config.run.dir), note, factor=stall.factor, at_least=stall.at_least)
+    with alerting(alerts, config.track.webhook):
+        yield alerts
+
+
+def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Sentences about the policies whose steps have been without a signal for `AFTER` steps or more, by the prefix of
+    their metrics, from the metrics of the last step."""
+    out = {}
+    for key, steps in metrics.items():
+        if not key.endswith(STEPS) or (steps or 0) < AFTER:
+            continue
+        prefix = key.removesuffix(STEPS)
+        same = metrics.get(prefix + GROUPS) == 1
+        why = "all rollouts of each group earn the same" if same else "the gradient is 0"
+        reward = metrics.get(prefix + "reward/mean")
+        shown = "" if reward is None else f", {prefix}reward/mean {reward:.4g}"
+        out[prefix] = (
+            f"no signal for {steps:.0f} steps, {why}{shown}; "
+            "docs/guides/when-it-goes-wrong.md says under Groups without a signal what helps"
+        )
+    return out
+
+
+def said_again(steps: float) -> bool:
+    """Returns True after `AFTER` steps, and again whenever they have doubled."""
+    times, rest = divmod(int(steps), AFTER)
+    return times > 0 and rest == 0 and times & (times - 1) == 0
 
 
 def _stalled(at: Pace, activity: Mapping[str, Any]) -> str:
