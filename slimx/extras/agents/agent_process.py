@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
-from slimx.runtime.asyncio_processes import ended
+from slimx.extras.agents.asyncio_processes import ended
 from slimx.runtime.children import bypass_proxies
 from slimx.runtime.logs import how_ended
 from slimx.runtime.process import guarded_argv, kill_descendants

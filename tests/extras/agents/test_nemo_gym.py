@@ -15,9 +15,9 @@ from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
 from slimx.extras.agents.hubs import nemo_gym
+from slimx.extras.http.answers import MAX_ANSWER
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext
-from slimx.runtime.answers import MAX_ANSWER
 from tests.extras.agents.served import program, stand_in
 from tests.extras.agents.tool_stand import context
 from tests.extras.boxes.calls import calling

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from slimx.runtime.connections import Connections
+from slimx.extras.http.connections import Connections
 
 HANGS_S = 120.0
 
@@ -135,7 +135,7 @@ def test_a_lack_of_descriptors_is_reported_once():
     program = textwrap.dedent("""
         import asyncio
         from aiohttp import web
-        from slimx.runtime.connections import Connections
+        from slimx.extras.http.connections import Connections
 
         async def main():
             server = await Connections(most=10**6, idle=600).listen(web.Application(), "127.0.0.1", 0)

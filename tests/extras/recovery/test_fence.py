@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from slimx.cluster import fence as fencing
-from slimx.cluster.fence import fence
+from slimx.extras.recovery import fence as fencing
+from slimx.extras.recovery.fence import fence
 from tests.refusals import refused
 
 SLEEP = "import time; time.sleep(600)"
