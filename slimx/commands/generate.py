@@ -36,7 +36,7 @@ from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.tickets import Batch, Dropped
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 
 def run_generation(config: Config, console: Console) -> Path:

@@ -34,7 +34,7 @@ Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A deadline or an interval; a year at most."""
 MOST = 1e12
 """Largest magnitude of a real number. It exceeds any ratio of probabilities that is formed
-(slimx/algorithms/losses/ratios.py): as a bound of ratios it is none."""
+(slimx/algorithms/inputs.py): as a bound of ratios it is none."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A rate, temperature or bound that 0 would make meaningless; also MiB and GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]

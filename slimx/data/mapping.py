@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from slimx.config.sections.prompts import Fields
+from slimx.config.sections.rollout import Fields
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from slimx.layout.parts import Part
-from slimx.layout.stored import stored
-from slimx.layout.table import Entry, Row, Table
+from slimx.layout.table import Entry, Row, Table, stored
 
 
 def rounds(row: Row) -> bool:

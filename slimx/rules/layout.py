@@ -9,7 +9,7 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_keys
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
-from slimx.layout.deep_ep import deep_ep_lacks
+from slimx.layout.kernels import deep_ep_lacks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,7 @@ import sys
 
 from slimx.runtime.allocator import set_expandable_segments, set_pinned_sizes
 from slimx.runtime.children import clean_environment
-from slimx.runtime.nvshmem import NVSHMEM
-from slimx.runtime.toolkit import set_build_tools
+from slimx.runtime.toolkit import NVSHMEM, set_build_tools
 
 
 def prepare_process(

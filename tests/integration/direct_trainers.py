@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.cluster.waiting import gather
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.table import checkpoint_parts
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer

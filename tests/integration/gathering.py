@@ -13,8 +13,8 @@ def write_tensors(
     `merging`: as `Packer` takes it."""
     import torch.distributed as dist
 
-    from slimx.layout.checkpoint import checkpoint_parts
     from slimx.layout.megatron import MegatronLayout
+    from slimx.layout.table import checkpoint_parts
     from slimx.models.files.writer import write_bucket
     from slimx.reshard.pack.gather import PUBLISHER, Gatherer
     from slimx.reshard.pack.packer import Packer, describe

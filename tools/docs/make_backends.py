@@ -28,7 +28,7 @@ from slimx.config.sections.engines import Engines
 from slimx.engines.server.launch import prepare, prepare_imports
 from slimx.engines.server.spec import engine_spec, server_args
 from slimx.extras.convert.formats.fp8 import with_quantisation
-from slimx.layout.engine_kernels import unpublishable
+from slimx.layout.kernels import unpublishable
 from slimx.models.families import read_model
 from slimx.reshard.plan.precision import Quantisation
 

@@ -9,16 +9,17 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from slimx.config.rule import Refusal
 from slimx.config.section import Count, Objective, PathText, Positive, Real, Section, Weight
-from slimx.config.sections.correction import Correction, Rejection
 from slimx.config.sections.objectives import (
     OBJECTIVES,
     PRESETS,
     Advantages,
     ClipCov,
+    Correction,
     Grpo,
     KlCov,
     Loss,
     Name,
+    Rejection,
     TokenRewards,
     check_kind,
     read_objective,

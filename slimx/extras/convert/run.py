@@ -19,7 +19,7 @@ from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader
 from slimx.extras.convert.sources import Overlay
 from slimx.extras.convert.target import Target, parse_layout
 from slimx.extras.megatron_files.directory import find_checkpoint, numbers_layers
-from slimx.layout.stored import stored
+from slimx.layout.table import stored
 from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.fields import without_quantisation
 from slimx.models.files.reader import CheckpointReader

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from slimx import entry_points
-from slimx.config.sections.prompts import Fields
+from slimx.config.sections.rollout import Fields
 from slimx.data.mapping import fitting_fields, make_mapping, written
 from slimx.data.prompts import KEYS, read_prompts
 from slimx.data.records import Prompt

@@ -18,7 +18,7 @@ from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.run import Run
 from slimx.rollout.flow.rollouts import GroupOutcome
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 from slimx.trainer.step.metrics import combine
 
 

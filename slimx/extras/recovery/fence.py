@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimx.errors import PartLost
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 END_S = 20.0
 """Seconds in which a killed process must have ended: longer, and a driver or a file system holds it."""

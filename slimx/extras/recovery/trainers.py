@@ -40,9 +40,8 @@ from slimx.orchestration.ranks.watch import local_pids, watch_ranks
 from slimx.orchestration.recovery import Recovery, Replan
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
-from slimx.orchestration.state.references import reference_path, reference_step
-from slimx.runtime.tasks import race
-from slimx.runtime.threads import in_thread
+from slimx.orchestration.step.reference import reference_path, reference_step
+from slimx.runtime.tasks import in_thread, race
 
 
 class TrainerRecovery(Recovery):

@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
-from slimx.layout.stored import Stored, stored
-from slimx.layout.table import Table
+from slimx.layout.table import Stored, Table, stored
 from slimx.models.files import int4, mxfp4
 from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, Dequantise, block_of, dequantise, scales_shape
 from slimx.models.files.finite import check_finite

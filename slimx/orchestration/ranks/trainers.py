@@ -31,7 +31,7 @@ from slimx.reshard.pack.packer import describe
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 from slimx.trainer.worker import TrainerWorker
 
 

@@ -31,7 +31,7 @@ from slimx.observability.tracking.signal import Signal
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import Tracker, make_tracker
 from slimx.rollout.flow.tickets import Batch, Dropped
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 
 class Records:

@@ -12,7 +12,7 @@ from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.orchestration.run import Run
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 
 async def estimate_advantages(

@@ -10,14 +10,13 @@ from typing import Any
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.adapters import adapter_parts, adapter_targets
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
-from slimx.layout.engine_kernels import PLAIN
+from slimx.layout.kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes, engine_sizes, sizes_of
 from slimx.layout.rounded import in_int4
-from slimx.layout.table import Table
+from slimx.layout.table import Table, checkpoint_parts
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, compile_plan

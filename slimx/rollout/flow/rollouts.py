@@ -42,7 +42,7 @@ from slimx.rollout.hooks import (
     logged_twice,
     seed_of,
 )
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 
 STRAGGLER = "straggler"
 """Reason of a group that was given up, unfinished, because a batch would have waited for it too long."""

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 from pyarrow import parquet
 
-from slimx.config.sections.prompts import Fields
+from slimx.config.sections.rollout import Fields
 from slimx.data.mapping import RowMapping
 from slimx.data.prompts import read_prompts
 from tests.refusals import refused

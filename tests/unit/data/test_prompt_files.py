@@ -11,8 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from slimx.config.sections.prompts import Fields, PromptSet
-from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.rollout import Fields, PromptSet, Rollout
 from slimx.data.mapping import RowMapping, fitting_fields, make_mapping
 from slimx.data.mixed_source import MixedSource
 from slimx.data.prompts import PromptSource, read_prompts

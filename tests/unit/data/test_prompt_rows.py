@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from slimx.config.sections.prompts import Fields
+from slimx.config.sections.rollout import Fields
 from slimx.data.mapping import RowMapping, fitting_fields, make_mapping
 from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt

@@ -12,9 +12,9 @@ import ray
 from slimx.cluster import waiting
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.errors import PartLost, SlimxError
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
+from slimx.layout.table import checkpoint_parts
 from slimx.reshard.direct.agent import LinkError
 from slimx.reshard.direct.copies import SentBucket
 from slimx.reshard.direct.offer import Offer

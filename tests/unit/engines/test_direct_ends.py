@@ -15,8 +15,8 @@ import torch
 
 from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receivers_of
 from slimx.engines.server.nodes import DirectEnd
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.table import checkpoint_parts
 from slimx.reshard.direct import receiver, sender
 from slimx.reshard.direct.copies import SentBucket, shares_of, together
 from slimx.reshard.direct.offer import Offer

@@ -12,14 +12,13 @@ import torch
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Deinterleave, Once
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, check_coverage
 from slimx.layout.patterns import select
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.models.families import gpt_oss, read_model
 from slimx.models.flops import sequence_flops
 from slimx.reshard.plan.copy_plan import compile_plan

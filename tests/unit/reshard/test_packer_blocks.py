@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.rounded import in_int4
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.plan.copy_plan import compile_plan

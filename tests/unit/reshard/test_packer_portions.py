@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from slimx.extras.planner.memory.direct import packed_on_gpu
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.layout.rounded import in_int4
+from slimx.layout.table import checkpoint_parts
 from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.packer import PORTION, Packer
