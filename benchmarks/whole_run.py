@@ -12,9 +12,9 @@ from slimx.config.sections.policies import ACTOR
 from slimx.observability.events import Events
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.batches import longest_trajectory
-from slimx.orchestration.prepare import Prepared
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.service import EngineService
+from slimx.orchestration.start.prepare import Prepared
 from slimx.orchestration.state.recording import Records
 from slimx.trainer.worker import TrainerWorker
 

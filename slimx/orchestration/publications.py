@@ -13,8 +13,8 @@ from slimx.engines.delivery.direct import DirectDelivery, DirectSource, receiver
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
+from slimx.orchestration.engines.shared import SharedEngines
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.shared_engines import SharedEngines
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
 from slimx.reshard.manifest import Encoding, Manifest

@@ -32,21 +32,21 @@ from slimx.observability.live.table import (
 )
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
+from slimx.orchestration.engines.reach import check_reach
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
-from slimx.orchestration.prepare import Prepared, PreparedPolicy, check_run, make_plans
-from slimx.orchestration.prompts import check_order
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import watch_ranks
-from slimx.orchestration.reach import check_reach
 from slimx.orchestration.recovery import make_recovery
 from slimx.orchestration.run import Run
-from slimx.orchestration.service import EngineService
-from slimx.orchestration.starting import Starting
+from slimx.orchestration.start.prepare import Prepared, PreparedPolicy, check_run, make_plans
+from slimx.orchestration.start.prompts import check_order
+from slimx.orchestration.start.starting import Starting
 from slimx.orchestration.state.directory import begun, check_start, finished, resume_point, unused, write_config
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of

@@ -132,7 +132,7 @@ def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
 def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> Problems:
     """The group gets the policy's token ids. Of servers that run already the texts are compared when the run starts
     (`slimx.rollout.client.teacher.check_vocabulary`)."""
-    from slimx.data.tokens import load_tokenizer  # imports transformers, which a plan does without
+    from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which a plan does without
 
     for group in rollout.frozen_engines:
         if group.name not in algorithm.served_teachers or group.urls:

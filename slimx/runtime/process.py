@@ -266,9 +266,9 @@ if __name__ == "__main__":
 
 
 class StopWatch:
-    """Finds the stopped (as by SIGSTOP) among the descendants of a guard, and its owner if that is a worker of Ray: they
-    never answer, and nothing says so to those that wait. A busy process is in another state, however long it is silent,
-    and so is one that a debugger or a profiler holds."""
+    """Finds those that are stopped (as by SIGSTOP) among the descendants of a guard, and its owner if that is a worker
+    of Ray: they never answer, and nothing says so to those that wait. A busy process is in another state, however long
+    it is silent, and so is one that a debugger or a profiler holds."""
 
     def __init__(self, guard: int, owner: int):
         self._guard, self._owner = psutil.Process(guard), owner

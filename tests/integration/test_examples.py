@@ -15,8 +15,8 @@ import pytest
 
 from examples import debate, fan_out, judge, single_turn, two_turn
 from slimx.config.schema import Config
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Prompt, Trajectory
-from slimx.data.tokens import load_tokenizer
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.router import Router
 from slimx.extras.agents import multi_turn

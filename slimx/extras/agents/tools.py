@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from slimx.data.chat.tokens import encode_turns
 from slimx.data.records import Prompt, Trajectory
-from slimx.data.tokens import encode_turns
 from slimx.dotted import imported
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, written

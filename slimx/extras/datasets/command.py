@@ -13,12 +13,12 @@ import typer
 
 from slimx import entry_points
 from slimx.config.sections.rollout import Fields
-from slimx.data.mapping import fitting_fields, make_mapping, written
-from slimx.data.prompts import KEYS, read_prompts
+from slimx.data.chat.template import check_arguments, check_ends, with_template
+from slimx.data.chat.tokens import encode_prompt, load_tokenizer
+from slimx.data.prompts.mapping import fitting_fields, make_mapping, written
+from slimx.data.prompts.read import KEYS, read_prompts
+from slimx.data.prompts.rows import read_rows
 from slimx.data.records import Prompt
-from slimx.data.rows import read_rows
-from slimx.data.template import check_arguments, check_ends, with_template
-from slimx.data.tokens import encode_prompt, load_tokenizer
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.extras.datasets.files.read import DATASETS

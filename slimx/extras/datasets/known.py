@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slimx.data.mapping import as_text, value_at
+from slimx.data.prompts.mapping import as_text, value_at
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared.boxes import last_box

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from slimx.data.chat.responses import THOUGHT_BEGINS, THOUGHT_ENDS
+from slimx.data.chat.tokens import MARKER, answered, special_ids, templated
 from slimx.data.records import Prompt
-from slimx.data.responses import THOUGHT_BEGINS, THOUGHT_ENDS
-from slimx.data.tokens import MARKER, answered, special_ids, templated
 from slimx.errors import SlimxError
 
 if TYPE_CHECKING:

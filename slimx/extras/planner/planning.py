@@ -24,7 +24,7 @@ from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
 from slimx.models.state_space import layers_of
 from slimx.numerics.mode import mode_of
-from slimx.orchestration.prompts import first_prompt, run_tokenizer
+from slimx.orchestration.start.prompts import first_prompt, run_tokenizer
 from slimx.preflight.hardware import machine_of
 from slimx.trainer.device.backends import choose_backends, installed
 

@@ -17,8 +17,8 @@ from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
 from slimx.config.sections.policies import prefix_of
+from slimx.data.chat.responses import read_response
 from slimx.data.records import Group, Prompt
-from slimx.data.responses import read_response
 from slimx.data.saved.step_files import StepFiles
 from slimx.data.saved.trained_tokens import TrainedTokens
 from slimx.errors import SlimxError

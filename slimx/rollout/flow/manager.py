@@ -21,7 +21,7 @@ from dataclasses import asdict
 from typing import Any
 
 from slimx.config.schema import Config
-from slimx.data.prompts import DataSource, Outcome
+from slimx.data.prompts.read import DataSource, Outcome
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, PartLost, SlimxError, raised
 from slimx.rollout.flow.progress import GroupProgress

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slimx.data.mapping import make_mapping
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.mapping import make_mapping
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
 from slimx.extras.agents.hubs import nemo_gym

@@ -18,7 +18,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 from aiohttp import web
 
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt, Trajectory
 from slimx.extras.agents import agent
 from slimx.extras.agents.hubs import verifiers

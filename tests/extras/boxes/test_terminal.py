@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
-from slimx.data.mapping import make_mapping
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.mapping import make_mapping
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
 from slimx.extras.boxes import roots

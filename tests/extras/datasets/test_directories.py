@@ -11,8 +11,8 @@ from huggingface_hub import constants
 from pyarrow import parquet
 
 from slimx.config.sections.rollout import Fields
-from slimx.data.mapping import RowMapping
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.mapping import RowMapping
+from slimx.data.prompts.read import read_prompts
 from tests.refusals import refused
 
 FIELDS = Fields(prompt="question", answer="answer")

@@ -19,10 +19,10 @@ from slimx.engines.outage import EnginesTurn, Outage
 from slimx.layout.ranks import Sizes
 from slimx.observability.events import Events
 from slimx.observability.live.table import LiveTable
-from slimx.orchestration.prepare import ServedPolicy, Sources
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.run import Run
-from slimx.orchestration.service import EngineService
+from slimx.orchestration.start.prepare import ServedPolicy, Sources
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves
 from slimx.reshard.parties import NoReceiverLeft

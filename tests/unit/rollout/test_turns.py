@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slimx.data.messages import with_text
+from slimx.data.chat.messages import with_text
+from slimx.data.chat.tokens import check_prompts, encode_turns
 from slimx.data.records import Prompt
-from slimx.data.tokens import check_prompts, encode_turns
 from slimx.extras.agents import tools
 from slimx.extras.agents.proxy.answer import spoken, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, gpt_oss, hermes

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from slimx import entry_points
-from slimx.data.rows import BOM, Row, as_row, json_lines
+from slimx.data.prompts.rows import BOM, Row, as_row, json_lines
 from slimx.errors import SlimxError
 from slimx.extras.datasets.files.directories import SUFFIXES, chosen_files, folder_columns, matching
 from slimx.extras.datasets.files.hub import HUB, hub_files

@@ -25,10 +25,10 @@ from slimx.engines.fleet.group import EngineGroup, follow, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.outage import Outages
 from slimx.errors import SlimxError
-from slimx.orchestration.frozen import FrozenEngines
+from slimx.orchestration.engines.frozen import FrozenEngines
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.lifetime import stopping
-from slimx.orchestration.prepare import Sources
+from slimx.orchestration.start.prepare import Sources
 from slimx.orchestration.waits import while_served
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest

@@ -22,7 +22,7 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.models.flops import delta_net_layers
 from slimx.models.state_space import layers_of
 from slimx.numerics.mode import mode_of
-from slimx.orchestration.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
+from slimx.orchestration.start.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
 from slimx.preflight.facts import model_facts, weight_facts
 from slimx.preflight.probe import try_hooks
 from slimx.preflight.transport import ChosenTransport, choose_transport

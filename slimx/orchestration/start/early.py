@@ -17,15 +17,15 @@ from slimx.cluster.access import check_token
 from slimx.cluster.address import check_reachable
 from slimx.config.rule import all_rules, broken, refuse
 from slimx.config.schema import Config
-from slimx.data.mapping import make_mapping
-from slimx.data.prompts import iter_prompts
+from slimx.data.prompts.mapping import make_mapping
+from slimx.data.prompts.read import iter_prompts
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import configured_model
 from slimx.models.files.formats import format_of
 from slimx.models.files.index import check_downloaded
 from slimx.observability.live.run_lock import check_usable
-from slimx.orchestration.prompts import check_order, first_prompt, source_prompts
+from slimx.orchestration.start.prompts import check_order, first_prompt, source_prompts
 from slimx.orchestration.state.directory import EVALUATIONS, check_generation, finished, resume_point
 from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state

@@ -1,7 +1,7 @@
 """Prompts from a file, and the endless shuffled stream of them whose cursor a checkpoint keeps.
 
 One row is one prompt: `{"messages": [...]}` or `{"token_ids": [...]}`, and optionally `id`, `answer`, `metadata`,
-`tools` and `template`; rows of other forms are mapped first (`slimx.data.mapping`).
+`tools` and `template`; rows of other forms are mapped first (`slimx.data.prompts.mapping`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from slimx.data.mapping import RowMapping, fitting_fields, written
-from slimx.data.messages import with_text
+from slimx.data.chat.messages import with_text
+from slimx.data.prompts.mapping import RowMapping, fitting_fields, written
+from slimx.data.prompts.rows import kind_of, read_rows
 from slimx.data.records import Prompt
-from slimx.data.rows import kind_of, read_rows
 from slimx.data.saved.codec import encode
 from slimx.data.whole import as_whole
 from slimx.digest import fingerprint

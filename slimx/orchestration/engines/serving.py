@@ -15,18 +15,18 @@ from slimx.config.sections.policies import ACTOR
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.layout.ranks import sizes_of
 from slimx.orchestration.batches import longest_trajectory
-from slimx.orchestration.frozen import admit_joining, check_stored, keep_admitting
+from slimx.orchestration.engines.frozen import admit_joining, check_stored, keep_admitting
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import together
-from slimx.orchestration.prepare import Sources
-from slimx.orchestration.service import EngineService
+from slimx.orchestration.start.prepare import Sources
 
 
 @asynccontextmanager
 async def serving(
     config: Config, sources: Sources, directory: Path, note: Callable[[str], None]
 ) -> AsyncIterator[EngineService]:
-    """All engines of `config` (see slimx.orchestration.early), started, and ended afterwards. Ray is
+    """All engines of `config` (see slimx.orchestration.start.early), started, and ended afterwards. Ray is
     there already.
 
     `directory`: gets `logs/` and `engines.json`. `note` is told in one line what happens to engines."""

@@ -8,9 +8,9 @@ from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimx.data.messages import unseen
+from slimx.data.chat.messages import unseen
+from slimx.data.chat.template import check_arguments, with_template
 from slimx.data.records import Prompt
-from slimx.data.template import check_arguments, with_template
 from slimx.durable import replace_synced
 from slimx.errors import SlimxError
 

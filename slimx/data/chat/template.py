@@ -29,7 +29,7 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     if not templates:
         return
     try:
-        command = python_argv("slimx.data.rendering")
+        command = python_argv("slimx.data.chat.rendering")
         done = subprocess.run(command, input=json.dumps(templates), text=True, capture_output=True, timeout=WAIT_S)
         ends = done.returncode == 0
     except subprocess.TimeoutExpired:

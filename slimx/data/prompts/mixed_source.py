@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slimx.config.sections.rollout import PromptSet
-from slimx.data.prompts import PromptSource
+from slimx.data.prompts.read import PromptSource
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slimx.data.responses import THOUGHT_ENDS
+from slimx.data.chat.responses import THOUGHT_ENDS
 from slimx.errors import SlimxError
 
 MARK = "(turn {} 8d1f)"

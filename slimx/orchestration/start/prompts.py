@@ -7,12 +7,12 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.config.sections.rollout import Rollout
-from slimx.data.mapping import make_mapping
-from slimx.data.mixed_source import MixedSource
-from slimx.data.prompts import DataSource, PromptSource, iter_prompts, read_prompts
+from slimx.data.chat.template import check_arguments, check_ends, with_template
+from slimx.data.chat.tokens import check_prompts, load_tokenizer
+from slimx.data.prompts.mapping import make_mapping
+from slimx.data.prompts.mixed_source import MixedSource
+from slimx.data.prompts.read import DataSource, PromptSource, iter_prompts, read_prompts
 from slimx.data.records import Prompt
-from slimx.data.template import check_arguments, check_ends, with_template
-from slimx.data.tokens import check_prompts, load_tokenizer
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
 from slimx.models.families import ModelSpec
@@ -67,7 +67,7 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
     if missing := [name for name in ("next", "state", "restore") if not callable(getattr(source, name, None))]:
         raise SlimxError(
             f"rollout.source: {rollout.source} returned a {type(source).__name__} without {', '.join(missing)}; write "
-            "the methods of slimx.data.prompts.DataSource",
+            "the methods of slimx.data.prompts.read.DataSource",
             code="sources.methods",
             about="rollout.source",
         )
