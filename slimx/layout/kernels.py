@@ -1,5 +1,5 @@
-"""What kernels of engines and trainers can take: SGLang's, whose weights a publication writes, and DeepEP's
-(sgl-deep-ep 0.1.2), which exchange tokens.
+"""Limits of kernels: SGLang's, whose weights a publication writes, and DeepEP's (sgl-deep-ep 0.1.2), which exchange
+tokens.
 
 A publication is proven by the bytes that a rank holds. Some kernels of SGLang 0.5.23 compute with other bytes than were
 loaded: on Blackwell (sm100) SGLang requantises the fp8 weights of linear layers for DeepGEMM and replaces their scales,

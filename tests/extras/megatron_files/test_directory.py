@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from slimx.errors import SlimxError
 from slimx.extras.megatron_files.common import read_common, saved_vocabulary
 from slimx.extras.megatron_files.directory import find_checkpoint, is_megatron
+from slimx.extras.megatron_files.format import MegatronFormat
+from slimx.models.files.formats import format_of
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
 from slimx.models.files.torch_dist import TRACKER
 from tests.refusals import refused
@@ -48,6 +50,12 @@ def test_the_tracker_says_which_checkpoint(tmp_path, said, name):
 def test_a_hugging_face_directory_is_not_megatrons(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert not is_megatron(tmp_path)
+
+
+def test_the_core_finds_the_format_of_a_directory(tmp_path):
+    assert format_of(megatron(tmp_path / "m", "release")) is None
+    (tmp_path / "m" / TRACKER).write_text("release")
+    assert isinstance(format_of(tmp_path / "m"), MegatronFormat)
 
 
 @pytest.mark.parametrize(
