@@ -256,15 +256,6 @@ def _reap(pid: int) -> int | None:
             status = code if code >= 0 else 128 - code
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m slimx.runtime.process", description=__doc__.splitlines()[0])
-    parser.add_argument("--owner", type=int, required=True)
-    parser.add_argument("--temporary", metavar="DIRECTORY")
-    parser.add_argument("argv", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
-    sys.exit(guard(options.owner, options.argv[1:], options.temporary))
-
-
 class StopWatch:
     """Finds those that are stopped (as by SIGSTOP) among the descendants of a guard, and its owner if that is a worker
     of Ray: they never answer, and nothing says so to those that wait. A busy process is in another state, however long
@@ -300,3 +291,12 @@ def _state(process: psutil.Process) -> str:
         return process.status()
     except psutil.NoSuchProcess:
         return psutil.STATUS_DEAD
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m slimx.runtime.process", description=__doc__.splitlines()[0])
+    parser.add_argument("--owner", type=int, required=True)
+    parser.add_argument("--temporary", metavar="DIRECTORY")
+    parser.add_argument("argv", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    sys.exit(guard(options.owner, options.argv[1:], options.temporary))
