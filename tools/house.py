@@ -37,7 +37,7 @@ GRPO = (
 FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.models.families",)
-BOUNDS = {"core tokens": 320_600, "core files": 441, "closure": 431, "edges from core to extras": 0}
+BOUNDS = {"core tokens": 320_600, "core files": 442, "closure": 432, "edges from core to extras": 0}
 LAYOUT = frozenset(
     (
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slimx.runtime.machine import machine
 from slimx.runtime.ports import is_own
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -50,10 +50,3 @@ def identity_of(actor: Any) -> dict[str, Any]:
 def place_among(actor: Any, hosts: Sequence[str]) -> tuple[str, list[str]]:
     """Ray's id of this machine, and which of `hosts` are addresses of it."""
     return place_of(actor).node or "", [host for host in hosts if is_own(host)]
-
-
-def machine() -> str:
-    """An identifier that is equal in two processes that can see each other by process id: one boot of one kernel, one
-    namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

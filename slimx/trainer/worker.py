@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slimx.cluster.place import machine
 from slimx.config.schema import CHECKED, Config
 from slimx.config.sections.run import Cluster
 from slimx.numerics.mode import mode_of
 from slimx.runtime.logs import marked
+from slimx.runtime.machine import machine
 from slimx.runtime.ports import address, free_port, is_loopback, own_address
 from slimx.trainer.process import install_adapters, prepare_process, redirect_output
 

@@ -14,7 +14,6 @@ import numpy as np
 import ray
 import xxhash
 
-from slimx.cluster.place import machine
 from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import ActorDied
 from slimx.errors import DeadlineError
@@ -24,6 +23,7 @@ from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.timeline import Timeline
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.saves import Saves
+from slimx.runtime.machine import machine
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import Report
 from tests.unit.orchestration.checkpointing_stand import LAYOUT, config, state

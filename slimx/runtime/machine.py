@@ -1,0 +1,11 @@
+"""Identifies the machine of a process, as far as processes can see each other. Without an import of Ray, which ranks may not
+import early."""
+
+from pathlib import Path
+
+
+def machine() -> str:
+    """An identifier that is equal in two processes that can see each other by process id: one boot of one kernel, one
+    namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
