@@ -53,9 +53,9 @@ from slimx.errors import SlimxError
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
 from slimx.orchestration.lifetime.heap import settled_heap
-from slimx.orchestration.prepare import check_run
 from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.run import Run
+from slimx.orchestration.start.prepare import check_run
 from slimx.orchestration.state.saves import Saves
 
 ROOT = Path(__file__).parents[1]

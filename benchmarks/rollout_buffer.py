@@ -28,9 +28,9 @@ from rollout_stand import GROUP_SIZE, RANKS, Answers, make_config, make_prompts,
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.packing import pack
-from slimx.data.prompts import PromptSource
-from slimx.data.tokens import load_tokenizer
+from slimx.data.prompts.read import PromptSource
 from slimx.errors import SlimxError
 from slimx.orchestration.batches import make_update_rows
 from slimx.orchestration.lifetime.heap import settled_heap

@@ -23,12 +23,12 @@ from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Group
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.lifetime.heap import settled_heap
-from slimx.orchestration.prepare import Prepared, check_run
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.run import Run, StepRows
-from slimx.orchestration.service import EngineService
+from slimx.orchestration.start.prepare import Prepared, check_run
 from slimx.orchestration.state.saves import Saves
 
 OVERRIDES = (

@@ -22,8 +22,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from slimx.data.records import Prompt, Trajectory
-from slimx.environments.toolbox import ToolResult
 from slimx.extras.agents import agent, tools
+from slimx.extras.agents.toolbox import ToolResult
 from slimx.rollout.hooks import RolloutContext
 
 TEMPLATE = (

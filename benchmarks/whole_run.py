@@ -9,12 +9,12 @@ from pathlib import Path
 
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
-from slimx.observability.alerts.alerts import Alerts
+from slimx.observability.events import Events
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.batches import longest_trajectory
-from slimx.orchestration.prepare import Prepared
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.service import EngineService
+from slimx.orchestration.start.prepare import Prepared
 from slimx.orchestration.state.recording import Records
 from slimx.trainer.worker import TrainerWorker
 
@@ -43,6 +43,4 @@ async def started(
 
 def make_records(config: Config, prepared: Prepared, table: LiveTable) -> Records:
     """Returns the records of a run in `config.run.dir`, without a receiver of events."""
-    stall = config.track.stall
-    alerts = Alerts(config.run.name, Path(config.run.dir), table.note, factor=stall.factor, at_least=stall.at_least)
-    return Records(config, table, prepared.policies[ACTOR].tokenizer, alerts)
+    return Records(config, table, prepared.policies[ACTOR].tokenizer, Events())

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from slimx.data.prompts import Outcome, PromptSource
+from slimx.data.prompts.read import Outcome, PromptSource
 from slimx.data.records import Prompt
 
 WINDOW = 16

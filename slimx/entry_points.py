@@ -1,31 +1,36 @@
 """Lookup of what extras and other packages add to slimx: entry points, in groups whose names begin with `slimx.`.
 
-    slimx.agent_servers     servers of chat completions that agents sample through
-    slimx.agents            agents: `rollout.options.agent`
-    slimx.commands          commands of the command line: Typer apps
-    slimx.datasets          published data sets that `slimx data` writes
-    slimx.engine_layers     kinds of layers in SGLang: modules with ROWS, GAPS and REPLACEMENTS
-    slimx.environments      environments: `rollout.options.environment`
-    slimx.event_receivers   destinations of a run's events
-    slimx.families          families of models, by architecture
-    slimx.foreign_names     names that other frameworks have for keys and values
-    slimx.generate          generate hooks: `rollout.generate`
-    slimx.hook_forms        hooks that were written for another program
-    slimx.layer_kinds       kinds of decoder layers
-    slimx.maps              mapping hooks: `rollout.map`
-    slimx.number_formats    formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
-    slimx.numerics          arithmetic of trainer and engines: `numerics.mode`
-    slimx.recoveries        answers to the loss of trainers: `Recovery`, or None
-    slimx.reports           reports of finished runs
-    slimx.rewards           reward hooks: `reward.function`
-    slimx.roundings         rounding of what trainers multiply: `trainer.fp8`, `trainer.qat`
-    slimx.roles             roles of a trainer rank
-    slimx.rules             modules with rules that a run is checked by before it starts
-    slimx.sections          sections of the configuration
-    slimx.sinks             destinations of a step's metrics
-    slimx.toolboxes         toolboxes: `rollout.options.toolbox`
-    slimx.transports        transports of weights to engines: `publish.transport`
-    slimx.weight_forms      forms of a policy's weights
+    slimx.advantages          estimators of advantages that compare answers of the whole step
+    slimx.agent_servers       servers of chat completions that agents sample through
+    slimx.agents              agents: `rollout.options.agent`
+    slimx.checkpoint_formats  forms of checkpoints that a run may start from: `CheckpointFormat`
+    slimx.commands            commands of the command line: Typer apps
+    slimx.datasets            published data sets that `slimx data` writes
+    slimx.engine_layers       kinds of layers in SGLang: modules with ROWS, GAPS and REPLACEMENTS
+    slimx.environments        environments: `rollout.options.environment`
+    slimx.event_receivers     receivers of a run's events: `Events`
+    slimx.families            families of models, by architecture
+    slimx.foreign_names       names that other frameworks have for keys and values
+    slimx.generate            generate hooks: `rollout.generate`
+    slimx.hook_forms          hooks that were written for another program
+    slimx.layer_kinds         kinds of decoder layers
+    slimx.learners            training of other models than policies, by the kind of their loss: `Learner`
+    slimx.maps                mapping hooks: `rollout.map`
+    slimx.number_formats      formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
+    slimx.numerics            arithmetic of trainer and engines: `numerics.mode`
+    slimx.objectives          modules with kinds and presets of section `algorithm`
+    slimx.prompt_files        readers of prompts that are no JSON lines: `read_rows`
+    slimx.recoveries          answers to the loss of trainers: `Recovery`, or None
+    slimx.reports             reports of finished runs
+    slimx.rewards             reward hooks: `reward.function`
+    slimx.roles               roles of a trainer rank
+    slimx.roundings           rounding of what trainers multiply: `trainer.fp8`, `trainer.qat`
+    slimx.rules               modules with rules that a run is checked by before it starts
+    slimx.sections            sections of the configuration
+    slimx.sinks               destinations of a step's metrics
+    slimx.toolboxes           toolboxes: `rollout.options.toolbox`
+    slimx.transports          transports of weights to engines: `publish.transport`
+    slimx.weight_forms        forms of a policy's weights
 
 An entry point is a line of a package's pyproject.toml, so that the core needs no import of what it does not know.
 """

@@ -10,6 +10,10 @@ import torch
 
 from slimx.data.columns import LossColumns
 
+LARGEST_LOG_RATIO = 20.0
+"""Bound of a log-ratio. exp(20) is 5e8: far outside any bound of a ratio, and finite in fp32 with its square. verl and
+OpenRLHF use the same bound."""
+
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]
 """[T] -> [T]: at every token the sum over all tokens of its sequence, also those that context parallelism gave to other
 ranks. Collective there, no gradient."""
@@ -47,3 +51,10 @@ class LossInputs(LossColumns[torch.Tensor]):
 
 Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Returns the micro-batch's part of the loss (a sum, already weighted) and metrics that add up the same way."""
+
+
+def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(log_ratio), with log_ratio within +-`LARGEST_LOG_RATIO`; beyond it the ratio is constant and has no gradient.
+
+    Unbounded, a log-ratio above 88 is infinite in fp32, and a clip behind it multiplies that by 0."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()

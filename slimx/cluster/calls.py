@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from slimx.errors import DeadlineError, PartLost
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 KILL_S = 10.0
 """Seconds for the order to end an actor."""

@@ -12,11 +12,11 @@ from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.models.families import configured_model
 from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.orchestration.engines.service import EngineService
+from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
-from slimx.orchestration.prepare import Sources, check_sources
-from slimx.orchestration.service import EngineService
-from slimx.orchestration.serving import serving
-from slimx.orchestration.starting import Starting
+from slimx.orchestration.start.prepare import Sources, check_sources
+from slimx.orchestration.start.starting import Starting
 from slimx.orchestration.state.directory import EVALUATIONS
 from slimx.orchestration.step.evaluation import answer_all, judge
 
@@ -26,7 +26,7 @@ LOGGED, MEAN = "eval_hook/", "/mean"
 
 def run_evaluation(config: Config, note: Callable[[str], None]) -> dict[str, Any]:
     """{checkpoint, prompts: by set, metrics} of one evaluation, also written into RUN/eval/results.jsonl. `config`: of
-    engines without trainers (slimx.orchestration.early).
+    engines without trainers (slimx.orchestration.start.early).
 
     Raises SlimxError, or Interrupted after a stop."""
     device = device_of(config)

@@ -24,24 +24,24 @@ from slimx.models.families import configured_model
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.orchestration.engines.service import EngineService
+from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
-from slimx.orchestration.prepare import Sources, check_sources
-from slimx.orchestration.prompts import make_source
-from slimx.orchestration.service import EngineService
-from slimx.orchestration.serving import serving
-from slimx.orchestration.starting import Starting
+from slimx.orchestration.start.prepare import Sources, check_sources
+from slimx.orchestration.start.prompts import make_source
+from slimx.orchestration.start.starting import Starting
 from slimx.orchestration.state.directory import begun, check_generation, unused, write_config
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.tickets import Batch, Dropped
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 
 def run_generation(config: Config, console: Console) -> Path:
     """Check, start engines, generate, stop; returns the run's directory. A directory with a position is continued.
-    `config`: of engines without trainers (slimx.orchestration.early).
+    `config`: of engines without trainers (slimx.orchestration.start.early).
 
     Raises SlimxError, Interrupted after a stop, or Preempted after SIGUSR1."""
     device = device_of(config)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from slimx.config.schema import Config
-from slimx.orchestration import early
+from slimx.orchestration.start import early
 
 
 def train(config: Config, console: Console) -> tuple[Path, Path | None]:

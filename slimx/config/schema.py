@@ -19,14 +19,13 @@ from slimx.config import suggestions, wording
 from slimx.config.rule import Refusal, all_rules, broken, refuse
 from slimx.config.section import Section, refuse_faults
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import ACTOR, Policy, derived, engine_faults, name_faults
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import ROUTED_PER_STEP, Eval, Rollout
-from slimx.config.sections.run import Cluster, Model, Numerics, RunSection, Track
+from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunSection, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -34,7 +34,7 @@ Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A deadline or an interval; a year at most."""
 MOST = 1e12
 """Largest magnitude of a real number. It exceeds any ratio of probabilities that is formed
-(slimx/algorithms/losses/ratios.py): as a bound of ratios it is none."""
+(slimx/algorithms/inputs.py): as a bound of ratios it is none."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A rate, temperature or bound that 0 would make meaningless; also MiB and GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]
@@ -96,3 +96,17 @@ class Section(BaseModel):
     def _faultless(self) -> Self:
         refuse_faults(self._faults())
         return self
+
+
+class Objective(Section):
+    """An objective of section algorithm without parameters, or a user's hook."""
+
+    demonstrated: ClassVar[bool] = False
+    """True if it learns from whole answers, which may be those of prompts: it needs neither engines nor rewards."""
+    scores: ClassVar[bool] = False
+    """True if the model has a score in the place of logits."""
+    kind: str
+    """Name, or the dotted path of a hook."""
+
+    def __str__(self) -> str:
+        return self.kind

@@ -13,7 +13,7 @@ import numpy as np
 
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.columns import COLUMNS, TokenColumns
-from slimx.data.records import Group, Trajectory
+from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 
 
@@ -114,33 +114,3 @@ def _aligned(trajectory: Trajectory, name: str, algorithm: Algorithm | None) -> 
                 about=trajectory.id,
             )
     return np.nan_to_num(values[1:], nan=column.fill).astype(column.dtype)
-
-
-def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
-    """Two rows per group, its trajectory with the higher reward first, all of one update.
-
-    Unlike those of a policy a row reads its last token, where the score is: L positions for L tokens. That position
-    weighs 1 / pairs, all others 0. Raises SlimxError for a group that is no pair."""
-    rows = []
-    for group in groups:
-        pair = sorted(group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))
-        if len(pair) != 2 or pair[0].reward == pair[1].reward:
-            raise SlimxError(
-                f"group {group.id} of prompt {group.prompt.id} is no pair: a reward model learns from two trajectories "
-                "with different rewards; have the generate hook return them",
-                code="data.pair",
-                about=group.id,
-            )
-        rows += [_pair_row(trajectory, 1.0 / len(groups)) for trajectory in pair]
-    return rows
-
-
-def _pair_row(trajectory: Trajectory, weight: float) -> TrainingRow:
-    tokens = trajectory.token_ids.astype(np.int64)
-    filled = {
-        name: np.full(len(tokens), COLUMNS[name].fill, COLUMNS[name].dtype)
-        for name in ("weight", "advantages", "rollout_logprobs", "versions", "temperature")
-    }
-    row = TrainingRow(**filled, tokens=tokens, labels=np.append(tokens[1:], tokens[-1]))  # labels are not read
-    row.weight[-1] = weight
-    return row

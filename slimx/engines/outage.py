@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 
 LOOK_S = 0.5
 """Seconds between two looks at an outage from another event loop."""

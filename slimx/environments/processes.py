@@ -31,7 +31,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.exchange import exchange, reply
 from slimx.runtime.logs import how_ended
 from slimx.runtime.process import adopt_orphans, kill_descendants
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 KEY = "rollout.options.environment"
 CLOSE_S = 5.0

@@ -3,7 +3,7 @@
 A map is the only description of a layout. Loading (Hugging Face -> Megatron), export and publication (Megatron ->
 Hugging Face, Megatron -> engine) read the same rectangles, in one direction or the other. Every tensor is read as a
 matrix: a vector of n elements is n x 1, a stack of E matrices of M x N is (E * M) x N. Stacks of experts and transposed
-tensors of a checkpoint are no maps but names of sources (`slimx.layout.stored`).
+tensors of a checkpoint are no maps but names of sources (`slimx.layout.table`).
 
     Copy()                       the tensor itself
     Concat()                     tensors one below the other; a rank holds its share of each (gate and up of a SwiGLU)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx import entry_points
-from slimx.layout.stored import Stored
-from slimx.layout.table import Table
+from slimx.layout.table import Stored, Table
 
 if TYPE_CHECKING:
     from slimx.config.schema import Config

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from slimx.errors import SlimxError
-from slimx.layout.stored import stored
-from slimx.layout.table import Entry, Table
+from slimx.layout.table import Entry, Table, stored
 
 Sources = tuple[str, ...]
 

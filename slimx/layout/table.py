@@ -5,6 +5,7 @@ which ranks hold which part of it. Both directions of every conversion are read 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,8 +15,9 @@ import numpy as np
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Copy, IndexMap, Pad, Rect
-from slimx.layout.parts import check_boxes, check_sources, matrix
-from slimx.layout.stored import stored
+from slimx.layout.parts import Part, check_boxes, check_sources, matrix
+
+_INDEXED = re.compile(r"(?P<name>[^\[\]]+)\[(?P<index>\d+)\](?P<turned>\.T)?")
 
 Stage = Literal["first", "layer", "last", "mtp"]
 Group = Literal["tensor", "attention", "undivided"]
@@ -35,7 +37,7 @@ class Row:
     name: str
     sources: Sources
     """Checkpoint names with their full shapes. One that the checkpoint keeps in a stack of all experts ends in
-    `[{expert}]`, and in `.T` if it is transposed there (`slimx.layout.stored`); its shape is the one before that."""
+    `[{expert}]`, and in `.T` if it is transposed there (`slimx.layout.table`); its shape is the one before that."""
     map: IndexMap = Copy()
     axis: int | None = None
     """Axis split over the ranks of `group`; None: each of them holds the whole."""
@@ -203,3 +205,60 @@ def check_row(row: Row, experts: int) -> None:
             used[rect.source].append(rect)
     for (name, _), shape, rects in zip(row.sources, shapes, used, strict=True):
         check_sources(name, shape, rects)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The place of a table's source in its checkpoint: a tensor alone, or all experts' in one stack.
+
+    A source may be named `stack[3]` or `stack[3].T`: what stands at 3 of the checkpoint's tensor `stack`, and the same
+    transposed. So the rows of a family that stacks its experts look like those of any other. The stack is taken apart
+    where a checkpoint is read and put together where one is written. That is also the place for a transposition: the
+    kernels write rows, and of a matrix that is interleaved and transposed no two neighbours are neighbours anywhere
+    else.
+    """
+
+    name: str
+    """Name of the checkpoint's tensor."""
+    index: int | None = None
+    """Place in the stack; None: the tensor is the source itself."""
+    turned: bool = False
+    """True if the stack holds it transposed."""
+
+    def shape(self, source: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor for a source of shape `source`, of which a stack holds `count`."""
+        if self.index is None:
+            return tuple(source)
+        return (count, *(reversed(source) if self.turned else source))
+
+
+def stored(source: str) -> Stored:
+    """The place of the source named `source` in a table."""
+    match = _INDEXED.fullmatch(source) if "[" in source else None
+    if match is None:
+        return Stored(source)
+    return Stored(match["name"], int(match["index"]), match["turned"] is not None)
+
+
+def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
+    """The checkpoint itself as a target of one rank: every tensor whole, under its Hugging Face name.
+
+    A stack comes as its matrices one below the other, those that it holds transposed not yet so: `Table.checkpoint` has
+    its own shape. `mtp`: with the layers of multi-token prediction, which only a draft model loads. `served`: the table
+    of an engine that takes them, which may hold one in a dtype of its own (a router's weight in fp32), or never in
+    fp8."""
+    kept = {name: entry.row for entry in (served.entries() if served else ()) for name in entry.sources}
+    dtypes = {name: row.dtype for name, row in kept.items() if row.dtype}
+    for entry in table.entries():
+        if entry.row.stage == "mtp" and not mtp:
+            continue
+        for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
+            place, (rows, cols), dtype = stored(name), matrix(shape), dtypes.get(name, entry.row.dtype)
+            if place.index is None:
+                whole = (Rect(0, 0, 0, rows, cols, 0, 0),)
+                quantised = entry.row.quantised and kept.get(name, entry.row).quantised
+                yield Part(name, tuple(shape), (0,), (name,), whole, dtype, quantised)
+            elif place.index == 0:
+                names = tuple(name.replace("[0]", f"[{k}]") for k in range(table.experts))
+                rects = tuple(Rect(k, 0, 0, rows, cols, k * rows, 0) for k in range(table.experts))
+                yield Part(place.name, (len(names), *shape), (0,), names, rects, dtype, column=len(shape) == 1)

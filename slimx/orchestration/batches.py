@@ -13,8 +13,9 @@ from itertools import islice
 
 import numpy as np
 
+from slimx.algorithms.learner import learner_of
 from slimx.config.schema import Config
-from slimx.data.batch import TrainBatch, TrainingRow, make_rows, pair_rows
+from slimx.data.batch import TrainBatch, TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Group
@@ -55,8 +56,8 @@ def make_update_rows(
 ) -> list[list[TrainingRow]]:
     """The rows of one step's updates, in order; each group is in one of them, whole. `advantages`: of every trajectory
     of the step, group after group."""
-    if config.algorithm.scores:
-        return [pair_rows(part) for part in split_groups(groups, config.schedule.updates_per_step)]
+    if (learner := learner_of(config.algorithm)) is not None:
+        return [learner.rows(part) for part in split_groups(groups, config.schedule.updates_per_step)]
     if config.algorithm.mask_stale_tokens:
         groups = [group.newest_only() for group in groups]
     out, values = [], iter(advantages(groups))

@@ -12,17 +12,17 @@ from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.membership import Joining
 from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
+from slimx.orchestration.engines.shared import SharedEngines
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.ranks.weight_source import WeightSource
-from slimx.orchestration.shared_engines import SharedEngines
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
-from slimx.reshard.manifest import Encoding
+from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.outcome import Publication
+from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publisher
 from slimx.rollout.flow.rollouts import GroupMaker
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 Lasting = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
@@ -194,3 +194,25 @@ def publication_metrics(done: Publication) -> dict[str, float]:
         out["publish/wire_mib"] = done.wire / 2**20
     out["publish/engines_verified"] = float(len(done.engines) - len(done.lost))
     return out
+
+
+class WeightSource:
+    """The tensors of plan `name` of a group of trainers, whose plans and ranks may be replaced."""
+
+    def __init__(self, trainers: TrainerGroup, name: str):
+        self.trainers, self.name = trainers, name
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Nothing to prepare: weights are gathered as they are."""
+
+    async def forms(self) -> list[dict[str, str]]:
+        return self.trainers.plans[self.name].forms()
+
+    async def bucket_count(self) -> int:
+        return self.trainers.plans[self.name].plan.count
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        return await self.trainers.pack(self.name, bucket)
+
+    async def release(self, bucket: int | None = None) -> None:
+        await self.trainers.release(self.name, bucket)

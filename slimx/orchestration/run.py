@@ -18,16 +18,16 @@ from slimx.data.records import Group
 from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import Preempted
 from slimx.orchestration.batches import make_packer
+from slimx.orchestration.engines.service import EngineService
+from slimx.orchestration.engines.shared import SharedEngines
 from slimx.orchestration.policies import TrainedPolicy, metrics_of
-from slimx.orchestration.prepare import Prepared, PreparedPolicy
-from slimx.orchestration.prompts import make_source
 from slimx.orchestration.publications import Publications, publication_metrics
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.recovery import Recovery
-from slimx.orchestration.service import EngineService
-from slimx.orchestration.shared_engines import SharedEngines
+from slimx.orchestration.start.prepare import Prepared, PreparedPolicy
+from slimx.orchestration.start.prompts import make_source
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from slimx import entry_points
+from slimx.algorithms.learner import learner_of
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
@@ -18,11 +19,10 @@ from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.engines.fleet.handle import kernels_of
 from slimx.layout.ranks import Sizes
 from slimx.models.trunk import read_trunk
-from slimx.observability.alerts.alerts import Alerts, alerting
+from slimx.observability.events import Events, open_events
 from slimx.observability.live.activity import FILE, Activity
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import (
-    PAIR_COLUMNS,
     PPO_COLUMNS,
     RL_COLUMNS,
     SFT_COLUMNS,
@@ -32,21 +32,21 @@ from slimx.observability.live.table import (
 )
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
+from slimx.orchestration.engines.reach import check_reach
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
-from slimx.orchestration.prepare import Prepared, PreparedPolicy, check_run, make_plans
-from slimx.orchestration.prompts import check_order
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import watch_ranks
-from slimx.orchestration.reach import check_reach
 from slimx.orchestration.recovery import make_recovery
 from slimx.orchestration.run import Run
-from slimx.orchestration.service import EngineService
-from slimx.orchestration.starting import Starting
+from slimx.orchestration.start.prepare import Prepared, PreparedPolicy, check_run, make_plans
+from slimx.orchestration.start.prompts import check_order
+from slimx.orchestration.start.starting import Starting
 from slimx.orchestration.state.directory import begun, check_start, finished, resume_point, unused, write_config
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of
@@ -74,14 +74,10 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     prepared = check_run(config)
     with begun(directory):
         (directory / FILE).unlink(missing_ok=True)  # an earlier process's word, which status would take for this one's
-        stall = config.track.stall
-        alerts = Alerts(
-            config.run.name, directory, partial(_say, console), factor=stall.factor, at_least=stall.at_least
-        )
-        with alerting(alerts, config.track.webhook):
+        with open_events(config, partial(_say, console)) as events:
             while True:
                 try:
-                    _attempt(config, prepared, saves, alerts, console, work)
+                    _attempt(config, prepared, saves, events, console, work)
                     return directory
                 except Damaged as error:
                     _say(console, _pass_over(error, saves, options.damaged))
@@ -95,7 +91,7 @@ def _attempt(
     config: Config,
     prepared: Prepared,
     saves: Saves,
-    alerts: Alerts,
+    events: Events,
     console: Console,
     work: Callable[[Run], Awaitable[None]],
 ) -> None:
@@ -121,7 +117,7 @@ def _attempt(
     write_config(config, directory)
     starting = Starting.of(config)
     _say(console, starting.line)
-    parts = partial(_session, config, prepared, saves, resume_from, starting, alerts, console, work)
+    parts = partial(_session, config, prepared, saves, resume_from, starting, events, console, work)
     run_with_ray(config, device_of(config), parts)
 
 
@@ -141,7 +137,7 @@ async def _session(
     saves: Saves,
     resume_from: Path | None,
     starting: Starting,
-    alerts: Alerts,
+    events: Events,
     console: Console,
     work: Callable[[Run], Awaitable[None]],
     alarm: Alarm,
@@ -160,7 +156,7 @@ async def _session(
                 with_policies(_columns(config), [name for name in prepared.policies if name != ACTOR]),
             )
         )
-        records = _open_records(config, table, alerts, done + 1 if done else 0, actor.tokenizer)
+        records = _open_records(config, table, events, done + 1 if done else 0, actor.tokenizer)
         stack.callback(records.close)
         table.start(starting.line, starting.since)
         if config.publish.transport == "auto" and config.rollout.policy_engines:
@@ -209,7 +205,7 @@ async def _session(
         run.checkpoints.on_failure = alarm.ring
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
-        await stack.enter_async_context(Activity(directory, run.activity, table.note, watch=alerts.look))
+        await stack.enter_async_context(Activity(directory, run.activity, table.note, watch=events.look))
         for group in service.groups.values():
             group.members.watch()
         if state is not None and resume_from is not None:
@@ -223,7 +219,7 @@ async def _session(
         stack.enter_context(settled_heap())
         table.note(starting.ready)
         await work(run)
-        alerts.tell("finished", f"finished after {run.step} steps")
+        events.tell("finished", f"finished after {run.step} steps")
 
 
 def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
@@ -248,8 +244,8 @@ def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str,
 
 
 def _columns(config: Config) -> tuple[Column, ...]:
-    if config.algorithm.scores:
-        return PAIR_COLUMNS
+    if (learner := learner_of(config.algorithm)) is not None:
+        return learner.columns
     return PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS
 
 
@@ -294,8 +290,8 @@ def finish(config: Config, directory: Path) -> Path | None:
     return report
 
 
-def _open_records(config: Config, table: LiveTable, alerts: Alerts, resume_step: int, tokenizer: Any) -> Records:
-    records = Records(config, table, tokenizer, alerts, resume_step=resume_step)
+def _open_records(config: Config, table: LiveTable, events: Events, resume_step: int, tokenizer: Any) -> Records:
+    records = Records(config, table, tokenizer, events, resume_step=resume_step)
     if config.rollout.policy_engines:  # after what may be refused: it removes files of later steps
         kept = config.track.rollouts
         where, origin = Path(config.run.dir) / DIRECTORY, origin_of(config, tokenizer)

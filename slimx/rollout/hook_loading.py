@@ -173,10 +173,10 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt]) -> None:
             check(prompt for prompt in prompts if fits is None or fits(prompt))
 
 
-def check_generated(generate: Generate, prompts: Sequence[Prompt]) -> None:
+def check_generated(generate: Generate, prompts: Sequence[Prompt], tokenizer: Any) -> None:
     """Raise SlimxError for the first prompt that the generate hook, with its options, cannot begin."""
     if (check := needs.prompt_check(generate)) is not None:
-        check(prompts, **(generate.keywords if isinstance(generate, partial) else {}))
+        check(prompts, tokenizer=tokenizer, **(generate.keywords if isinstance(generate, partial) else {}))
 
 
 def name_of(hook: Any) -> str:

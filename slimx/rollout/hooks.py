@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from slimx.config.sections.policies import ACTOR
+from slimx.data.chat.responses import Response, final_answer
+from slimx.data.chat.tokens import PromptIds, encode_turn
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.data.responses import Response, final_answer
-from slimx.data.tokens import PromptIds, encode_turn
 from slimx.environments.processes import Environments
 from slimx.errors import SlimxError
 from slimx.observability.tracking.metrics import as_number

@@ -10,8 +10,7 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.reward import Reward
-from slimx.config.sections.rollout import Eval, Rollout, Sampling
-from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.rollout import Rollout, Sampling
 from slimx.config.sections.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _demonstrated(algorithm: Algorithm) -> bool:
-    return algorithm.loss.kind == "sft" or algorithm.scores or algorithm.advantages.kind == "dpo"
+    return algorithm.loss.demonstrated or algorithm.advantages.demonstrated
 
 
 @rule("algorithm.engines", "rollout.engines")
@@ -65,31 +64,6 @@ def varied(algorithm: Algorithm, rollout: Rollout) -> Problems:
             f"all answers to a prompt are the same, and algorithm.advantages={algorithm.advantages} compares them: "
             f"every advantage would be 0; set it to {default:g} (held-out answers are greedy by themselves, "
             "eval.temperature)",
-        )
-
-
-@rule("algorithm.dpo_pairs", "rollout.group_size")
-def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
-    if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):
-        yield (
-            "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and say "
-            "themselves which is chosen; set rollout.group_size=2, reward.function=null and "
-            "rollout.generate=preferences"
-        )
-
-
-@rule("algorithm.dpo_routes", "trainer.moe.routing_replay")
-def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Problems:
-    if algorithm.advantages.kind == "dpo" and trainer.moe.routing_replay != "none":
-        yield "algorithm.advantages=dpo measures a pair's margin before routes are replayed; set it to none"
-
-
-@rule("algorithm.dpo_updates", "schedule.updates_per_step")
-def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Problems:
-    if algorithm.advantages.kind == "dpo" and schedule.updates_per_step > 1:
-        yield (
-            "algorithm.advantages=dpo measures a pair's margin before a step's first update; set it to 1, and "
-            "rollout.prompts_per_step to what one update trains"
         )
 
 
@@ -158,7 +132,7 @@ def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
 def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> Problems:
     """The group gets the policy's token ids. Of servers that run already the texts are compared when the run starts
     (`slimx.rollout.client.teacher.check_vocabulary`)."""
-    from slimx.data.tokens import load_tokenizer  # imports transformers, which a plan does without
+    from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which a plan does without
 
     for group in rollout.frozen_engines:
         if group.name not in algorithm.served_teachers or group.urls:
@@ -173,27 +147,6 @@ def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> P
                 f"{token!r} is token {there.get(token)} there and {here.get(token)} here; serve a model with the "
                 "policy's tokenizer",
             )
-
-
-@rule("reward_model.pairs", "rollout.group_size")
-def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
-    if not algorithm.scores:
-        return
-    needs = "algorithm.loss=bradley_terry learns from pairs of the prompt file (answer, metadata.rejected)"
-    if rollout.engines:
-        yield "rollout.engines", f"{needs}, without engines; set it to []"
-    if reward.given:
-        yield "reward.function", f"{needs}, without rewards; set it to null, and reward.parts to []"
-    if rollout.group_size != 2:
-        yield f"{needs}; set it to 2"
-
-
-@rule("reward_model.eval", "eval.samples")
-def pairs_held_out(algorithm: Algorithm, eval: Eval) -> Problems:
-    if algorithm.scores:
-        for key in ("samples", "temperature"):
-            if getattr(eval, key) != Eval.model_fields[key].default:
-                yield f"eval.{key}", "a reward model scores the held-out pairs as they are; leave it out"
 
 
 @rule("policies.shared_credit", "algorithm.credit")

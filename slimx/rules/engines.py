@@ -12,7 +12,7 @@ from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
-from slimx.layout.deep_ep import deep_ep_lacks
+from slimx.layout.kernels import deep_ep_lacks
 
 if TYPE_CHECKING:
     from slimx.models.families import ModelSpec

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, broken, refuse, rule
-from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic, critic_keys
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
-from slimx.layout.deep_ep import deep_ep_lacks
+from slimx.layout.kernels import deep_ep_lacks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,11 +119,11 @@ def _split_problems(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> list[Sli
 
 @rule("weights.tensors", "trainer.load")
 def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
-    from slimx.models.files.megatron_directory import check_fit, is_megatron
+    from slimx.models.files.formats import format_of
     from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
 
-    if is_megatron(weights):
-        check_fit(weights, spec.table, prediction=spec.prediction_layers)
+    if (found := format_of(weights)) is not None:
+        found.check(weights, spec)
     else:
         reader = CheckpointReader(weights)
         reader.check(spec.table)
@@ -132,25 +131,14 @@ def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
     yield from ()
 
 
-@rule("weights.reward_model", "trainer.load")
-def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
-    from slimx.models.files.megatron_directory import is_megatron
-
-    if algorithm.scores and is_megatron(weights):
-        yield (
-            f"a reward model cannot start from {weights}, which is Megatron-LM's; convert it with `slimx convert` and "
-            "give the Hugging Face directory"
-        )
-
-
 @rule("weights.critic_tensors", "critic.load")
 def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Problems:
-    from slimx.models.files.megatron_directory import is_megatron
+    from slimx.models.files.formats import format_of
     from slimx.models.files.reader import CheckpointReader
 
     if critic_spec is None or critic_weights is None:
         return
-    if is_megatron(critic_weights):
-        yield f"the critic cannot start from {critic_weights}, which is Megatron-LM's; give a Hugging Face directory"
+    if format_of(critic_weights) is not None:
+        yield f"the critic cannot start from {critic_weights}; convert it, and give the Hugging Face directory"
     else:
         CheckpointReader(critic_weights).check(critic_spec.table)

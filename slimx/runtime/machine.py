@@ -1,4 +1,5 @@
-"""Identifies the machine of a process, as far as processes can see each other."""
+"""Identifies the machine of a process, as far as processes can see each other; does not import Ray, which a trainer
+rank imports with its variables only."""
 
 from pathlib import Path
 

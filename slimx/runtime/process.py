@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,9 @@ import psutil
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import child_environment, python_argv
 from slimx.runtime.logs import how_ended, log_end, quoted
-from slimx.runtime.stopped import StopWatch
+
+LOOKS = 3
+"""Looks in a row that find a process stopped, after which it counts as lost."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
@@ -251,6 +254,43 @@ def _reap(pid: int) -> int | None:
         if ended == pid:
             code = os.waitstatus_to_exitcode(raw)
             status = code if code >= 0 else 128 - code
+
+
+class StopWatch:
+    """Finds those that are stopped (as by SIGSTOP) among the descendants of a guard, and its owner if that is a worker
+    of Ray: they never answer, and nothing says so to those that wait. A busy process is in another state, however long
+    it is silent, and so is one that a debugger or a profiler holds."""
+
+    def __init__(self, guard: int, owner: int):
+        self._guard, self._owner = psutil.Process(guard), owner
+        self._looks: Counter[psutil.Process] = Counter()
+
+    def look(self) -> list[psutil.Process]:
+        """Returns the processes that the last LOOKS looks found stopped.
+
+        Looks are counted and not seconds: a guard that was stopped with all others has not looked meanwhile.
+        """
+        stopped = [process for process in self._watched() if _state(process) == psutil.STATUS_STOPPED]
+        self._looks = Counter({process: self._looks[process] + 1 for process in stopped})
+        return [process for process in stopped if self._looks[process] >= LOOKS]
+
+    def _watched(self) -> list[psutil.Process]:
+        watched = self._guard.children(recursive=True)
+        try:
+            raylet = psutil.Process(self._owner).parent()
+            # Nothing starts another owner again, such as the driver; and with its raylet a whole run is stopped.
+            if raylet is not None and raylet.name() == "raylet" and _state(raylet) != psutil.STATUS_STOPPED:
+                watched.append(psutil.Process(self._owner))
+        except psutil.NoSuchProcess:
+            pass
+        return watched
+
+
+def _state(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
 
 
 if __name__ == "__main__":

@@ -15,6 +15,10 @@ from pathlib import Path
 from slimx.errors import SlimxError
 from slimx.runtime.logs import how_ended
 
+NVSHMEM = {"NVSHMEM_DISABLE_NCCL": "1"}
+"""Variables of NVSHMEM, on which DeepEP's kernels between nodes are built. Else it would make communicators of NCCL,
+which DeepEP does not use, on the memory of each GPU."""
+
 USUAL = Path("/usr/local/cuda")
 WHEEL = "nvidia/cu13"
 """Directory of site-packages in which the wheels of the CUDA lock have their files."""

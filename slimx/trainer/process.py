@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from slimx.runtime.allocator import set_expandable_segments, set_pinned_sizes
 from slimx.runtime.children import clean_environment
-from slimx.runtime.nvshmem import NVSHMEM
-from slimx.runtime.toolkit import set_build_tools
+from slimx.runtime.toolkit import NVSHMEM, set_build_tools
 
 
 def prepare_process(

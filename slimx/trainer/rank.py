@@ -3,7 +3,7 @@
 worker.call("model.train_updates", ...) --> TrainerRank.perform --> PolicyTrainer.train_updates
                                                                     (phase "train", all of it on the device)
 
-model     PolicyTrainer, or RewardModelTrainer           critic    CriticTrainer
+model     PolicyTrainer, or that of a learner           critic    CriticTrainer
 weights   WeightExport: the model's, to engines and files   rank   the methods below
 """
 
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from slimx import entry_points
+from slimx.algorithms.learner import learner_of
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.ranks import sizes_of
@@ -27,7 +28,6 @@ from slimx.trainer.device.memory import PhaseMemory, meter_of
 from slimx.trainer.device.nvml import gpu_of
 from slimx.trainer.operation import Operation, operation
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.reward_model import RewardModelTrainer
 from slimx.trainer.trained import TrainedModel
 from slimx.trainer.trainer import PolicyTrainer
 from slimx.trainer.weight_export import WeightExport
@@ -83,7 +83,8 @@ class TrainerRank:
     def build(self, roles: Collection[str]) -> None:
         """Build `roles`: "model", "critic" or both; with the model come its "weights"."""
         if "model" in roles:
-            trainer = RewardModelTrainer if self.config.algorithm.scores else PolicyTrainer
+            learner = learner_of(self.config.algorithm)
+            trainer = PolicyTrainer if learner is None else learner.trainer()
             model = trainer(self.config, configured_model(self.config), self.parallel)
             # First: its buffers go before the weights that they were filled from.
             self.roles["weights"] = WeightExport(model, self._memory)

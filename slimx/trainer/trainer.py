@@ -17,11 +17,10 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
-from slimx.models.files.megatron_directory import check_fit, is_megatron
+from slimx.models.files.formats import format_of
 from slimx.models.layer_kind import Packing
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of
-from slimx.trainer.checkpoint.load import load_weights
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.weights import Weights
@@ -269,9 +268,9 @@ def _by_batch(values: torch.Tensor, batches: list[MicroBatch]) -> Sequence[torch
 
 
 def _load(weights: Weights, path: Path, chunks: list[Any]) -> None:
-    """Fill the model from a Hugging Face directory, or from a checkpoint of Megatron-LM."""
-    if is_megatron(path):
-        load_weights(check_fit(path, weights.spec.table, prediction=weights.spec.prediction_layers), chunks)
+    """Fill the model from a Hugging Face directory, or from a checkpoint of another form."""
+    if (found := format_of(path)) is not None:
+        found.load(path, weights.spec, chunks)
         weights.check_finite(path)
         weights.changed()
     else:

@@ -14,7 +14,9 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
-from slimx.models.files.score_head import read_score
+from slimx.models.files.finite import check_finite
+from slimx.models.files.reader import CheckpointReader
+from slimx.models.headless import SCORE
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.value_model import ValueModel
@@ -140,3 +142,13 @@ def _heads(modules: list[ValueModel]) -> set[str]:
         if module.post_process
         for name, _ in module.value_head.named_parameters()
     }
+
+
+def read_score(directory: Path) -> torch.Tensor | None:
+    """The head in `directory`, [1, hidden]; None if it has none, such as a policy's."""
+    reader = CheckpointReader(directory)
+    if SCORE not in reader.names:
+        return None
+    head = reader.whole(SCORE)
+    check_finite(head, SCORE, reader.path)
+    return head

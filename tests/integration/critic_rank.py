@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from slimx.algorithms.advantages.bradley_terry import assign_slopes
 from slimx.config.schema import Config
-from slimx.data.batch import MicroBatch, TrainingRow, make_rows, pair_rows
+from slimx.data.batch import MicroBatch, TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt
+from slimx.extras.preferences.bradley_terry import assign_slopes, pair_rows
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank, demonstrations, microbatch_tokens
 
@@ -123,7 +123,7 @@ class CriticRank(Rank):
         """One step of a reward model on pairs, whose head is the checkpoint's."""
         import torch.distributed as dist
 
-        from slimx.trainer.reward_model import RewardModelTrainer
+        from slimx.extras.preferences.trainer import RewardModelTrainer
 
         config = self.config(distributed_optimizer=False).model_dump()
         del config["critic"]

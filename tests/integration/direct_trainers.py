@@ -16,11 +16,11 @@ from slimx.cluster.waiting import gather
 from slimx.extras.direct.copies import SentBucket
 from slimx.extras.direct.offer import Offer
 from slimx.extras.direct.sender import Sender
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.table import checkpoint_parts
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan, compile_plan

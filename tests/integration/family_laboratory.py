@@ -17,8 +17,7 @@ from slimx.extras.convert.work import convert
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes
-from slimx.layout.stored import stored
-from slimx.layout.table import Table
+from slimx.layout.table import Table, stored
 from slimx.models.families import Family, load_family, read_model
 from slimx.runtime.ports import free_port
 from tests.integration import transformer_engine_stand

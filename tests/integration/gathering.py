@@ -11,9 +11,9 @@ def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any,
     `attached`: the `AttachedForm` of a rank of which these are the weights; None: the plain form."""
     import torch.distributed as dist
 
-    from slimx.layout.checkpoint import checkpoint_parts
     from slimx.layout.form import AttachedForm
     from slimx.layout.megatron import MegatronLayout
+    from slimx.layout.table import checkpoint_parts
     from slimx.models.files.writer import write_bucket
     from slimx.reshard.pack.gather import PUBLISHER, Gatherer
     from slimx.reshard.pack.packer import Packer, describe

@@ -15,8 +15,8 @@ import numpy as np
 import openai
 import pytest
 
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Prompt, Trajectory
-from slimx.data.tokens import load_tokenizer
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.router import Router
 from slimx.extras.agents import agent

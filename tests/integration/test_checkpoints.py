@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from slimx.extras.megatron_files.directory import check_fit
 from slimx.models.families import read_model
-from slimx.models.files.megatron_directory import check_fit
 from slimx.runtime.ports import free_port
 from slimx.trainer.checkpoint import files
 from tests.integration.chosen import chosen_cases

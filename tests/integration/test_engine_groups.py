@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from slimx.cluster.connection import start_ray, stop_ray
 from slimx.config.schema import Config
-from slimx.data.tokens import load_tokenizer
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import Standing
 from slimx.engines.server.engine import Engine
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
-from slimx.orchestration.frozen import FrozenEngines
+from slimx.orchestration.engines.frozen import FrozenEngines
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.publish import Publisher
 from slimx.rollout.client.frozen import FrozenEngine

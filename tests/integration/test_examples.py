@@ -15,13 +15,13 @@ import pytest
 
 from examples import debate, fan_out, judge, single_turn, two_turn
 from slimx.config.schema import Config
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Prompt, Trajectory
-from slimx.data.tokens import load_tokenizer
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.router import Router
+from slimx.extras.agents import multi_turn
 from slimx.extras.agents import tools as mcp_tools
 from slimx.models.families import read_model
-from slimx.rollout import multi_turn
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.flow.rollouts import GroupMaker, Speaker

@@ -18,7 +18,7 @@ from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import Journal
 from slimx.rollout.flow.slots import Slots
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 from tests.integration.conftest import Weights, perturbed, publish
 
 pytestmark = pytest.mark.integration

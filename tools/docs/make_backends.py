@@ -29,7 +29,7 @@ from slimx.engines.server.launch import prepare, prepare_imports
 from slimx.engines.server.spec import engine_spec, server_args
 from slimx.extras.convert.formats.fp8 import with_quantisation
 from slimx.extras.low_precision.block_fp8 import quantisation
-from slimx.layout.engine_kernels import unpublishable
+from slimx.layout.kernels import unpublishable
 from slimx.models.families import read_model
 
 ROOT = Path(__file__).parents[2]

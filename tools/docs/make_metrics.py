@@ -43,8 +43,8 @@ A name of slimx's own, a name logged twice for one trajectory, and a value that 
 fails, and its group is counted and named in `dropped.jsonl`. What was logged is part of the trajectory, so checkpoints,
 saved rollouts and their replay keep it.
 
-`slimx.rollout.multi_turn` and `slimx.extras.agents.agent` log `tool_calls` in this way: in an environment, the sum of
-`Step.tool_calls`.
+`slimx.extras.agents.multi_turn` and `slimx.extras.agents.agent` log `tool_calls` in this way: in an environment, the
+sum of `Step.tool_calls`.
 """
 
 

@@ -23,8 +23,8 @@ HEAD = """
 
 This section is made from `slimx/rules/unproven.py` and such tables of extras by `python -m tools.docs.make_unproven`.
 A configuration with both is refused before anything starts (codes unproven, unproven.architecture, unproven.layers).
-A key without a value stands for all that is not its default, and a key of `rollout.engines` for that of any group of the
-policy.
+A key without a value stands for all that is not its default, and a key of `rollout.engines` for that of any group of
+the policy.
 """
 
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from slimx import entry_points
 from slimx.algorithms.advantages.covariance import select_tokens
-from slimx.algorithms.advantages.dpo import assign_preferences
 from slimx.algorithms.advantages.gigpo import step_advantages
 from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, rloo, standardise
 from slimx.algorithms.advantages.token_rewards import assign_advantages
 from slimx.algorithms.hooks import load_advantages
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.objectives import ADVANTAGES, ClipCov, Dpo, Gae, Gdpo, Gigpo, KlCov, TokenRewards
+from slimx.config.sections.objectives import ADVANTAGES, ClipCov, Gae, Gdpo, Gigpo, KlCov, TokenRewards
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
@@ -29,7 +29,7 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
     estimator = algorithm.advantages
     if algorithm.loss.kind == "sft":
         return [1.0] * len(group.trajectories)
-    if estimator.kind in ("dpo", "none"):
+    if estimator.kind == "none" or estimator.demonstrated:
         return [0.0] * len(group.trajectories)
     if estimator.kind in ("gae", "reinforce"):
         return [trajectory.reward for trajectory in group.trajectories]
@@ -104,8 +104,9 @@ def finish_advantages(
     log-probs [n] under these weights before the step, and `values` a critic's, where the algorithm wants them."""
     rows = [row for update in updates for row in update]
     metrics: dict[str, float] = {}
-    if isinstance(algorithm.advantages, Dpo):
-        metrics = assign_preferences(algorithm.advantages.beta, groups, rows, policy, reference)
+    if algorithm.advantages.demonstrated:
+        assign = entry_points.load("slimx.advantages", algorithm.advantages.kind)
+        metrics = assign(algorithm.advantages, groups, rows, policy, reference)
     elif isinstance(algorithm.advantages, TokenRewards):
         # The credited reward, or what it is above the group's mean, falls on a trajectory's last token.
         scores = [float(row.advantages[0]) for row in rows]

@@ -20,8 +20,7 @@ from typing import Literal
 
 import torch
 
-from slimx.algorithms.inputs import SequenceSum
-from slimx.algorithms.losses.ratios import bounded_ratio
+from slimx.algorithms.inputs import SequenceSum, bounded_ratio
 
 Kind = Literal["truncate", "icepop"]
 Level = Literal["token", "sequence", "geometric"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from slimx.algorithms.losses.ratios import LARGEST_LOG_RATIO
+from slimx.algorithms.inputs import LARGEST_LOG_RATIO
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

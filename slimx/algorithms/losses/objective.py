@@ -7,11 +7,10 @@ from functools import partial
 import torch
 
 from slimx.algorithms.hooks import load_loss
-from slimx.algorithms.inputs import Loss, LossInputs
+from slimx.algorithms.inputs import Loss, LossInputs, bounded_ratio
 from slimx.algorithms.losses import surrogates
 from slimx.algorithms.losses.corrections import correction, off_policy_sequences, rejection
 from slimx.algorithms.losses.kl import ESTIMATORS, k3
-from slimx.algorithms.losses.ratios import bounded_ratio
 from slimx.algorithms.losses.surrogates import LossTokens, Surrogate
 from slimx.algorithms.losses.top_kl import DIRECTIONS
 from slimx.config.sections.algorithm import Algorithm

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slimx.algorithms.inputs import SequenceSum
-from slimx.algorithms.losses.ratios import bounded_ratio
+from slimx.algorithms.inputs import SequenceSum, bounded_ratio
 from slimx.data.columns import LossColumns
 
 

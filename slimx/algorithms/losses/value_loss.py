@@ -42,10 +42,3 @@ def value_loss(inputs: ValueInputs, *, clip: float) -> tuple[torch.Tensor, dict[
             "value/mean": (weight * values).sum(),
         }
     return total, metrics
-
-
-def score_loss(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The function with the gradient of the Bradley-Terry loss, whose derivatives by the scores are known
-    (`slimx.algorithms.advantages.bradley_terry`); its value means nothing, so there are no metrics."""
-    scores = torch.where(inputs.weight > 0, inputs.predicted, 0.0)
-    return -(inputs.weight * inputs.advantages * scores).sum(), {}

@@ -8,19 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from slimx.config.rule import Refusal
-from slimx.config.section import Count, PathText, Positive, Real, Section, Weight
-from slimx.config.sections.correction import Correction, Rejection
+from slimx.config.section import Count, Objective, PathText, Positive, Real, Section, Weight
 from slimx.config.sections.objectives import (
     OBJECTIVES,
     PRESETS,
     Advantages,
     ClipCov,
-    Dpo,
+    Correction,
     Grpo,
     KlCov,
     Loss,
     Name,
-    Objective,
+    Rejection,
     TokenRewards,
     check_kind,
     read_objective,
@@ -147,19 +146,6 @@ class Algorithm(Section):
                     key,
                     f"algorithm.{key} is positive but algorithm.reference is false; set algorithm.reference=true",
                 )
-        if estimator.kind == "dpo" and not self.reference:
-            yield (
-                "dpo_reference",
-                "reference",
-                "algorithm.advantages is dpo, which compares with a reference; set reference=true",
-            )
-        if estimator.kind == "dpo" and (self.loss.kind, self.aggregation) != ("plain", "sum"):
-            yield (
-                "dpo_loss",
-                "loss",
-                "dpo needs algorithm.advantages=dpo, loss=plain and aggregation=sum together, since its gradient is "
-                "that sum; set algorithm.name=dpo and leave these three out",
-            )
         if not _rolled_out(self) and estimator.kind != "none":
             yield (
                 "sft_advantages",
@@ -219,7 +205,8 @@ class Algorithm(Section):
     @property
     def group_relative(self) -> bool:
         """True if an advantage is nothing but a comparison within a group."""
-        return self.advantages.kind in ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo", "dpo")
+        compared = ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo")
+        return self.advantages.kind in compared or self.advantages.demonstrated
 
     @property
     def compares(self) -> bool:
@@ -229,7 +216,7 @@ class Algorithm(Section):
     @property
     def scores(self) -> bool:
         """True if what is trained is a reward model: a trunk with a score in the place of logits."""
-        return self.loss.kind == "bradley_terry"
+        return self.loss.scores
 
     @property
     def taught(self) -> bool:
@@ -245,7 +232,8 @@ class Algorithm(Section):
     @property
     def needs_whole_step(self) -> bool:
         """True if advantages, or the tokens that they are for, are known only from the whole step's rows."""
-        return isinstance(self.advantages, TokenRewards | Dpo) or isinstance(self.loss, ClipCov | KlCov)
+        estimator = self.advantages
+        return estimator.demonstrated or isinstance(estimator, TokenRewards) or isinstance(self.loss, ClipCov | KlCov)
 
     @property
     def hooks(self) -> list[str]:
@@ -254,11 +242,15 @@ class Algorithm(Section):
 
 
 def _rolled_out(a: Algorithm) -> bool:
-    return a.loss.kind not in ("sft", "bradley_terry")
+    return not a.loss.demonstrated
+
+
+def _sampled(a: Algorithm) -> bool:
+    return _rolled_out(a) and not a.advantages.demonstrated
 
 
 def _policy_gradient(a: Algorithm) -> bool:
-    return _rolled_out(a) and a.advantages.kind != "dpo" and "loss" not in a.hooks
+    return _sampled(a) and "loss" not in a.hooks
 
 
 NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
@@ -271,7 +263,7 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
         (_rolled_out, "is compared with a policy's rollouts"),
     ),
     "credit": (
-        lambda a: _rolled_out(a) and a.advantages.kind not in ("gdpo", "dpo", "none", "remax"),
+        lambda a: _sampled(a) and a.advantages.kind not in ("gdpo", "none", "remax"),
         "shares out rewards of trajectories, and advantages come of something else, or are compared with a reward that "
         "has no credit",
     ),
@@ -287,11 +279,8 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "teacher_field": (lambda a: bool(a.teacher_engines), "chooses among algorithm.teacher_engines"),
     "teacher_kl": (lambda a: a.teacher_kl_coef > 0, "needs a positive algorithm.teacher_kl_coef"),
     "teacher_top_k": (lambda a: a.teacher_kl_coef > 0, "is for a positive algorithm.teacher_kl_coef"),
-    "old_logprobs": (
-        lambda a: _rolled_out(a) and a.advantages.kind != "dpo",
-        "is what the ratio compares with, and there is none",
-    ),
-    "mask_stale_tokens": (lambda a: _rolled_out(a) and a.advantages.kind != "dpo", "leaves tokens of a policy out"),
+    "old_logprobs": (_sampled, "is what the ratio compares with, and there is none"),
+    "mask_stale_tokens": (_sampled, "leaves tokens of a policy out"),
     "correction": (_policy_gradient, "weighs the policy-gradient losses"),
     "rejection": (_policy_gradient, "leaves tokens of a policy out"),
     "opsm_delta": (_policy_gradient, "leaves sequences of a policy out"),

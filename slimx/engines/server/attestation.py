@@ -16,7 +16,7 @@ from slimx.engines.server.arguments import command_line
 from slimx.engines.server.spec import EngineSpec, policy_args
 from slimx.engines.server.wire import REFUSED, Json, Wire, request
 from slimx.errors import SlimxError
-from slimx.layout.engine_kernels import BLACKWELL, unpublishable
+from slimx.layout.kernels import BLACKWELL, unpublishable
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.parties import PROTOCOL

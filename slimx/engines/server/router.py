@@ -15,7 +15,7 @@ from slimx.engines.server.wire import Json, Wire
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import python_argv
 from slimx.runtime.process import SupervisedProcess
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 HOST = "127.0.0.1"
 CALL_S = 30.0

@@ -16,9 +16,9 @@ from slimx.layout.form import ServedForm, form_of
 from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.numerics.mode import NumericsMode, mode_of
 from slimx.runtime.children import python_argv
-from slimx.runtime.nvshmem import NVSHMEM
 from slimx.runtime.ports import address, is_loopback
 from slimx.runtime.private import private_directory
+from slimx.runtime.toolkit import NVSHMEM
 
 
 @dataclass(frozen=True, slots=True)

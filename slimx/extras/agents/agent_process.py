@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
-from slimx.runtime.asyncio_processes import ended
+from slimx.extras.agents.asyncio_processes import ended
 from slimx.runtime.children import bypass_proxies
 from slimx.runtime.logs import how_ended
 from slimx.runtime.process import guarded_argv, kill_descendants
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 MAX_OUTPUT = 20_000
 """Bytes that are kept of the end of what a program writes."""

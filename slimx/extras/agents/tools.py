@@ -19,13 +19,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from slimx.data.chat.tokens import encode_turns
 from slimx.data.records import Prompt, Trajectory
-from slimx.data.tokens import encode_turns
 from slimx.dotted import imported
-from slimx.environments.toolbox import Toolbox, ToolResult, ToolsLost
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser
+from slimx.extras.agents.toolbox import Toolbox, ToolResult, ToolsLost
 from slimx.rewards.needs import checked_by, checks_prompts
 from slimx.rollout.draft import Draft
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
@@ -57,7 +57,7 @@ def check(
     if missing:
         raise SlimxError(
             f"rollout.options.toolbox: {toolbox} has no {missing[0]}; a toolbox has open, call, judge and close "
-            "(slimx.environments.toolbox)",
+            "(slimx.extras.agents.toolbox)",
             code="tools.methods",
             about="rollout.options.toolbox",
         )

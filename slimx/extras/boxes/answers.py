@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from slimx.data.responses import final_answer
+from slimx.data.chat.responses import final_answer
 
 _FENCE = re.compile(r"(?<![`~])(?:`{3,}|~{3,})")
 _PYTHON = re.compile(r"\{?\.?(?:python[\d.]*|py\d?)(?![\w+#-])", re.IGNORECASE)

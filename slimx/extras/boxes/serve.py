@@ -46,7 +46,7 @@ from slimx.extras.boxes.programs.enclosure import MIB, Ran
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxRefusal, check_run
 from slimx.extras.boxes.remote import MAX_FILE, PROTOCOL
-from slimx.runtime.connections import Connections
+from slimx.extras.http.connections import Connections
 from slimx.runtime.ports import address
 
 MAX_BODY = 2 * MIB

@@ -184,7 +184,7 @@ def adapters_to_peft(
     """Low-rank adapters of SOURCE to OUT, a directory that the package peft loads beside the base."""
     from slimx.config.sections.policies import ACTOR
     from slimx.extras.convert.formats.peft import export_adapters
-    from slimx.models.files.megatron_directory import find_checkpoint
+    from slimx.extras.megatron_files.directory import find_checkpoint
     from slimx.orchestration.state.saves import read_state
 
     lora = read_state(find_checkpoint(source)).policies[ACTOR]["lora"]

@@ -20,11 +20,11 @@ from slimx.extras.convert.sources import Overlay
 from slimx.extras.convert.target import Target, parse_layout
 from slimx.extras.low_precision import block_fp8
 from slimx.extras.low_precision.block_fp8 import BlockFp8
+from slimx.extras.megatron_files.directory import find_checkpoint, numbers_layers
 from slimx.layout.number_formats import all_formats
-from slimx.layout.stored import stored
+from slimx.layout.table import stored
 from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.fields import without_quantisation
-from slimx.models.files.megatron_directory import find_checkpoint, numbers_layers
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.safe_pickle import read_metadata
 

@@ -12,15 +12,16 @@ import msgspec
 import typer
 
 from slimx import entry_points
-from slimx.config.sections.prompts import Fields
-from slimx.data.prompt_files.mapping import fitting_fields, make_mapping, written
-from slimx.data.prompt_files.rows import DATASETS, read_rows
-from slimx.data.prompts import KEYS, read_prompts
+from slimx.config.sections.rollout import Fields
+from slimx.data.chat.template import check_arguments, check_ends, with_template
+from slimx.data.chat.tokens import encode_prompt, load_tokenizer
+from slimx.data.prompts.mapping import fitting_fields, make_mapping, written
+from slimx.data.prompts.read import KEYS, read_prompts
+from slimx.data.prompts.rows import read_rows
 from slimx.data.records import Prompt
-from slimx.data.template import check_arguments, check_ends, with_template
-from slimx.data.tokens import encode_prompt, load_tokenizer
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
+from slimx.extras.datasets.files.read import DATASETS
 from slimx.observability.live.safe_text import visible
 
 app = typer.Typer(add_completion=False)
@@ -49,7 +50,7 @@ def convert(name: str, out: Path, given: str | None, seed: int) -> Iterator[str]
         raise SlimxError(f"{out} is no file; name the file to write", code="data.out", about=str(out))
     lines: dict[str, dict[str, Any]] = {}
     repeated: Counter[str] = Counter()
-    for where, number, row in read_rows(given or known.hub):
+    for where, number, row in read_rows(given or known.hub)[1]:
         try:
             prompt = known.convert(row, where, seed)
         except SlimxError as error:
@@ -103,7 +104,7 @@ def check(
 ) -> Iterator[str]:
     """Lines on what a run would see of a file. Raises SlimxError where the run would refuse it; `fields`, `system` and
     `template` are those of section rollout, `subset` and `split` those of an entry of rollout.sources."""
-    rows = read_rows(file, subset, split)
+    rows = read_rows(file, subset, split)[1]
     first = next(rows, None)
     rows.close()
     guessed = fitting_fields(first[2]) if first and fields is None and not {*first[2]} <= {*KEYS} else None

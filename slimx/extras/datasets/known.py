@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slimx.data.boxes import last_box
-from slimx.data.prompt_files.mapping import as_text, value_at
+from slimx.data.prompts.mapping import as_text, value_at
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
+from slimx.extras.rewards.shared.boxes import last_box
 
 BOXED = "Put your final answer within \\boxed{}."
 LETTERS = "ABCD"

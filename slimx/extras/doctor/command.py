@@ -81,7 +81,7 @@ def doctor(
     elif file is not None:
         config = load_config(file, overrides or [])
         from slimx.config.sections.policies import ACTOR
-        from slimx.orchestration.prepare import check_run
+        from slimx.orchestration.start.prepare import check_run
 
         prepared = check_run(config)
         actor = prepared.policies[ACTOR]
@@ -117,7 +117,7 @@ def measure_gap(config: Config, console: Console, *, layers: bool) -> bool:
             code="gap.layers",
             about="trainer.tensor",
         )
-    from slimx.orchestration import early
+    from slimx.orchestration.start import early
 
     early.check_parts(config)
     from slimx.extras.doctor.gap import run_gap

@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
 from slimx.layout.parts import matrix
-from slimx.layout.stored import Stored
+from slimx.layout.table import Stored
 from slimx.models.files.index import read_object
 
 if TYPE_CHECKING:

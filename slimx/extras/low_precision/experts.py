@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from slimx.layout.parts import Part
-from slimx.layout.stored import stored
-from slimx.layout.table import Entry, Row, Table
+from slimx.layout.table import Entry, Row, Table, stored
 
 
 def rounds(row: Row) -> bool:

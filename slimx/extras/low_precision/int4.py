@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx.extras.low_precision.experts import rounds
 from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
-from slimx.layout.stored import Stored
-from slimx.layout.table import Table
+from slimx.layout.table import Stored, Table
 
 if TYPE_CHECKING:
     import torch

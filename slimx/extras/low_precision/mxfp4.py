@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx.layout.number_formats import NumberFormat, StoredTensors
-from slimx.layout.stored import Stored
+from slimx.layout.table import Stored
 
 if TYPE_CHECKING:
     import torch

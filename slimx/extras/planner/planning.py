@@ -9,10 +9,10 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, Policy
-from slimx.data.prompt_files.directories import matching
-from slimx.data.prompt_files.hub import HUB
 from slimx.errors import SlimxError
 from slimx.extras.datasets.command import rendered_lines
+from slimx.extras.datasets.files.directories import matching
+from slimx.extras.datasets.files.hub import HUB
 from slimx.extras.planner.plan.report import Planned, plan_report, predictions
 from slimx.extras.planner.plan.suggest import nearest_layout, suggest_layouts
 from slimx.extras.planner.plan.suggest_engines import suggest_engines
@@ -22,7 +22,7 @@ from slimx.extras.planner.record import PlanReport, Predicted
 from slimx.extras.planner.rules.machine import unused_warnings
 from slimx.models.families import ModelSpec
 from slimx.numerics.mode import mode_of
-from slimx.orchestration.prompts import first_prompt, run_tokenizer
+from slimx.orchestration.start.prompts import first_prompt, run_tokenizer
 from slimx.preflight.hardware import machine_of
 from slimx.trainer.device.backends import choose_backends, installed
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
-from slimx.config.sections.checkpoint import Checkpoint
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Checkpoint
 from slimx.config.sections.schedule import Schedule
 from slimx.extras.recovery.section import Recovery
 from slimx.rules.unproven import found_in, sections_in

@@ -25,11 +25,11 @@ from pathlib import Path
 import psutil
 
 from slimx.cluster.calls import kill
-from slimx.cluster.fence import fence
 from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import first_line, has_died
 from slimx.data.batch import TrainBatch
 from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.extras.recovery.fence import fence
 from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_close, check_same
 from slimx.extras.recovery.mirror_store import MirrorLost
 from slimx.extras.recovery.mirrors import Mirrors
@@ -40,9 +40,8 @@ from slimx.orchestration.ranks.watch import local_pids, watch_ranks
 from slimx.orchestration.recovery import Recovery, Replan
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
-from slimx.orchestration.state.references import reference_path, reference_step
-from slimx.runtime.tasks import race
-from slimx.runtime.threads import in_thread
+from slimx.orchestration.step.reference import reference_path, reference_step
+from slimx.runtime.tasks import in_thread, race
 
 
 class TrainerRecovery(Recovery):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from slimx.data.boxes import boxes
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
+from slimx.extras.rewards.shared.boxes import boxes
 from slimx.extras.rewards.shared.notation import joined_boxes
 from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_answer

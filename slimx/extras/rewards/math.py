@@ -9,9 +9,9 @@ from typing import Any
 
 from sympy import I
 
-from slimx.data.boxes import boxes
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
+from slimx.extras.rewards.shared.boxes import boxes
 from slimx.extras.rewards.shared.notation import DELIMITED, depth, expression, last_boxes, latex
 from slimx.extras.rewards.shared.verification import in_time, parse, verify
 from slimx.rewards.context import Context, answer_of

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from slimx.data.boxes import last_box
-from slimx.data.responses import THOUGHT_ENDS, final_answer
+from slimx.data.chat.responses import THOUGHT_ENDS, final_answer
 from slimx.errors import SlimxError
 from slimx.extras.rewards.f1 import words
+from slimx.extras.rewards.shared.boxes import last_box
 from slimx.extras.slime.sample import Sample
 from slimx.extras.slime.served import load_function
 

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from slimx.config.schema import Config
+from slimx.data.chat.tokens import encode_prompt, load_tokenizer
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.data.tokens import encode_prompt, load_tokenizer
 from slimx.dotted import imported
 from slimx.errors import SlimxError
 from slimx.extras.slime import grading

@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from slimx.data.boxes import last_box
 from slimx.errors import SlimxError
+from slimx.extras.rewards.shared.boxes import last_box
 from slimx.extras.slime import grading, served
 from slimx.extras.slime.sample import Sample
 

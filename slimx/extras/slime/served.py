@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from slimx.data.tokens import load_tokenizer as load_from_directory
+from slimx.data.chat.tokens import load_tokenizer as load_from_directory
 from slimx.dotted import imported
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared import http

@@ -13,7 +13,7 @@ from functools import partial
 from slimx.errors import SlimxError
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
-from slimx.observability.tracking.sinks import Sink
+from slimx.observability.tracking.tracker import Sink
 
 
 class InOrder:

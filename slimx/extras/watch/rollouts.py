@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Group
 from slimx.data.saved.step_files import DIRECTORY, TOKENIZER, read_step, read_step_about, step_files
 from slimx.data.saved.trained_tokens import read_trained
-from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.extras.watch.show import Decode, Json, group_lines, group_values, prompt_line, prompt_values
 from slimx.observability.tracking.jsonl import load_records

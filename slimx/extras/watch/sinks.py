@@ -13,7 +13,7 @@ from slimx.errors import SlimxError
 from slimx.extras.watch.background import InBackground
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
-from slimx.observability.tracking.sinks import Sink, TrackedRun
+from slimx.observability.tracking.tracker import Sink, TrackedRun
 
 if TYPE_CHECKING:
     from slimx.config.sections.run import Prometheus

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from slimx.config.sections.run import Stall
-from slimx.observability.alerts.signal import without_signal
+from slimx.extras.watch.alerts import without_signal
+from slimx.extras.watch.pace import SILENT_S, Pace, pace
 from slimx.observability.live.activity import activity_lines, read_activity
-from slimx.observability.live.pace import SILENT_S, Pace, pace
 from slimx.observability.live.run_lock import is_held
 from slimx.observability.tracking.run_files import read_config, up_to_date
 

@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import NumberFormat, StoredTensors, all_formats
-from slimx.layout.stored import Stored, stored
-from slimx.layout.table import Table
+from slimx.layout.table import Stored, Table, stored
 from slimx.models.files.finite import check_finite
 from slimx.models.files.index import INDEX, SINGLE, indexed_files, read_object
 

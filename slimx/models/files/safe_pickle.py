@@ -97,16 +97,6 @@ def read_metadata(path: Path) -> Metadata:
     return found
 
 
-def read_object(directory: Path, key: str) -> bytes | None:
-    """The bytes of the object `key` of a torch_dist checkpoint, as torch.save wrote them; None if it has no such."""
-    for index, place in read_metadata(directory / ".metadata").storage_data.items():
-        if index.fqn == key:
-            with (directory / place.relative_path).open("rb") as file:
-                file.seek(place.offset)
-                return file.read(place.length)
-    return None
-
-
 def _no_metadata(path: Path, reason: str) -> SlimxError:
     return SlimxError(
         f"{path}: not the metadata of a torch_dist checkpoint ({reason}); restore the file from its source",

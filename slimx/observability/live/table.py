@@ -81,15 +81,6 @@ SFT_COLUMNS = (
 )
 
 
-PAIR_COLUMNS = (
-    Column("step", "step", ".0f"),
-    Column("loss", "preference/loss", ".4f"),
-    Column("accuracy", "preference/accuracy", ".3f"),
-    Column("margin", "preference/margin", ".2f"),
-    *SFT_COLUMNS[2:],
-)
-
-
 def with_policies(columns: Sequence[Column], policies: Sequence[str]) -> tuple[Column, ...]:
     """`columns` with reward, loss and gap of each further policy behind those of the run's own, which end at `gap`."""
     end = next((at + 1 for at, column in enumerate(columns) if column.key == "gap/mean"), len(columns))

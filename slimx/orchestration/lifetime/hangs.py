@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.observability.live.stacks import write_stacks
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 WRITE_S = 45.0
 """Seconds for all stacks; the end of a run does not wait longer for them."""

@@ -32,7 +32,7 @@ from slimx.orchestration.lifetime.remains import watch_over_this_process
 from slimx.orchestration.lifetime.signals import Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
 from slimx.runtime.children import bypass_proxies
-from slimx.runtime.running_clock import RunningClock, RunningLoop
+from slimx.runtime.clocks import RunningClock, RunningLoop
 
 SAVING = (signal.SIGTERM, signal.SIGHUP)
 """Signals by which a machine or terminal is taken away, for which `checkpoint.grace` is."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from slimx.algorithms.learner import learner_of
 from slimx.cluster.place import Placement, place_of
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch, TrainingRow
@@ -19,18 +20,16 @@ from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
-from slimx.models.files.megatron_directory import is_megatron
-from slimx.models.files.score_head import declare_score, write_score
+from slimx.models.files.formats import format_of
 from slimx.models.files.writer import finish_directory, shard_name
 from slimx.numerics.mode import mode_of
-from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.packer import describe
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 from slimx.trainer.worker import TrainerWorker
 
 
@@ -167,27 +166,19 @@ class TrainerGroup(RankGroup):
         each = [(share,) for share in shares]
         await self.call("model.check_files", f"reading the files of {path}", each=each, path=str(path))
 
-    async def scores(self, rows: Sequence[TrainingRow], packer: Packer) -> list[np.ndarray]:
-        """Score every position by the reward model's present weights, one [n] per row."""
-        batch = packer(rows)
-        each = await self.sharded(self.folded(batch.shards))
-        results = await self.call("model.values", "the scores of the reward model", each=each)
-        return batch.unpack(self.by_shard(results), rows)
-
     async def export(self, directory: Path) -> None:
         """Write the present weights into `directory`, an empty one, as Hugging Face files."""
         buckets, shards = self.plans["export"], []
-        scores = self.config.algorithm.scores
-        count = buckets.plan.count + scores
+        learner = learner_of(self.config.algorithm)
+        count = buckets.plan.count + (learner is not None)
         for bucket in range(buckets.plan.count):
             path = str(directory / shard_name(bucket, count))
             packed = await self.pack("export", bucket)
             what = f"the writing of {path}"
             shards += await self.call("weights.write_bucket", what, ranks=[PUBLISHER], packed=packed, path=path)
             await self.release("export", bucket)
-        if scores:
-            head = self.metrics_of(await self.call("model.head", "the head of the reward model"))
-            shards.append(await in_thread(write_score, directory / shard_name(count - 1, count), head))
+        if learner is not None:
+            shards.append(await learner.write_head(self, directory / shard_name(count - 1, count)))
         # Frozen tensors may be gigabytes: the loop's other work goes on meanwhile.
         await in_thread(
             finish_directory,
@@ -195,11 +186,11 @@ class TrainerGroup(RankGroup):
             Path(self.config.model.path),
             self.table,
             shards,
-            # A reward model has nothing of a policy's but its trunk.
-            weights=None if scores else self._carried_from(),
+            # What gives scores has nothing of a policy's but its trunk.
+            weights=self._carried_from() if learner is None else None,
         )
-        if scores:
-            await in_thread(declare_score, directory)
+        if learner is not None:
+            await in_thread(learner.declare, directory)
 
     async def offload(self, *, weights: bool = True) -> None:
         """Give the devices' memory back to the engines; without `weights` those stay, to be published from."""
@@ -270,9 +261,9 @@ class TrainerGroup(RankGroup):
         return [(stored[place.data * len(stages) + place.pipeline],) for place in places]
 
     def _carried_from(self) -> Path | None:
-        """The directory of tensors that trainers do not hold: a Megatron-LM directory has none of them."""
+        """The directory of tensors that trainers do not hold: a directory of another form has none of them."""
         weights = Path(self.config.initial_weights)
-        if not is_megatron(weights):
+        if format_of(weights) is None:
             return weights
         own = Path(self.config.model.path)
         return own if any(own.glob("*.safetensors")) else None

@@ -17,8 +17,7 @@ from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.state.resume import layout_of, trainer_state
 from slimx.orchestration.state.saves import RunState, Saves, relaid
-from slimx.runtime.tasks import cancelled
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import cancelled, in_thread
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord
 

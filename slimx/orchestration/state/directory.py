@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slimx.config.schema import Config
+from slimx.data.chat.tokens import copy_tokenizer
 from slimx.data.saved.step_files import TOKENIZER
-from slimx.data.tokens import copy_tokenizer
 from slimx.durable import replace_synced
 from slimx.errors import REFUSED, SlimxError
 from slimx.observability.live.activity import FILE

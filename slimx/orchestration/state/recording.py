@@ -17,22 +17,21 @@ from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
 from slimx.config.sections.policies import prefix_of
+from slimx.data.chat.responses import read_response
 from slimx.data.records import Group, Prompt
-from slimx.data.responses import read_response
 from slimx.data.saved.step_files import StepFiles
 from slimx.data.saved.trained_tokens import TrainedTokens
 from slimx.errors import SlimxError
-from slimx.observability.alerts.alerts import Alerts
-from slimx.observability.alerts.events import Kind
-from slimx.observability.alerts.signal import Signal
+from slimx.observability.events import Events, Kind
 from slimx.observability.live.table import LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import RecordedSample
+from slimx.observability.tracking.signal import Signal
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import Tracker, make_tracker
 from slimx.rollout.flow.tickets import Batch, Dropped
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 
 class Records:
@@ -43,17 +42,17 @@ class Records:
         config: Config,
         table: LiveTable,
         tokenizer: Any,
-        alerts: Alerts,
+        events: Events,
         *,
         resume_step: int = 0,
     ):
         """Open the files of `config.run.dir`, without what they hold of `resume_step` and later steps; 0 keeps all.
-        `alerts`: told of restarts, lost engines and skipped steps."""
+        `events`: told of restarts, lost engines and skipped steps."""
         directory = Path(config.run.dir)
         self.config, self.table, self.tokenizer = config, table, tokenizer
         self.rollouts: StepFiles | None = None
         """Files of the groups of each step; None: they are not kept."""
-        self.alerts = alerts
+        self.events = events
         self.tracker = open_tracker(config, resume_step, table.note)
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
         self.samples = JsonlFile(directory / "samples.jsonl", resume_step=resume_step)
@@ -72,7 +71,7 @@ class Records:
 
     def engine_lost(self, name: str, error: SlimxError) -> None:
         """Tell of an engine that is taken out."""
-        self.alerts.tell("engine_lost", f"engine {name} is lost: {first_line(error)}", about=name)
+        self.events.tell("engine_lost", f"engine {name} is lost: {first_line(error)}", about=name)
 
     def restarted(self, restart: Restart) -> None:
         """Tell of a restart, and put it into the timeline, on a track of the part that was started again."""
@@ -85,10 +84,10 @@ class Records:
     def trainers_shrunk(self, why: str) -> None:
         """Tell of fewer trainer ranks, with which the run goes on."""
         self.table.note(why)
-        self.alerts.tell("trainers_shrunk", why, about="trainers")
+        self.events.tell("trainers_shrunk", why, about="trainers")
 
     def _tell_restart(self, kind: Kind, restart: Restart) -> None:
-        self.alerts.tell(kind, str(restart), about=restart.part)
+        self.events.tell(kind, str(restart), about=restart.part)
         name = "failed restart" if restart.error else "restart"
         detail = f"{restart.reason}; {restart.error}" if restart.error else restart.reason
         self.timeline.add(
@@ -100,7 +99,7 @@ class Records:
         """A named part of `step`, in the timeline, the live table and the status."""
         self.table.phase(name)
         self._phase, self._phases, self._began = name, self._phases + 1, time.monotonic()
-        self.alerts.step = step or None
+        self.events.step = step or None
         self.entered(name, step)
         with self.timeline.phase(name, step=step):
             yield
@@ -128,7 +127,7 @@ class Records:
         metrics = metrics | self._signal.counted(metrics)
         self.tracker.log(step, metrics | times, version=version)
         self.table.row(step, metrics | times)
-        self.alerts.recorded(metrics)
+        self.events.recorded(metrics)
         due = (step - 1) % self.config.track.samples_every == 0 or step == self.config.schedule.steps
         if version is not None and due:
             self._write_samples(groups, step=step, version=version, evaluation=False)

@@ -27,7 +27,7 @@ from typing import Any
 from slimx.data.saved.codec import decode, encode
 from slimx.durable import sync_directory, write_atomic
 from slimx.errors import SlimxError
-from slimx.models.files.megatron_directory import TRACKER, iteration_name
+from slimx.models.files.torch_dist import TRACKER, iteration_name
 from slimx.rollout.flow.tickets import SavedTicket
 from slimx.trainer.checkpoint.files import MANIFEST, REPORTS, Damaged, FileRecord, write, write_manifest
 

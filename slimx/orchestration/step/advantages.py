@@ -12,7 +12,7 @@ from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.orchestration.run import Run
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 
 async def estimate_advantages(
@@ -20,7 +20,7 @@ async def estimate_advantages(
 ) -> dict[str, float]:
     """Let trainers and critic score a step's rows, and finish the advantages of these (`finish_advantages`)."""
     algorithm, rows = run.config.algorithm, [row for update in updates for row in update]
-    pairs = algorithm.advantages.kind == "dpo"
+    pairs = algorithm.advantages.demonstrated
     policy = await _logprobs(run, rows, "policy") if pairs else None
     reference = await _logprobs(run, rows, "reference") if pairs or algorithm.kl_reward_coef else None
     values = await run.critic.values(rows) if run.critic is not None else None

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from slimx.algorithms.learner import learner_of
 from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.policies import TrainedPolicy
 from slimx.orchestration.run import Run
 from slimx.orchestration.step.measured import hook_metrics, part_metrics
-from slimx.orchestration.step.pairs import judge_pairs
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30
@@ -29,8 +29,8 @@ async def evaluate(run: Run) -> dict[str, float]:
         return {}
     with run.phase("eval"):
         outcomes = await run.watched(answer_all(run.maker, run.eval_prompts))
-        if run.config.algorithm.scores:
-            metrics = await run.watched(judge_pairs(run, outcomes))
+        if (learner := learner_of(run.config.algorithm)) is not None:
+            metrics = await run.watched(learner.evaluate(run, outcomes))
         else:
             metrics = {}
             for policy in run.policies.values():

@@ -15,7 +15,6 @@ from pathlib import Path
 from slimx.config.sections.policies import ACTOR
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
-from slimx.orchestration.state.references import reference_path, reference_step
 
 _CHECKPOINT = re.compile(r"iter_(\d+)(\.partial)?")
 _REFERENCE = re.compile(r"reference-(\d+)(\.partial)?")
@@ -77,3 +76,13 @@ def _linked(origin: str, path: str) -> None:
 
 def _names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()] if directory.is_dir() else []
+
+
+def reference_path(directory: Path, step: int) -> Path:
+    """Directory of the weights that became the reference after `step` steps of the run in `directory`."""
+    return directory / f"reference-{step:06d}"
+
+
+def reference_step(step: int, every: int) -> int:
+    """The step whose weights are the reference of a run that has done `step` steps; 0: the initial weights."""
+    return step - step % every if every else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from slimx.algorithms.learner import learner_of
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainBatch
 from slimx.data.records import Group
@@ -11,7 +12,6 @@ from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.policies import in_order, metrics_of
 from slimx.orchestration.run import Run, StepRows
 from slimx.orchestration.step.advantages import estimate_advantages
-from slimx.orchestration.step.pairs import train_pairs
 from slimx.runtime.tasks import all_or_none
 
 Batches = Mapping[str, list[TrainBatch]]
@@ -28,7 +28,8 @@ async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[
         for name, policy in run.policies.items():
             metrics |= policy.named(batch_metrics(batches[name]))
     with run.phase("train"):
-        work = train_pairs(run, groups, rows[ACTOR]) if algorithm.scores else _train(run, groups, rows, batches)
+        learner = learner_of(algorithm)
+        work = _train(run, groups, rows, batches) if learner is None else learner.train(run, groups, rows[ACTOR])
         return metrics | await run.watched(work, training=True)
 
 

@@ -1,7 +1,7 @@
 """The publication plan: which rectangle of which rank's tensor goes where, compiled from shapes alone.
 
 Source and target are two layouts of the same checkpoint tensors (`slimx.layout`); a plan is where they meet. The target
-is either the checkpoint itself, in Hugging Face names (`slimx.layout.checkpoint`), or the fused tensors of every rank
+is either the checkpoint itself, in Hugging Face names (`slimx.layout.parts`), or the fused tensors of every rank
 of an engine, so that each engine rank receives its own bytes and no others. Every element of every target tensor is
 proven to be written exactly once. The same inputs give the same bytes on every machine.
 """

@@ -8,15 +8,14 @@ from itertools import chain
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
-from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.form import form_of
+from slimx.layout.kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import published_format
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes, engine_sizes
-from slimx.layout.table import Table
+from slimx.layout.table import Table, checkpoint_parts
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, compile_plan

@@ -14,7 +14,7 @@ from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, ModelShape, VersionSpan
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.sending import as_logprobs
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 Meta = dict[str, Any]
 """`meta_info` of an answer."""

@@ -19,7 +19,7 @@ from slimx.data.whole import as_ids
 from slimx.engines.outage import Absence
 from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import DeadlineError, SlimxError
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 
 NO_ENGINE = 503
 """The router's answer when no engine is registered."""

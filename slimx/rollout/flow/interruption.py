@@ -22,7 +22,7 @@ from slimx.rollout.flow.gate import CANCEL_S, Gate
 from slimx.rollout.flow.progress import Journal
 from slimx.rollout.flow.slots import Slots
 from slimx.rollout.hooks import Generator
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 
 
 def _aborted(pending: Pending) -> SlimxError:

@@ -21,14 +21,14 @@ from dataclasses import asdict
 from typing import Any
 
 from slimx.config.schema import Config
-from slimx.data.prompts import DataSource, Outcome
+from slimx.data.prompts.read import DataSource, Outcome
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, PartLost, SlimxError, raised
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.rollouts import STRAGGLER, GroupMaker, GroupOutcome
 from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket, rewards_of
 from slimx.rollout.hooks import ENGINE_DEADLINE
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 
 TOO_OLD = "too old"
 """Reason of a group beyond the bound of staleness; its ticket stays, and its prompt is generated anew."""

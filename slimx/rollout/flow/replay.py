@@ -13,7 +13,7 @@ from slimx.errors import SlimxError
 from slimx.rollout.flow.tickets import Batch
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 
 
 class Replay:

@@ -25,8 +25,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from slimx.config.sections.reward import Reward as RewardConfig
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Group, Trajectory
-from slimx.data.tokens import load_tokenizer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.flow.reward_pool import RewardPool, Verdict, named, verdicts
 from slimx.rollout.hook_loading import in_process, load_reward, name_of

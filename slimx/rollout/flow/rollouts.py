@@ -14,10 +14,10 @@ import numpy as np
 
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
+from slimx.data.chat.responses import read_response
+from slimx.data.chat.template import with_template
+from slimx.data.chat.tokens import PromptIds
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.data.responses import read_response
-from slimx.data.template import with_template
-from slimx.data.tokens import PromptIds
 from slimx.engines.outage import Outage, Outages
 from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
@@ -42,7 +42,7 @@ from slimx.rollout.hooks import (
     logged_twice,
     seed_of,
 )
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 
 STRAGGLER = "straggler"
 """Reason of a group that was given up, unfinished, because a batch would have waited for it too long."""

@@ -11,7 +11,7 @@ from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.stream import TokenStream
 from slimx.rollout.hooks import Generator
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 
 
 class Slots:

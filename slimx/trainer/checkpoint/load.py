@@ -42,9 +42,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slimx.errors import SlimxError
-from slimx.models.files.megatron_common import read_common
-from slimx.models.files.megatron_directory import Fit, factor_key
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
+from slimx.models.files.torch_dist import factor_key, read_common
 from slimx.trainer.checkpoint import state as states
 from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
@@ -77,15 +76,15 @@ def restore(
         state[states.RANDOM] = states.random_state()
     try:
         _find_factors(models, path)
-        loaded = _load(state, path, tensors_only=False)
-        _fill(chunks, loaded)
+        loaded = load_sharded(state, path, tensors_only=False)
+        fill(chunks, loaded)
         if load_optimizer:
             _fill_optimizer(optimizer, loaded["optimizer"])
         else:
             optimizer.reload_model_params()
     # torch's reader raises many kinds, all of which mean that this checkpoint is unusable; one is a BaseException.
     except (Exception, CheckpointException) as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     if same_layout:
         states.set_random_state(loaded[states.RANDOM])
 
@@ -102,7 +101,7 @@ def _find_factors(models: Sequence[dict[str, Any]], path: Path) -> None:
 
 def take_state(loaded: dict[str, Any], chunks: Sequence[Any], optimizer: Any) -> None:
     """Take the state of a rank of the same layout, structured as `own_state`, whose tensors were read into place."""
-    _fill(chunks, loaded)
+    fill(chunks, loaded)
     _fill_optimizer(optimizer, loaded["optimizer"])
     states.set_random_state(loaded[states.RANDOM])
 
@@ -126,36 +125,8 @@ def _take_rates(saved: Any, own: dict[str, Any]) -> None:
             _take_rates(value, own)
 
 
-def load_weights(fit: Fit, chunks: Sequence[Any]) -> None:
-    """Fill the model from the checkpoint of `fit`, whoever wrote it; collective, before the optimizer is built."""
-    try:
-        state = states.model_state(chunks, non_homogeneous_layers=fit.per_layer)
-        for value in nested_values(state):
-            if isinstance(value, ShardedTensor):
-                value.key = fit.keys.get(value.key, value.key)
-        centred = _centred(state, fit)
-        loaded = _load(state, fit.path, tensors_only=True)
-        for key, name in centred:
-            loaded[key][name] += 1
-        _fill(chunks, loaded)
-    except (Exception, CheckpointException) as error:
-        raise _unusable(fit.path, error) from error
-
-
-def _centred(state: dict[str, Any], fit: Fit) -> list[tuple[str, str]]:
-    """Keys of the chunks and names of the norms in `state` that the checkpoint keeps less 1; they get fp32 of their own
-    to read into."""
-    out = []
-    for key, model in state.items():
-        for name, tensor in model.items():
-            if tensor.key in fit.centred:
-                data = torch.empty_like(tensor.data, dtype=torch.float32, requires_grad=False)
-                model[name] = replace(tensor, data=data, dtype=torch.float32)
-                out.append((key, name))
-    return out
-
-
-def _unusable(path: Path, error: BaseException) -> SlimxError:
+def unusable(path: Path, error: BaseException) -> SlimxError:
+    """Returns the error for a checkpoint in `path` that `error` says cannot be loaded."""
     if isinstance(error, SlimxError):
         return error
     return SlimxError(
@@ -165,7 +136,8 @@ def _unusable(path: Path, error: BaseException) -> SlimxError:
     )
 
 
-def _fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+def fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+    """Takes the weights of the model from `loaded`. Raises SlimxError for a tensor on one side alone."""
     for key, chunk in zip(states.chunk_keys(chunks), chunks, strict=True):
         # A stage without layers (trainer.layers_per_stage) may have no tensor at all, and then it has no key.
         odd = unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=False)
@@ -177,7 +149,7 @@ def _fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
             )
 
 
-def _load(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str, Any]:
+def load_sharded(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str, Any]:
     """Read what the sharded `state` describes, as megatron-core's `dist_checkpointing.load` does with a reader and a
     planner that run code."""
     metadata = read_metadata(path / ".metadata")

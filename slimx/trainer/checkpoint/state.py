@@ -14,8 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from slimx.models.files.megatron_common import preloaded
-from slimx.models.files.megatron_directory import factor_key
+from slimx.models.files.torch_dist import factor_key, preloaded
 from slimx.trainer.checkpoint.pieces import in_pieces, sharded_optimizer
 from slimx.trainer.model.build import unwrap
 from slimx.trainer.step.optimizer import make_moments

@@ -72,9 +72,3 @@ class ValueModel(GPTModel):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Sharded state of the modules. GPTModel's own method looks for an output layer, which is not here."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
-
-
-class ScoreModel(ValueModel):
-    """A reward model: only differences of scores are learned from, so that a bias would have noise for a gradient."""
-
-    BIAS = False

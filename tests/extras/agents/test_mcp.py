@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 from slimx.data.records import Prompt, Trajectory
-from slimx.environments.toolbox import ToolsLost
 from slimx.errors import SlimxError
 from slimx.extras.agents import tools
 from slimx.extras.agents.hubs.mcp import McpTools
 from slimx.extras.agents.hubs.mcp_bounds import MAX_STDERR
+from slimx.extras.agents.toolbox import ToolsLost
+from slimx.extras.http.answers import MAX_ANSWER
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
-from slimx.runtime.answers import MAX_ANSWER
 from tests.extras.agents.proxy_stand import PROMPT, Script
 from tests.extras.agents.served import program
 from tests.extras.agents.tool_stand import context

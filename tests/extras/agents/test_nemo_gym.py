@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slimx.data.prompt_files.mapping import make_mapping
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.mapping import make_mapping
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
 from slimx.extras.agents.hubs import nemo_gym
+from slimx.extras.http.answers import MAX_ANSWER
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext
-from slimx.runtime.answers import MAX_ANSWER
 from tests.extras.agents.served import program, stand_in
 from tests.extras.agents.tool_stand import context
 from tests.extras.boxes.calls import calling

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from slimx.data.records import Prompt
 from slimx.errors import DeadlineError, SlimxError
+from slimx.extras.agents import multi_turn
 from slimx.extras.agents.hubs.openenv import OpenEnv
-from slimx.rollout import multi_turn
 from slimx.rollout.hook_loading import load_hooks
 from tests.extras.agents.served import program, stand_in
 from tests.needed import hub_python

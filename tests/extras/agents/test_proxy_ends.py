@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from slimx.data.prompts import PromptSource
+from slimx.data.prompts.read import PromptSource
 from slimx.data.records import Prompt
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.agents import agent

@@ -18,14 +18,14 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 from aiohttp import web
 
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt, Trajectory
 from slimx.extras.agents import agent
 from slimx.extras.agents.hubs import verifiers
 from slimx.extras.agents.proxy.server import ChatProxy
+from slimx.extras.http.answers import MAX_ANSWER
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp
-from slimx.runtime.answers import MAX_ANSWER
 from tests.extras.agents.proxy_stand import Script, client_of, context, said, trained
 from tests.extras.agents.served import program, stand_in
 from tests.extras.boxes.calls import calling
@@ -233,8 +233,8 @@ def test_an_address_that_is_none_is_refused_before_the_run(url):
 
 
 def test_the_server_needs_nothing_that_its_environment_lacks():
-    """Imports `slimx.runtime.connections` alone of slimx, which needs nothing but aiohttp."""
-    assert re.findall(r"(?:import|from) (slimx\S*)", SERVER.read_text()) == ["slimx.runtime.connections"]
-    program = "import sys, slimx.runtime.connections; print(*(n for n in sys.modules if n.startswith('slimx')))"
+    """Imports `slimx.extras.http.connections` alone of slimx, which needs nothing but aiohttp."""
+    assert re.findall(r"(?:import|from) (slimx\S*)", SERVER.read_text()) == ["slimx.extras.http.connections"]
+    program = "import sys, slimx.extras.http.connections; print(*(n for n in sys.modules if n.startswith('slimx')))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["slimx", "slimx.runtime", "slimx.runtime.connections"]
+    assert found.stdout.split() == ["slimx", "slimx.extras", "slimx.extras.http", "slimx.extras.http.connections"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.environments.toolbox import ToolsLost
+from slimx.extras.agents.toolbox import ToolsLost
 from slimx.extras.boxes.programs.enclosure import Ran
 from slimx.extras.boxes.protocol import BoxRefusal
 from slimx.extras.boxes.terminal.judging import NoVerdict, judged, verdict

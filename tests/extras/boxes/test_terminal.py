@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
-from slimx.data.prompt_files.mapping import make_mapping
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.mapping import make_mapping
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
 from slimx.extras.boxes import roots
@@ -219,26 +219,26 @@ def asked(base: Path, **options: Any) -> Config:
 )
 def test_a_prompt_whose_box_cannot_begin_is_refused_before_the_run_by_its_name(task, tmp_path, more, code):
     hooks = load_hooks(asked(tmp_path))
-    check_generated(hooks.generate, [task()])
+    check_generated(hooks.generate, [task()], None)
     with refused(code, about="p"):
-        check_generated(hooks.generate, [task(**more)])
+        check_generated(hooks.generate, [task(**more)], None)
 
 
 def test_a_deadline_that_ends_before_the_tests_do_is_refused_before_the_run(task, tmp_path):
     hooks = load_hooks(asked(tmp_path, call_deadline=79.0))  # 60 s of tests, 10 s of one program, 10 s to copy files
     with refused("tools.limit", about="rollout.options.call_deadline"):
-        check_generated(hooks.generate, [task()])
-    check_generated(hooks.generate, [task(tests=TESTS | {"seconds": 59})])
+        check_generated(hooks.generate, [task()], None)
+    check_generated(hooks.generate, [task(tests=TESTS | {"seconds": 59})], None)
 
 
 def test_the_trial_of_a_box_has_the_time_of_its_tests_and_not_that_of_a_program(task, tmp_path):
-    check_generated(load_hooks(asked(tmp_path, box={"seconds": 0.001})).generate, [task()])
+    check_generated(load_hooks(asked(tmp_path, box={"seconds": 0.001})).generate, [task()], None)
 
 
 def test_a_root_without_a_shell_is_refused_before_the_run(task, tmp_path):
     hooks = load_hooks(asked(tmp_path, box={"host_usr": False}))
     with refused("box.trial", about="p"):
-        check_generated(hooks.generate, [task()])
+        check_generated(hooks.generate, [task()], None)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from slimx.errors import SlimxError
 from slimx.extras.convert import run
+from slimx.extras.megatron_files.directory import check_fit
 from slimx.models.families import read_model
 from slimx.models.files.index import INDEX
-from slimx.models.files.megatron_directory import check_fit
 from slimx.models.files.reader import CheckpointReader
 from tests.checkpoint_stand import QWEN3_MOE, same, tensors_of, write_checkpoint
 from tests.extras.convert.convert_stand import LAYOUT, QWEN3, fields, go

@@ -12,9 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from slimx import cli
-from slimx.data.boxes import last_box
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.read import read_prompts
 from slimx.extras.datasets.command import KNOWN, check, convert
+from slimx.extras.rewards.shared.boxes import last_box
 from tests.refusals import refused
 
 ROWS: dict[str, dict[str, Any]] = {

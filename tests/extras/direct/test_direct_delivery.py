@@ -17,9 +17,9 @@ from slimx.extras.direct.copies import SentBucket
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
 from slimx.extras.direct.offer import Offer
 from slimx.extras.direct.receiver import Invitation
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
+from slimx.layout.table import checkpoint_parts
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Share
 from slimx.reshard.parties import LocalRecipient, TransportLost

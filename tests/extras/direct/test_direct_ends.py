@@ -19,8 +19,8 @@ from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers
 from slimx.extras.direct.end import DirectEnd
 from slimx.extras.direct.offer import Offer
 from slimx.extras.direct.sender import Sender
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.table import checkpoint_parts
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.packed import PackedBucket

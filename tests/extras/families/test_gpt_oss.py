@@ -13,14 +13,13 @@ import torch
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.extras.families import gpt_oss
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Deinterleave, Once
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, check_coverage
 from slimx.layout.patterns import select
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.models.families import read_model
 from slimx.models.flops import sequence_flops
 from slimx.models.layer_kind import LayerKind

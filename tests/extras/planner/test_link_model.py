@@ -21,10 +21,10 @@ from slimx.extras.planner.links.model import (
     traffic_of,
 )
 from slimx.extras.planner.links.rehearsal import Rehearsal, rehearse
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.table import checkpoint_parts
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision

@@ -11,14 +11,14 @@ import pytest
 
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
-from slimx.config.sections.objectives import Objective
+from slimx.config.sections.objectives import LOSSES
+from slimx.extras.megatron_files.directory import numbers_layers, places
 from slimx.extras.recurrent.families import nemotron_h
 from slimx.extras.recurrent.rules import has_no_values
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
-from slimx.models.files.megatron_directory import numbers_layers, places
 from slimx.rules.layout import check_layout
 from slimx.rules.unproven import unproven_layers
 from tests.refusals import refused
@@ -178,7 +178,7 @@ def test_ranks_share_groups_of_heads_and_no_sequence(tmp_path: Path, sizes: dict
 def test_no_value_model_is_built_on_them(tmp_path: Path):
     spec = read(tmp_path, TINY)
     policy = run(tmp_path, "sft").algorithm
-    reward = policy.model_copy(update={"loss": Objective(kind="bradley_terry")})
+    reward = policy.model_copy(update={"loss": LOSSES["bradley_terry"](kind="bradley_terry")})
     for algorithm, critic, refusals in ((policy, None, 0), (policy, Critic(), 1), (reward, None, 1)):
         assert len([*has_no_values.ask(algorithm, critic, spec)]) == refusals
 

@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
-from slimx.data.boxes import boxes, last_box
-from slimx.data.responses import final_answer
+from slimx.data.chat.responses import final_answer
 from slimx.extras.boxes.answers import last_program, marked_answer
 from slimx.extras.rewards.choice import chosen
 from slimx.extras.rewards.f1 import words
 from slimx.extras.rewards.math import _stated
+from slimx.extras.rewards.shared.boxes import boxes, last_box
 from slimx.extras.rewards.shared.notation import depth, expression, last_boxes, latex
 from slimx.extras.slime import grading
 from tests.unit.proportion import grows

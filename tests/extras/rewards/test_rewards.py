@@ -11,11 +11,11 @@ from aiohttp import web
 
 from slimx.config.sections.reward import Reward as RewardConfig
 from slimx.data.records import Prompt
+from slimx.extras.http.answers import MAX_ANSWER
 from slimx.extras.rewards import choice, f1, judge, math, overlong, pattern, remote
 from slimx.extras.rewards.shared import http
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.hook_loading import check_answers
-from slimx.runtime.answers import MAX_ANSWER
 from tests.extras.rewards.reward_stand import context, hooks_of, judged, trajectory
 from tests.refusals import invalid, refused
 

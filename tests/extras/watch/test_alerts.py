@@ -14,9 +14,9 @@ import pytest
 from slimx.config.load import load_config
 from slimx.errors import Interrupted, PartLost, Preempted
 from slimx.extras.watch import webhook
+from slimx.extras.watch.alerts import Alerts, alerting, without_signal
 from slimx.extras.watch.webhook import Webhook
-from slimx.observability.alerts.alerts import Alerts, alerting
-from slimx.observability.alerts.signal import Signal, without_signal
+from slimx.observability.tracking.signal import Signal
 from tests.refusals import numbers, refused
 from tests.webhook_server import Received, webhook_server
 

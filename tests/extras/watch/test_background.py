@@ -79,7 +79,7 @@ def test_a_server_that_never_answers_ends_neither_a_call_nor_the_run():
 def test_an_mlflow_server_that_does_not_listen_is_refused_at_once(tmp_path):
     pytest.importorskip("mlflow", reason="the package mlflow-skinny is not installed")
     from slimx.extras.watch.sinks import MlflowSink
-    from slimx.observability.tracking.sinks import TrackedRun
+    from slimx.observability.tracking.tracker import TrackedRun
 
     with refused("track.mlflow", about="track.mlflow"):
         MlflowSink(TrackedRun(tmp_path, "p", "n", {}), "http://127.0.0.1:9")

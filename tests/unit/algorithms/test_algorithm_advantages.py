@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from slimx.algorithms.advantages.covariance import select_tokens
-from slimx.algorithms.advantages.dpo import assign_preferences
 from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages, group_advantages
 from slimx.algorithms.advantages.group import gdpo, remax, rloo
 from slimx.config.sections.algorithm import Algorithm
@@ -17,6 +16,7 @@ from slimx.config.sections.objectives import ClipCov, KlCov
 from slimx.data.batch import TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
+from slimx.extras.preferences.dpo import assign_preferences
 from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group, trajectory
 from tests.unit.algorithms.loss_stand import loss_inputs
@@ -300,7 +300,9 @@ def test_a_pair_by_hand_and_a_group_without_one():
     rows = rows_of(Algorithm(name="dpo"), groups, "sum")
     zeros = [np.zeros(len(row)) for row in rows]
     policy = [np.array([7.0, 0.0, 0.0, math.log(2)]), *zeros[1:]]  # the 7 is the prompt's
-    metrics = assign_preferences(1.0, groups, rows, policy, zeros)
+    metrics = assign_preferences(
+        Algorithm(name="dpo", advantages={"beta": 1.0}).advantages, groups, rows, policy, zeros
+    )
     assert [row.advantages[0] for row in rows] == pytest.approx([1 / 3, -1 / 3, 0, 0])
     assert metrics["dpo/loss"] == pytest.approx(math.log(1.5))
     assert metrics["dpo/groups_without_pair"] == pytest.approx(2 / 3)

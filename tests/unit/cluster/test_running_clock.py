@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from slimx.runtime.running_clock import STALL_S, TICK_S, RunningClock, RunningLoop
+from slimx.runtime.clocks import STALL_S, TICK_S, RunningClock, RunningLoop
 
 
 class Source:
@@ -54,7 +54,7 @@ def test_timers_of_the_loop_stand_still_with_the_clock():
 
 ROLLOUT = """
 import asyncio, sys, threading, time
-from slimx.runtime.running_clock import RunningClock, RunningLoop
+from slimx.runtime.clocks import RunningClock, RunningLoop
 
 async def main():
     answer = asyncio.get_running_loop().create_future()

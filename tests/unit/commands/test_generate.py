@@ -20,11 +20,11 @@ from slimx.data.saved.step_files import read_step, step_files
 from slimx.engines.outage import Outage
 from slimx.errors import Preempted, SlimxError
 from slimx.observability.live.table import LiveTable
-from slimx.orchestration import early
-from slimx.orchestration.early import without_trainers
-from slimx.orchestration.prepare import ServedPolicy, Sources
-from slimx.orchestration.service import EngineService
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.session import run_training
+from slimx.orchestration.start import early
+from slimx.orchestration.start.early import without_trainers
+from slimx.orchestration.start.prepare import ServedPolicy, Sources
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout import single_turn
 from slimx.rollout.hook_loading import Hooks

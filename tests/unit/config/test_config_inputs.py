@@ -18,9 +18,8 @@ from slimx.config import load_config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.engines import Engines
-from slimx.config.sections.prompts import PromptSet
 from slimx.config.sections.publish import Publish
-from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.rollout import Eval, PromptSet, Rollout
 from slimx.config.sections.run import Model, RunSection
 from slimx.config.sections.trainer import Lora, Trainer
 from slimx.errors import SlimxError

@@ -13,7 +13,7 @@ from slimx.config import load_config
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.rules.machine import crowded_warnings
 from slimx.models.families import read_model
-from slimx.models.files.megatron_directory import iteration_name
+from slimx.models.files.torch_dist import iteration_name
 from slimx.preflight.hardware import MARGIN
 from tools.docs import make_phases
 

@@ -11,13 +11,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from slimx.config.sections.prompts import Fields, PromptSet
-from slimx.config.sections.rollout import Rollout
-from slimx.data.mixed_source import MixedSource
-from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, make_mapping
-from slimx.data.prompts import PromptSource, read_prompts
+from slimx.config.sections.rollout import Fields, PromptSet, Rollout
+from slimx.data.prompts.mapping import RowMapping, fitting_fields, make_mapping
+from slimx.data.prompts.mixed_source import MixedSource
+from slimx.data.prompts.read import PromptSource, read_prompts
 from slimx.data.records import Prompt
-from slimx.orchestration.prompts import make_source, source_prompts
+from slimx.orchestration.start.prompts import make_source, source_prompts
 from tests.refusals import invalid, refused
 
 ROWS = [{"question": "1+1=", "answer": 2}, {"question": "2+2=", "answer": 4}]

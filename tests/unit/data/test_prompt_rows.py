@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from slimx.config.sections.prompts import Fields
-from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, make_mapping
-from slimx.data.prompts import read_prompts
+from slimx.config.sections.rollout import Fields
+from slimx.data.prompts.mapping import RowMapping, fitting_fields, make_mapping
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.datasets.known import AIME24
 from tests.refusals import refused

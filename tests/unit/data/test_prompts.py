@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slimx.data.prompts import DataSource, PromptSource, read_prompts
+from slimx.data.chat.tokens import PromptIds, check_prompts, encode_prompt, load_tokenizer
+from slimx.data.prompts.read import DataSource, PromptSource, read_prompts
 from slimx.data.records import Prompt
-from slimx.data.tokens import PromptIds, check_prompts, encode_prompt, load_tokenizer
 from tests.refusals import refused
 
 TURN = {"role": "user", "content": "1+1="}

@@ -7,8 +7,8 @@ import copy
 import numpy as np
 import pytest
 
+from slimx.data.chat.responses import final_answer, read_response
 from slimx.data.records import Span, Trajectory
-from slimx.data.responses import final_answer, read_response
 from slimx.rollout.hooks import RewardContext
 from tests.unit.rollout.rollout_stand import prompts, the_tokenizer
 

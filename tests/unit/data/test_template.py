@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
+from slimx.data.chat.template import check_arguments, check_ends, with_template
+from slimx.data.chat.tokens import check_prompts, encode_prompt, encode_turn, rendered_text
 from slimx.data.records import Prompt
-from slimx.data.template import check_arguments, check_ends, with_template
-from slimx.data.tokens import check_prompts, encode_prompt, encode_turn, rendered_text
 from slimx.extras.datasets.command import rendered_lines
-from slimx.orchestration.prompts import first_prompt, run_tokenizer
+from slimx.orchestration.start.prompts import first_prompt, run_tokenizer
 from tests.extras.agents.proxy_stand import END, TEMPLATE, tokenizer
 from tests.refusals import refused
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.read import read_prompts
 from slimx.data.whole import as_ids
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import read_request

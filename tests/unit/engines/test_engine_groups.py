@@ -28,7 +28,7 @@ from slimx.engines.server.spec import EngineSpec, NodeShare, server_args, server
 from slimx.errors import SlimxError
 from slimx.extras.rewards import judge
 from slimx.layout.ranks import EngineSizes
-from slimx.orchestration.reach import refuse
+from slimx.orchestration.engines.reach import refuse
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import AnswerError, input_logprobs

@@ -26,7 +26,7 @@ from slimx.engines.server.arguments import check_server_args, command_line, serv
 from slimx.engines.server.attestation import check_backends, check_ranks
 from slimx.engines.server.engine import TRANSITIONS, Engine, State
 from slimx.engines.server.spec import EngineSpec, server_args, server_argv, server_env
-from slimx.layout.engine_kernels import PLAIN
+from slimx.layout.kernels import PLAIN
 from slimx.layout.ranks import EngineSizes
 from slimx.numerics.mode import NumericsMode
 from slimx.runtime.process import LOOK_S, SupervisedProcess

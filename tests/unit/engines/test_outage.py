@@ -10,7 +10,7 @@ import pytest
 from slimx.engines.outage import Elsewhere, Outage
 from slimx.errors import DeadlineError
 from slimx.rollout.client.request import GenerationRequest
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
 from tests.virtual_time import virtually
 

@@ -18,7 +18,7 @@ import pytest
 from slimx.data.records import Prompt
 from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout import multi_turn
+from slimx.extras.agents import multi_turn
 from slimx.rollout.hook_loading import load_hooks
 from tests.processes import lives, wait_for
 from tests.refusals import refused

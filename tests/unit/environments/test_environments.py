@@ -14,9 +14,9 @@ from examples.python_tool import Solver
 from examples.search import Search
 from slimx.data.records import Prompt
 from slimx.errors import DeadlineError
+from slimx.extras.agents import multi_turn
 from slimx.extras.boxes.programs.python_tool import PythonTool
 from slimx.extras.slime import modules
-from slimx.rollout import multi_turn
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.refusals import refused

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import NumberFormat, StoredTensors, published_format
-from slimx.layout.stored import Stored
+from slimx.layout.table import Stored
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
 from tests.checkpoint_stand import QWEN3_MOE

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimx.orchestration import publications
-from slimx.orchestration.ranks.weight_source import WeightSource
+from slimx.orchestration.publications import WeightSource
 from tests.unit.orchestration.run_stand import Parts
 
 

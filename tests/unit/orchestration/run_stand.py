@@ -17,12 +17,12 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.engines.outage import EnginesTurn, Outage
 from slimx.layout.ranks import Sizes
-from slimx.observability.alerts.alerts import Alerts
+from slimx.observability.events import Events
 from slimx.observability.live.table import LiveTable
-from slimx.orchestration.prepare import ServedPolicy, Sources
+from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.run import Run
-from slimx.orchestration.service import EngineService
+from slimx.orchestration.start.prepare import ServedPolicy, Sources
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves
 from slimx.reshard.parties import NoReceiverLeft
@@ -37,11 +37,6 @@ SIZES = Sizes()
 WAKE = "engines wake"
 LIMIT_S = 300.0
 """For what would never end."""
-
-
-def silent(config: Config) -> Alerts:
-    """Alerts that nobody gets."""
-    return Alerts(config.run.name, Path(config.run.dir), print, factor=10, at_least=1800)
 
 
 @dataclass
@@ -205,7 +200,7 @@ def run_of(
         policies[name] = SimpleNamespace(config=own, spec=None, sizes=SIZES, encoding="hf")
         each[name].config = own
     prepared = SimpleNamespace(by_source=service.sources.by_source, eval_prompts={}, critic=None, policies=policies)
-    records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), silent(config))
+    records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), Events())
     saves = Saves(directory / "checkpoints", keep=2)
     return Run(service, prepared, each, records, saves, Recovery(parts), leaving=leaving)
 

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from slimx.errors import DeadlineError
+from slimx.extras.megatron_files.directory import find_checkpoint
 from slimx.layout.ranks import Sizes
-from slimx.models.files.megatron_directory import find_checkpoint
 from slimx.orchestration.state import checkpoints as module
 from slimx.orchestration.state.resume import check_resume, layout_of
 from slimx.orchestration.state.saves import RunState, read_state

@@ -15,8 +15,8 @@ from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.observability.live.run_lock import held
-from slimx.orchestration import early
-from slimx.orchestration.prompts import make_source, source_prompts
+from slimx.orchestration.start import early
+from slimx.orchestration.start.prompts import make_source, source_prompts
 from slimx.orchestration.state.resume import trainer_state
 from slimx.orchestration.state.saves import RunState, Saves
 from tests.refusals import refused

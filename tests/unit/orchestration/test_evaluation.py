@@ -13,7 +13,7 @@ from slimx.commands.evaluate import table
 from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group
 from slimx.observability.tracking.names import find
-from slimx.orchestration.prompts import heldout_prompts
+from slimx.orchestration.start.prompts import heldout_prompts
 from slimx.orchestration.step.evaluation import answers, judge, score
 from slimx.rollout.flow.rollouts import GroupOutcome
 from tests.extras.rewards.reward_stand import trajectory

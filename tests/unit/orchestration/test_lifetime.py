@@ -18,7 +18,7 @@ from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, interrupti
 from slimx.orchestration.lifetime.remains import LOOK_S, POLL_S, unguarded
 from slimx.orchestration.lifetime.signals import TWICE_S, Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
-from slimx.runtime.threads import in_thread
+from slimx.runtime.tasks import in_thread
 from tests.processes import lives, wait_for
 
 PRELUDE = """
@@ -104,7 +104,7 @@ def test_threads_and_tasks_of_hooks_that_never_end_do_not_keep_a_finished_run():
             "for _ in range(64):\n"
             "    asyncio.ensure_future(asyncio.to_thread(time.sleep, 600))\n"
             "await asyncio.sleep(0.1)\n"
-            "from slimx.runtime.threads import in_thread\n"
+            "from slimx.runtime.tasks import in_thread\n"
             "await asyncio.wait_for(in_thread(print, 'kept'), 30)"  # slimx's own work does not wait behind them
         ),
         seconds=100,

@@ -13,12 +13,13 @@ from rich.console import Console
 
 from slimx.config.schema import Config
 from slimx.errors import Preempted
+from slimx.observability.events import Events
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.loop import train
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves, read_state
 from tests.refusals import refused
-from tests.unit.orchestration.run_stand import LIMIT_S, WAKE, lines, run_of, silent, stopped
+from tests.unit.orchestration.run_stand import LIMIT_S, WAKE, lines, run_of, stopped
 
 
 async def test_every_step_trains_publishes_records_and_saves_and_a_second_run_goes_on(tmp_path, parts):
@@ -137,7 +138,7 @@ async def test_steps_without_a_signal_are_counted_in_the_metrics_of_each_step(tm
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
     )
-    records = Records(config, LiveTable(3, 0, Console(quiet=True)), None, silent(config))
+    records = Records(config, LiveTable(3, 0, Console(quiet=True)), None, Events())
     for step, silent_groups in enumerate((1.0, 1.0, 0.5), 1):
         metrics = {"reward/groups_without_signal": silent_groups, "optim/grad_norm": 0.1}
         records.step(step, None, metrics, [], 1.0)
@@ -150,7 +151,7 @@ async def test_the_start_of_a_part_is_a_phase_of_its_own_track(tmp_path):
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
     )
-    records = Records(config, LiveTable(1, 0, Console(quiet=True)), None, silent(config))
+    records = Records(config, LiveTable(1, 0, Console(quiet=True)), None, Events())
     await records.starting("engines", partial(asyncio.sleep, 0.05))
     records.close()
     (phase,) = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())

@@ -15,9 +15,9 @@ from slimx.config.schema import Config
 from slimx.engines.outage import Outage
 from slimx.engines.server.keys import Keys
 from slimx.errors import SlimxError
-from slimx.orchestration import service as module
-from slimx.orchestration.prepare import ServedPolicy, Sources
-from slimx.orchestration.service import EngineService
+from slimx.orchestration.engines import service as module
+from slimx.orchestration.engines.service import EngineService
+from slimx.orchestration.start.prepare import ServedPolicy, Sources
 from slimx.rollout import single_turn
 from slimx.rollout.hook_loading import Hooks
 from tests.refusals import refused

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from slimx.config.schema import Config
-from slimx.data.prompts import PromptSource
+from slimx.data.prompts.read import PromptSource
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes

@@ -12,8 +12,8 @@ import pytest
 from slimx.config.sections.publish import Publish
 from slimx.engines.fleet.handle import Standing
 from slimx.errors import SlimxError
+from slimx.orchestration.engines.shared import SharedEngines
 from slimx.orchestration.publications import Publications
-from slimx.orchestration.shared_engines import SharedEngines
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import refused

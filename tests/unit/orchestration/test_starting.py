@@ -7,7 +7,7 @@ import time
 import pytest
 
 from slimx.config.schema import Config
-from slimx.orchestration.starting import Starting
+from slimx.orchestration.start.starting import Starting
 from tests.refusals import numbers
 
 ENGINES = [{"name": "a", "count": 2}, {"name": "judge", "count": 1, "model": "m", "frozen": True}]

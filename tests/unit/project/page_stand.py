@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from slimx import cli
 from slimx.config import load_config
-from slimx.orchestration.prepare import check_run
+from slimx.orchestration.start.prepare import check_run
 from tests.documents import ROOT
 from tools.docs.typed import typed as run
 from tools.quickstart.make_model import make_model

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from examples import single_turn, solver_judge, two_turn, varied
+from slimx.data.chat.tokens import encode_turn
 from slimx.data.records import Group
-from slimx.data.tokens import encode_turn
 from slimx.rollout.hooks import RewardContext
 from tests.extras.rewards import reward_stand
 from tests.unit.rollout.scripted_engine import END, PROMPT, ScriptedEngine, context, spans

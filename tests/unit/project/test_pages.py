@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from slimx.config import load_config
 from slimx.config.schema import Config
-from slimx.data.prompts import read_prompts
+from slimx.data.prompts.read import read_prompts
 from slimx.dotted import imported
 from slimx.observability.tracking.names import METRICS
 from tests.documents import COMMANDS, LANGUAGES, PAGES, ROOT, Block, blocks, spans

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimx.data.prompts import read_prompts
+from slimx.data.chat.tokens import check_prompts, encode_prompt, load_tokenizer
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
-from slimx.data.tokens import check_prompts, encode_prompt, load_tokenizer
 from slimx.errors import SlimxError
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "tools" / "quickstart"

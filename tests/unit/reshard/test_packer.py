@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from slimx.extras.low_precision.block_fp8 import quantisation
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, RotateHalf
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.pack.packer import Packer, Share
 from slimx.reshard.plan.copy_plan import Plan, compile_plan

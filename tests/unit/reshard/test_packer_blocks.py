@@ -12,13 +12,12 @@ from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision.block_fp8 import quantisation
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Quantisation
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision

@@ -13,9 +13,9 @@ from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.memory.direct import packed_on_gpu
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
+from slimx.layout.table import checkpoint_parts
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.packer import PORTION, Packer
 from slimx.reshard.pack.pieces import compact, portions, spread

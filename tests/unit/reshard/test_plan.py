@@ -15,13 +15,12 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.low_precision.block_fp8 import quantisation
-from slimx.layout.checkpoint import checkpoint_parts
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, Rect, RotateHalf
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.reshard.plan import copy_plan
 from slimx.reshard.plan.copy_plan import ALIGNMENT, Plan, compile_plan
 from slimx.reshard.plan.precision import ITEMSIZE, Precision

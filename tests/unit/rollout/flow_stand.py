@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.prompts import PromptSource
+from slimx.data.prompts.read import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.codec import decode, encode
 from slimx.rollout.client.completion import Completion

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimx.config.schema import Config
-from slimx.data.prompts import PromptSource
+from slimx.data.prompts.read import PromptSource
 from slimx.data.records import Group, Prompt
 from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import Completion

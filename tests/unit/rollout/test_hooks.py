@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slimx.data.records import Prompt, Span
-from slimx.rollout import demonstrations, single_turn
+from slimx.rollout import single_turn
 from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
 from slimx.rollout.hook_loading import load_hooks
@@ -207,15 +207,6 @@ async def test_single_turn_continues_the_chat_template_of_its_prompt():
     t = await single_turn.generate(context(FakeEngine()), prompt)
     assert the_tokenizer().decode(t.token_ids[:-3].tolist()) == "<user>1+1=<assistant>"
     assert t.loss_mask.tolist() == [0] * 6 + [1] * 3 and (t.id, t.group_id, t.index) == ("g3/1", "g3", 1)
-
-
-async def test_demonstrations_train_the_answer_and_the_end_token():
-    prompt = Prompt(id="p", messages=[{"role": "user", "content": "1+1="}], answer="2")
-    t = await demonstrations.generate(context(None), prompt)
-    assert the_tokenizer().decode(t.token_ids.tolist()) == "<user>1+1=<assistant>2<end>"
-    assert t.loss_mask.tolist() == [0] * 6 + [1, 1]
-    with refused("hooks.answer", about="q"):
-        await demonstrations.generate(context(None), Prompt(id="q", messages=prompt.messages))
 
 
 # Loading --------------------------------------------------------------------------------------------------------------

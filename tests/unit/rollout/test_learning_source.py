@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples.levels import DOWN, UP, WINDOW, Levels, make_source
-from slimx.data.prompts import Outcome, PromptSource
+from slimx.data.prompts.read import Outcome, PromptSource
 from slimx.data.records import Prompt
 from slimx.data.saved.codec import decode, encode
 from slimx.rollout.flow.manager import TOO_OLD

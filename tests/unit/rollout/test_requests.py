@@ -14,7 +14,7 @@ import pytest
 from slimx.engines.outage import Outage
 from slimx.engines.server.keys import Keys
 from slimx.errors import DeadlineError
-from slimx.orchestration.service import prober
+from slimx.orchestration.engines.service import prober
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.sending import KEY_HEADER, AnswerError

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.data.prompts import PromptSource
+from slimx.data.prompts.read import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import single_turn

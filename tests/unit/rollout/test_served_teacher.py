@@ -22,11 +22,11 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.rollout import Rollout
 from slimx.data.batch import make_rows
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Prompt, Span, Trajectory
 from slimx.data.saved.codec import decode_groups, encode_groups
-from slimx.data.tokens import load_tokenizer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.doctor.effects.effects import effects
 from slimx.rollout import single_turn

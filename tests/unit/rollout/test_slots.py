@@ -9,7 +9,7 @@ import pytest
 from slimx.data.records import Prompt, Trajectory
 from slimx.rollout.flow.slots import Slots
 from slimx.rollout.hooks import RolloutContext
-from slimx.runtime.standing_clock import Clock
+from slimx.runtime.clocks import Clock
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
 from tests.virtual_time import virtually
 from tests.waits import until

@@ -1,4 +1,4 @@
-"""Turns behind calls and thinking, by templates of the forms of gpt-oss and Kimi-K2; demonstrations by the template."""
+"""Turns behind calls and thinking, by templates of the forms of gpt-oss and Kimi-K2."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from slimx.data.demonstrated import check_answer, encode_answer
-from slimx.data.messages import with_text
+from slimx.data.chat.messages import with_text
+from slimx.data.chat.tokens import check_prompts, encode_turns
 from slimx.data.records import Prompt
-from slimx.data.tokens import check_prompts, encode_turns
 from slimx.extras.agents import tools
 from slimx.extras.agents.proxy.answer import spoken, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, gpt_oss, hermes
@@ -31,11 +30,6 @@ GPT_OSS = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 KIMI = TEMPLATE.replace("{{ m.role + ': ' + m.content }}", "{{ m.role }} {{ m.tool_call_id }}: {{ m.content }}")
-THINKS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant><think>\n{{ m.reasoning_content }}\n</think>\n\n"
-    "{{ m.content }}<end>\n{% else %}<user>{{ m.content }}<end>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ opens }}{% endif %}"
-)
 
 
 def with_chat(template: str) -> Any:
@@ -122,41 +116,6 @@ def test_calls_are_read_whole_or_not_at_all():
     )
     assert gpt_oss(f'{harmony}<|constrain|>json<|message|>{{"a": 1}}<|call|>') == ("", [ToolCall("f", '{"a": 1}')])
     assert gpt_oss(f"{harmony}<|message|>{{")[1] == []
-
-
-PROMPT_OF = Prompt(id="p", messages=[{"role": "user", "content": "hi"}])
-
-
-@pytest.mark.parametrize(
-    ("opens", "answer", "trained"),
-    [
-        ("", "A", "<think>\n\n</think>\n\nA<end>"),
-        ("<think>\n", "A", "\n</think>\n\nA<end>"),
-        ("<think>\n", "<think>why</think>A", "why\n</think>\n\nA<end>"),
-        ("<think>\n\n</think>\n\n", "A", "A<end>"),
-    ],
-)
-def test_an_answer_is_trained_as_the_template_writes_it(opens, answer, trained):
-    own = with_chat(THINKS.replace("{{ opens }}", opens))
-    assert own.decode(encode_answer(own, PROMPT_OF, answer)) == trained
-    check_answer(own, PROMPT_OF, answer)
-
-
-def test_an_answer_that_the_template_writes_otherwise_is_refused():
-    own = with_chat(TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}"))
-    for check in (encode_answer, check_answer):
-        with refused("prompts.demonstration", about="p"):
-            check(own, PROMPT_OF, "A")
-    assert own.decode(encode_answer(own, PROMPT_OF, "<think>\nwhy</think>A")) == "why</think>A<end>"
-    assert own.decode(encode_answer(own, Prompt(id="p", token_ids=[5]), "A")) == "A<end>"
-
-
-def test_a_tokenizer_without_an_end_token_is_refused():
-    own = with_chat("{% for m in messages %}{{ m.content }}{% endfor %}")
-    own.eos_token = None
-    for check in (encode_answer, check_answer):
-        with refused("tokenizer.end"):
-            check(own, PROMPT_OF, "A")
 
 
 def test_content_is_one_text_that_the_model_sees():

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from slimx.data.records import Prompt, Trajectory
-from slimx.environments.toolbox import ToolResult
 from slimx.extras.agents import tools
+from slimx.extras.agents.toolbox import ToolResult
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.progress import Journal, Recorded

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimx.runtime.stopped import LOOKS, StopWatch
+from slimx.runtime.process import LOOKS, StopWatch
 from tests.processes import wait_for
 
 Start = Callable[..., subprocess.Popen]

@@ -21,11 +21,11 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from slimx.data.records import Prompt
-from slimx.environments.toolbox import ToolResult, ToolsLost
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.hubs.mcp_bounds import Stderr, bounded_client
 from slimx.extras.agents.hubs.mcp_stdio import started
+from slimx.extras.agents.toolbox import ToolResult, ToolsLost
 from slimx.runtime.process import guarded_argv
 
 PACKAGE = "mcp==2.3.0"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from slimx.runtime.answers import MAX_ANSWER
+from slimx.extras.http.answers import MAX_ANSWER
 
 MAX_STDERR = 2_000
 """Bytes that are kept of the end of what a server wrote to its standard error."""

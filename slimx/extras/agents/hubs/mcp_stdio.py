@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from slimx.extras.agents.asyncio_processes import ended
 from slimx.extras.agents.hubs.mcp_bounds import Stderr
-from slimx.runtime.answers import MAX_ANSWER
-from slimx.runtime.asyncio_processes import ended
+from slimx.extras.http.answers import MAX_ANSWER
 
 END_S = 2.0
 """Seconds that a server has to leave, and again after SIGTERM and SIGKILL."""

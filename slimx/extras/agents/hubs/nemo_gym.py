@@ -21,10 +21,10 @@ from typing import Any
 import aiohttp
 
 from slimx.data.records import Prompt
-from slimx.environments.toolbox import ToolResult, ToolsLost
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
-from slimx.runtime.answers import text_of
+from slimx.extras.agents.toolbox import ToolResult, ToolsLost
+from slimx.extras.http.answers import text_of
 
 KEY = "rollout.options.toolbox_options"
 ROW = "nemo_gym"

@@ -26,7 +26,7 @@ from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.hubs.attempts import Attempts
 from slimx.extras.agents.hubs.views import MAX_TEXT, answered, seed_of_prompt, state_digest
-from slimx.runtime.answers import unredirected
+from slimx.extras.http.answers import unredirected
 
 KEY = "rollout.options.environment_options"
 FIELDS = "slimx.extras.agents.hubs.openenv.Fields"

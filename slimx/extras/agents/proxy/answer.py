@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimx.data.responses import THOUGHT_BEGINS, THOUGHT_ENDS
+from slimx.data.chat.responses import THOUGHT_BEGINS, THOUGHT_ENDS
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Message
 from slimx.extras.agents.proxy.tool_calls import ATTEMPT, ToolCall, ToolParser

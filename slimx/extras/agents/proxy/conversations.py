@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from slimx.data.chat.tokens import encode_chat, encode_turns
 from slimx.data.records import Trajectory
-from slimx.data.tokens import encode_chat, encode_turns
 from slimx.extras.agents.proxy.request import Message
 from slimx.rollout.client.completion import Completion
 

@@ -29,8 +29,8 @@ from slimx.extras.agents.proxy.openai_chat import OpenaiChat
 from slimx.extras.agents.proxy.openai_responses import OpenaiResponses
 from slimx.extras.agents.proxy.session import TOKEN_CHARACTERS, Session
 from slimx.extras.agents.proxy.wire import Wire
+from slimx.extras.http.connections import Connections, Listening
 from slimx.runtime.children import bypass_proxies
-from slimx.runtime.connections import Connections, Listening
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20

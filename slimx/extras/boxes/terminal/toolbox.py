@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from slimx.data.records import Prompt
-from slimx.environments.toolbox import ToolResult, ToolsLost
 from slimx.errors import SlimxError
+from slimx.extras.agents.toolbox import ToolResult, ToolsLost
 from slimx.extras.boxes.choice import BoxOptions, merged
 from slimx.extras.boxes.programs.enclosure import MIB, Ran, in_thread
 from slimx.extras.boxes.protocol import Box, BoxBusy, BoxLost, BoxRefusal

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats.torch_dist_reader import read_whole
 from slimx.extras.lora.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
+from slimx.extras.megatron_files.directory import TensorPlace, find_checkpoint, places
 from slimx.models.families import ModelSpec, read_model
-from slimx.models.files.megatron_directory import TensorPlace, find_checkpoint, places
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.manifest import ADAPTER_PREFIX
 

@@ -24,7 +24,7 @@ from slimx.extras.convert.compare import compare_copied
 from slimx.extras.convert.sources import Reading, TensorSource, row_blocks
 from slimx.extras.convert.work import Stream
 from slimx.layout.maps import Rect
-from slimx.layout.stored import stored
+from slimx.layout.table import stored
 from slimx.models.files.index import INDEX
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.writer import TENSOR_SUFFIXES, shard_name
@@ -77,7 +77,7 @@ def copied(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
 
 
 def stacked(name: str, sources: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
-    """A stack [count, ...] of shape `shape` of what a table calls `sources` (`slimx.layout.stored`), in `dtype`."""
+    """A stack [count, ...] of shape `shape` of what a table calls `sources` (`slimx.layout.table`), in `dtype`."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for source in sources:

@@ -40,13 +40,13 @@ from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader, read
 from slimx.extras.convert.sources import BLOCK_BYTES, Reading, TensorSource
 from slimx.extras.convert.target import Box, Target
 from slimx.extras.convert.work import Stream
+from slimx.extras.megatron_files.directory import TensorPlace, places
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.models.families import ModelSpec
-from slimx.models.files.megatron_common import preloaded
-from slimx.models.files.megatron_directory import TRACKER, TensorPlace, places
 from slimx.models.files.reader import bits
 from slimx.models.files.safe_pickle import read_metadata
+from slimx.models.files.torch_dist import TRACKER, preloaded
 
 FILE_BYTES = 5 * 10**8
 """A rank that reads a file of a thousand others should not wait long for it; a model of 1 TB has 2,000 of them."""

@@ -23,7 +23,7 @@ from slimx.extras.doctor.hooks.scripted_server import LOGPROB, VERDICT, Scripted
 from slimx.extras.doctor.hooks.trial import HookTrial, Tried
 from slimx.models.families import ModelSpec, configured_model
 from slimx.orchestration.batches import longest_trajectory
-from slimx.orchestration.prompts import run_tokenizer, training_prompts
+from slimx.orchestration.start.prompts import run_tokenizer, training_prompts
 from slimx.preflight.probe import try_hooks
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.client.completion import ModelShape
@@ -57,7 +57,7 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> Examined:
         spec, tokenizer = configured_model(config), run_tokenizer(config)
         by_source = training_prompts(config, tokenizer, spec)
         prompts = [prompt for several in by_source.values() for prompt in several]
-        check_generated(hooks.generate, prompts)
+        check_generated(hooks.generate, prompts, tokenizer)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
     except SlimxError as error:

@@ -19,8 +19,8 @@ import numpy as np
 from aiohttp import web
 
 from slimx.errors import DeadlineError
+from slimx.extras.http.connections import Connections, Listening
 from slimx.rollout.client.completion import ModelShape
-from slimx.runtime.connections import Connections, Listening
 
 LOGPROB = -0.5
 VERSION = 1

@@ -16,7 +16,7 @@ from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks.scripted_server import VERSION, ScriptedServer
 from slimx.models.families import ModelSpec
-from slimx.orchestration.service import make_agent_server
+from slimx.orchestration.engines.service import make_agent_server
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient

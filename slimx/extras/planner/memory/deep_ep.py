@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
-from slimx.layout.deep_ep import DEEP_EP_NODE
+from slimx.layout.kernels import DEEP_EP_NODE
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec
 

@@ -12,8 +12,7 @@ from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
-from slimx.layout.deep_ep import crosses_nodes
-from slimx.layout.engine_kernels import unpublishable
+from slimx.layout.kernels import crosses_nodes, unpublishable
 
 if TYPE_CHECKING:
     from slimx.config.schema import Config

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from slimx.errors import SlimxError
-from slimx.runtime.answers import text_of
+from slimx.extras.http.answers import text_of
 
 FIRST_PAUSE_S = 0.5
 """Before the first retry; each further one waits twice as long."""

@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 from itertools import accumulate
 
-from slimx.data.boxes import Box
+from slimx.extras.rewards.shared.boxes import Box
 
 DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
 """Text that says itself where its mathematics stands."""

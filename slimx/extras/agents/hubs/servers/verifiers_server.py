@@ -28,7 +28,7 @@ from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 sys.path.append(str(Path(__file__).parents[5]))
-from slimx.runtime.connections import Connections  # noqa: E402
+from slimx.extras.http.connections import Connections  # noqa: E402
 
 NO_KEY = "SLIMX_HAS_NO_KEY"
 """Name of a variable that is not set: the key of no other service goes to the proxy, whose URL is the secret."""

@@ -1,1 +1,0 @@
-"""Files of prompts: their rows, whatever the format, and how a row becomes a prompt."""

@@ -1,0 +1,1 @@
+"""Files of prompts in other forms than JSON lines."""

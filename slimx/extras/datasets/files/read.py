@@ -1,0 +1,136 @@
+"""Rows of JSON, CSV, TSV, parquet and Arrow files, of directories of them, and of data sets of the Hugging Face Hub.
+Nothing is downloaded but what `hf://` names."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from slimx import entry_points
+from slimx.data.prompts.rows import BOM, Row, as_row, json_lines
+from slimx.errors import SlimxError
+from slimx.extras.datasets.files.directories import SUFFIXES, chosen_files, folder_columns, matching
+from slimx.extras.datasets.files.hub import HUB, hub_files
+from slimx.extras.datasets.files.tables import table_rows
+
+DATASETS = "slimx.datasets"
+"""Group of entry points: published data sets that a command writes as files of prompts, by name."""
+CELL = 2**26
+"""Characters of a cell of CSV, at most; Python's own bound of 2**17 is less than a long document."""
+
+
+def read(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
+    """Reads a file, the files that a pattern with * names, a directory or hf://OWNER/NAME, as `read_rows` returns it.
+
+    `subset` and `split` choose files of the last two. Folders named COLUMN=VALUE give their files' rows a column.
+    """
+    if str(path).startswith(HUB):
+        name = "/".join(str(path).removeprefix(HUB).split("/")[1:])
+        return name, _numbered(hub_files(str(path), subset, split), None)
+    path = Path(path)
+    if path.is_dir():
+        return path.stem, _numbered(chosen_files(path, subset, split), path)
+    if files := matching(path):
+        return re.sub(r"\W*[*?\[].*", "", path.stem) or path.parent.name, _numbered(files, path)
+    return path.stem, _file_rows(path)
+
+
+def _numbered(files: Sequence[Path], folder: Path | None) -> Iterator[Row]:
+    """Rows of `files`, numbered on; below `folder` with the columns that folders stand for."""
+    number = 0
+    for file in files:
+        columns = folder_columns(file, folder) if folder is not None else {}
+        for where, _, row in _file_rows(file):
+            number += 1
+            yield where, number, columns | row
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise SlimxError(
+            f"{path}: cannot be read ({error.strerror}); {_instead_of(path)}",
+            code="prompts.unreadable",
+            about=str(path),
+        ) from error
+    ending = path.suffix.lower()
+    if magic == b"PAR1" or ending in (".parquet", ".arrow"):
+        yield from table_rows(path, stream=ending == ".arrow")
+    elif ending in (".csv", ".tsv"):
+        yield from _csv_rows(path, "\t" if ending == ".tsv" else ",")
+    elif ending == ".json" and _begins_array(path):
+        yield from _array_rows(path)
+    elif ending in ("", *SUFFIXES):
+        yield from json_lines(path)
+    else:
+        raise SlimxError(
+            f"{path}: files that end in {path.suffix} are not read, but those in {', '.join(SUFFIXES)}; convert or "
+            "rename it",
+            code="prompts.ending",
+            about=str(path),
+        )
+
+
+def _begins_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2**16).removeprefix(BOM).lstrip().startswith(b"[")
+
+
+def _instead_of(path: Path) -> str:
+    """A way to go on without a file that cannot be read: the one that was meant, or where prompts come from."""
+    beside = {file.stem: file for file in path.parent.glob("*") if file.suffix in SUFFIXES}
+    if near := difflib.get_close_matches(path.stem, beside, n=1):
+        return f"did you mean {beside[near[0]]}?"
+    known = next((name for name in entry_points.find(DATASETS) if path.name.startswith(name)), None)
+    if known is not None:
+        return f"`slimx data {known} {path}` writes it"
+    hub = f"; for a data set of the Hugging Face Hub write {HUB}{path}"
+    like_one = re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)) is not None
+    return f"name a file of prompts, or write one with slimx data{hub if like_one else ''}"
+
+
+def _array_rows(path: Path) -> Iterator[Row]:
+    try:
+        rows = msgspec.json.decode(path.read_bytes().removeprefix(BOM))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SlimxError(
+            f"{path}: not readable as JSON ({error})", code="prompts.unreadable", about=str(path)
+        ) from error
+    for number, row in enumerate(rows, 1):
+        where = f"{path}, row {number}"
+        yield where, number, as_row(row, where)
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
+    """Rows of text; None for an empty cell, which is how CSV writes null."""
+    csv.field_size_limit(CELL)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+            if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
+                raise SlimxError(
+                    f"{path}: its header has {twice[0]!r} twice; rename one of the columns",
+                    code="prompts.unreadable",
+                    about=str(path),
+                )
+            for number, row in enumerate(rows, 1):
+                where = f"{path}, row {number}"
+                if None in row or None in row.values():
+                    raise SlimxError(
+                        f"{where}: has not as many cells as the header; correct it", code="prompts.line", about=where
+                    )
+                yield where, number, {name: cell or None for name, cell in row.items()}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise SlimxError(
+            f"{path}: not readable as CSV ({error}); save it as UTF-8, with cells separated by {delimiter!r}",
+            code="prompts.unreadable",
+            about=str(path),
+        ) from error

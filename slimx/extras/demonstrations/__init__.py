@@ -1,0 +1,1 @@
+"""Training of answers that prompts have."""

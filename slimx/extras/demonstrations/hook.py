@@ -1,0 +1,34 @@
+"""The generate hook of supervised fine-tuning: the prompt's `answer` is the demonstration; no engine is asked."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.errors import SlimxError
+from slimx.extras.demonstrations.answers import check_answer, encode_answer
+from slimx.rewards.needs import checks_prompts
+from slimx.rollout.hooks import RolloutContext
+
+
+def check(prompts: Iterable[Prompt], *, tokenizer: Any) -> None:
+    """Raise SlimxError for a prompt without an answer, or with one that `encode_answer` refuses."""
+    for prompt in prompts:
+        check_answer(tokenizer, prompt, _answer(prompt))
+
+
+@checks_prompts(check)
+async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """The prompt followed by its demonstrated answer as the chat template writes it, all of the answer trained."""
+    draft = ctx.draft(prompt)
+    draft.add_inserted(encode_answer(ctx.tokenizer, prompt, _answer(prompt)), train=True)
+    return draft.finish()
+
+
+def _answer(prompt: Prompt) -> str:
+    if prompt.answer is None:
+        raise SlimxError(
+            f"prompt {prompt.id} has no answer to learn from; demonstrations need one",
+            code="hooks.answer",
+            about=prompt.id,
+        )
+    return prompt.answer

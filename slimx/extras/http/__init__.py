@@ -1,0 +1,1 @@
+"""HTTP servers and clients that trust nobody: bounded connections, bodies and redirects."""

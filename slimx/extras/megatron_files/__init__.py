@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM as the start of a run."""

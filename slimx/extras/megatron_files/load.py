@@ -1,0 +1,45 @@
+"""Loading of weights from a checkpoint of Megatron-LM into the model of trainer ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slimx.extras.megatron_files.directory import Fit
+from slimx.trainer.checkpoint import state as states
+from slimx.trainer.checkpoint.load import fill, load_sharded, unusable
+
+
+def load_weights(fit: Fit, chunks: Sequence[Any]) -> None:
+    """Fill the model from the checkpoint of `fit`, whoever wrote it; collective, before the optimizer is built."""
+    try:
+        state = states.model_state(chunks, non_homogeneous_layers=fit.per_layer)
+        for value in nested_values(state):
+            if isinstance(value, ShardedTensor):
+                value.key = fit.keys.get(value.key, value.key)
+        centred = _centred(state, fit)
+        loaded = load_sharded(state, fit.path, tensors_only=True)
+        for key, name in centred:
+            loaded[key][name] += 1
+        fill(chunks, loaded)
+    except (Exception, CheckpointException) as error:
+        raise unusable(fit.path, error) from error
+
+
+def _centred(state: dict[str, Any], fit: Fit) -> list[tuple[str, str]]:
+    """Keys of the chunks and names of the norms in `state` that the checkpoint keeps less 1; they get fp32 of their own
+    to read into."""
+    out = []
+    for key, model in state.items():
+        for name, tensor in model.items():
+            if tensor.key in fit.centred:
+                data = torch.empty_like(tensor.data, dtype=torch.float32, requires_grad=False)
+                model[name] = replace(tensor, data=data, dtype=torch.float32)
+                out.append((key, name))
+    return out

@@ -1,0 +1,31 @@
+"""The score head of a reward model in a Hugging Face directory, in the layout of transformers' sequence
+classification: one label, `score.weight` [1, hidden], no bias, the score of the last token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from slimx.models.headless import SCORE
+
+POLICY, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+"""Ends of the names of architectures."""
+
+
+def write_score(path: Path, weight: np.ndarray) -> list[str]:
+    """Write the head `weight` [1, hidden] as a safetensors file; names of its tensors."""
+    save_file({SCORE: torch.from_numpy(weight.copy())}, path, metadata={"format": "pt"})
+    return [SCORE]
+
+
+def declare_score(directory: Path) -> None:
+    """Have config.json in `directory`, a policy's, declare a reward model."""
+    file = directory / "config.json"
+    fields = json.loads(file.read_text())
+    named = [name.replace(POLICY, CLASSIFIER) for name in fields.get("architectures") or ()]
+    fields |= {"architectures": named, "num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    file.write_text(json.dumps(fields, indent=2) + "\n")

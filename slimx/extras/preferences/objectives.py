@@ -1,0 +1,26 @@
+"""Objectives that learn from pairs of answers, with their presets."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from slimx.config.section import Objective, Positive
+
+
+class Dpo(Objective):
+    demonstrated: ClassVar[bool] = True
+    beta: Positive = 0.1
+    """Inverse temperature of the preference."""
+
+
+class BradleyTerry(Objective):
+    demonstrated: ClassVar[bool] = True
+    scores: ClassVar[bool] = True
+
+
+ADVANTAGES: dict[str, type[Objective]] = {"dpo": Dpo}
+LOSSES: dict[str, type[Objective]] = {"bradley_terry": BradleyTerry}
+PRESETS: dict[str, dict[str, Any]] = {
+    "dpo": {"advantages": "dpo", "loss": "plain", "aggregation": "sum", "reference": True},
+    "bradley_terry": {"advantages": "none", "loss": "bradley_terry"},
+}

@@ -1,0 +1,87 @@
+"""Rules about DPO and reward models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.reward import Reward
+from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@rule("algorithm.dpo_reference", "algorithm.reference")
+def compares_with_a_reference(algorithm: Algorithm) -> Problems:
+    if algorithm.advantages.kind == "dpo" and not algorithm.reference:
+        yield "algorithm.advantages is dpo, which compares with a reference; set algorithm.reference=true"
+
+
+@rule("algorithm.dpo_loss", "algorithm.loss")
+def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
+    if algorithm.advantages.kind == "dpo" and (algorithm.loss.kind, algorithm.aggregation) != ("plain", "sum"):
+        yield (
+            "dpo needs algorithm.advantages=dpo, algorithm.loss=plain and aggregation=sum together, since its gradient "
+            "is that sum; set algorithm.name=dpo and leave these three out"
+        )
+
+
+@rule("algorithm.dpo_pairs", "rollout.group_size")
+def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
+    if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):
+        yield (
+            "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and say "
+            "themselves which is chosen; set rollout.group_size=2, reward.function=null and "
+            "rollout.generate=preferences"
+        )
+
+
+@rule("algorithm.dpo_routes", "trainer.moe.routing_replay")
+def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Problems:
+    if algorithm.advantages.kind == "dpo" and trainer.moe.routing_replay != "none":
+        yield "algorithm.advantages=dpo measures a pair's margin before routes are replayed; set it to none"
+
+
+@rule("algorithm.dpo_updates", "schedule.updates_per_step")
+def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Problems:
+    if algorithm.advantages.kind == "dpo" and schedule.updates_per_step > 1:
+        yield (
+            "algorithm.advantages=dpo measures a pair's margin before a step's first update; set it to 1, and "
+            "rollout.prompts_per_step to what one update trains"
+        )
+
+
+@rule("reward_model.pairs", "rollout.group_size")
+def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
+    if not algorithm.scores:
+        return
+    needs = "algorithm.loss=bradley_terry learns from pairs of the prompt file (answer, metadata.rejected)"
+    if rollout.engines:
+        yield "rollout.engines", f"{needs}, without engines; set it to []"
+    if reward.given:
+        yield "reward.function", f"{needs}, without rewards; set it to null, and reward.parts to []"
+    if rollout.group_size != 2:
+        yield f"{needs}; set it to 2"
+
+
+@rule("reward_model.eval", "eval.samples")
+def pairs_held_out(algorithm: Algorithm, eval: Eval) -> Problems:
+    if algorithm.scores:
+        for key in ("samples", "temperature"):
+            if getattr(eval, key) != Eval.model_fields[key].default:
+                yield f"eval.{key}", "a reward model scores the held-out pairs as they are; leave it out"
+
+
+@rule("weights.reward_model", "trainer.load")
+def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
+    from slimx.models.files.formats import format_of
+
+    if algorithm.scores and format_of(weights) is not None:
+        yield (
+            f"a reward model cannot start from {weights}, which is no Hugging Face directory; convert it with `slimx "
+            "convert` and give that"
+        )

@@ -1,0 +1,175 @@
+"""Puts engines, client, proxy, frozen engines and roster together: whatever answers the rollouts of a command.
+
+GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fixed at the weights they start with;
+    |                                                             a client, a router and engines for each policy)
+    |--------> FrozenEngine ------> router --> frozen engines    (judges, reward models, teachers)
+    |--------> ChatProxy <--------- agents
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from slimx import entry_points
+from slimx.cluster.connection import device_of
+from slimx.cluster.place import Placement
+from slimx.cluster.restarts import Restart
+from slimx.config.schema import Config
+from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.rollout import Proxy
+from slimx.engines.fleet.group import EngineGroup, follow, tell_restarts
+from slimx.engines.fleet.handle import EngineHandle
+from slimx.engines.outage import Outages
+from slimx.errors import SlimxError
+from slimx.orchestration.engines.frozen import FrozenEngines
+from slimx.orchestration.lifetime.hangs import keep_stacks
+from slimx.orchestration.lifetime.lifetime import stopping
+from slimx.orchestration.start.prepare import Sources
+from slimx.orchestration.waits import while_served
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.hooks import AgentServer
+
+
+class EngineService:
+    """The engines of a command and everything in front of them.
+
+        async with EngineService(...) as service:
+            groups = service.place()
+            await together([service.frozen.start, *(engines.start for engines in groups.values())])
+            await service.open(context)
+            maker = service.make_maker()
+
+    Leaving the block ends everything in the reverse order; a failure to stop does not hide the error that ended the
+    block."""
+
+    def __init__(
+        self,
+        config: Config,
+        sources: Sources,
+        directory: Path,
+        *,
+        note: Callable[[str], None],
+        record: Callable[[Restart], None] = lambda restart: None,
+        lost: Callable[[str, SlimxError], None] = lambda name, error: None,
+    ):
+        """`directory` gets `logs/` and `engines.json`. `note` takes a line about anything that happens to engines,
+        `record` every restart, `lost` every engine that is taken out."""
+        self.config, self.sources, self.directory = config, sources, directory
+        self.device, self.logs = device_of(config), directory / "logs"
+        self.note, self._record, self._lost = note, record, lost
+        self.frozen = FrozenEngines(config, self.device, self.logs, note=note, record=record)
+        self.groups: dict[str, EngineGroup] = {}
+        """Engines by policy; {} where nothing is sampled."""
+        self.clients: dict[str, GenerationClient] = {}
+        """Ways to them, once they are open."""
+        self.proxy: AgentServer | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> EngineService:
+        self._stack.push_async_exit(stopping(self.frozen.stop, self.note))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    def engines_of(self, policy: str) -> EngineGroup | None:
+        """Engines that generate for `policy`, its own or another's; None where nothing is sampled."""
+        return self.groups.get(ACTOR if policy in self.config.served_beside else policy)
+
+    def place(self, shared: Sequence[Placement] = ()) -> dict[str, EngineGroup]:
+        """Create the engines of each policy, without starting them; {} where the configuration has none.
+
+        `shared`: the places of the actor's trainer ranks with which they take turns, see `EngineGroup`."""
+        for name, policy in self.sources.policies.items():
+            if policy.config.rollout.policy_engines and name not in self.config.served_beside:
+                self.groups[name] = group = EngineGroup(
+                    policy.config,
+                    self.device,
+                    self.logs,
+                    moe=policy.spec.experts > 0,
+                    router="router" if name == ACTOR else f"router-{name}",
+                    shared=shared if name == ACTOR else (),
+                    note=self.note,
+                    record=self._record,
+                )
+                self._stack.push_async_exit(stopping(group.stop, self.note))
+        return self.groups
+
+    async def open(self, context: int) -> None:
+        """Connect client and proxy to engines that have all started. `context`: tokens of the longest trajectory.
+
+        Raises SlimxError for a teacher with another vocabulary."""
+        await self.frozen.check_teacher(self.sources.policies[ACTOR].tokenizer)
+        groups = [*self.groups.values(), *self.frozen.groups.values()]
+        self._stack.callback(tell_restarts, groups, self.note)
+        follow(groups, self.directory / "engines.json")
+        for group in groups:
+            group.members.on_lost = self._lost
+            group.members.before_ending = partial(keep_stacks, self.directory, self.note)
+        rollout = self.config.rollout
+        for name, policy in self.sources.policies.items():
+            if (group := self.engines_of(name)) is None:
+                continue
+            client = self.clients[name] = GenerationClient(
+                group.router.url,
+                ModelShape.of(policy.spec),
+                rollout.request_deadline,
+                # While no engine serves, a request waits for one as long as the run does.
+                retry_s=rollout.request_deadline,
+                retries=rollout.request_retries,
+                on_lost=group.members.look,
+                outage=group.members.outage,
+                api_key=group.keys.api_key,
+                adapters=name if self.config.served_beside else None,
+            )
+            await self._stack.enter_async_context(client)
+            group.members.probe = prober(client.shape, self.config, client.adapters)
+        self.proxy = make_agent_server(self.config.rollout.proxy, context)
+        self._stack.push_async_callback(self.proxy.stop)
+
+    def make_maker(self) -> GroupMaker:
+        """A maker of groups with these engines; its owner closes it."""
+        speakers = {
+            name: Speaker(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
+            for name, policy in self.sources.policies.items()
+        }
+        outage = Outages(tuple(group.members.outage for group in self.groups.values()))
+        return GroupMaker(self.config, self.sources.hooks, speakers, self.frozen.clients, self.proxy, outage)
+
+    async def watched[T](self, work: Awaitable[T]) -> T:
+        """The result of `work`. Raises SlimxError when no engine is left that could come back."""
+        return await while_served(work, self.groups[ACTOR].members.failed)
+
+
+def make_agent_server(settings: Proxy, context: int) -> AgentServer:
+    """The server through which agents sample, an entry point. `context`: tokens of the longest trajectory."""
+    return entry_points.load("slimx.agent_servers", "http")(settings.host, settings.port, context=context)
+
+
+def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Callable[[EngineHandle], Awaitable[None]]:
+    """A probe that asks one engine itself, past the router, once for a token, with all that rollouts ask for.
+    `adapters`: as for the client."""
+    rollout = config.rollout
+
+    async def probe(engine: EngineHandle) -> None:
+        asked = GenerationClient(
+            engine.url,
+            shape,
+            rollout.health.timeout,
+            retry_s=0,
+            retries=0,
+            api_key=engine.spec.keys.api_key,
+            adapters=adapters,
+        )
+        async with asked as client:
+            await client.generate(GenerationRequest([0], {"max_new_tokens": 1}, 0, rollout.routed_experts))
+
+    return probe

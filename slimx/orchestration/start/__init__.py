@@ -1,0 +1,1 @@
+"""Checks and readings before anything of a run is started."""

@@ -1,0 +1,224 @@
+"""Checks that need neither torch nor a model: a wrong path is refused before the imports of a run, which take seconds.
+
+They change nothing, and a run asks all of this again, with everything else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimx.algorithms.credit import load_credit
+from slimx.cluster.access import check_token
+from slimx.cluster.address import check_reachable
+from slimx.config.rule import all_rules, broken, refuse
+from slimx.config.schema import Config
+from slimx.data.prompts.mapping import make_mapping
+from slimx.data.prompts.read import iter_prompts
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes, sizes_of
+from slimx.models.families import configured_model
+from slimx.models.files.formats import format_of
+from slimx.models.files.index import check_downloaded
+from slimx.observability.live.run_lock import check_usable
+from slimx.orchestration.start.prompts import check_order, first_prompt, source_prompts
+from slimx.orchestration.state.directory import EVALUATIONS, check_generation, finished, resume_point
+from slimx.orchestration.state.resume import check_resume
+from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
+from slimx.preflight.facts import weight_facts
+from slimx.rollout.hook_loading import load_hooks
+from slimx.runtime.private import private_directory
+from slimx.trainer.checkpoint.files import Damaged
+
+
+def without_trainers(config: Config, checkpoint: Path | None) -> Config:
+    """`config` with engines that start from `checkpoint`, a Hugging Face directory, or from the weights that training
+    would start from. Raises SlimxError for weights that engines cannot load."""
+    if any(policy.shares is None for policy in config.policies.values()):
+        raise SlimxError(
+            "slimx generate and slimx eval were never proven with several trained policies; use the held-out prompts "
+            "of training (eval.prompts), or take the further ones out of policies",
+            code="policies.serving",
+            about="policies",
+        )
+    if not config.rollout.policy_engines:
+        raise SlimxError(
+            "there is no engine to generate with: "
+            + ("rollout.replay is set; leave it out" if config.rollout.replay else "rollout.engines is empty; add one"),
+            code="engines.none",
+            about="rollout.replay" if config.rollout.replay else "rollout.engines",
+        )
+    given = checkpoint or (Path(config.trainer.load) if config.trainer.load else None)
+    if given is not None:
+        name = "checkpoint" if checkpoint else "trainer.load"
+        if format_of(given) is not None:
+            raise SlimxError(
+                f"{name}: engines load Hugging Face directories, and {given} is none; convert it (slimx convert), or "
+                "export one while training (checkpoint.export_every)",
+                code="engines.weights",
+                about=name,
+            )
+        if not (given / "config.json").is_file():
+            raise SlimxError(
+                f"{name}: {given} holds no config.json; name a Hugging Face directory with weights",
+                code="engines.weights",
+                about=name,
+            )
+    groups = []
+    for group in config.rollout.engines:
+        if not group.frozen and group.urls:
+            raise SlimxError(
+                f"rollout.engines group {group.name} has urls, and the weights of those servers are unknown; let slimx "
+                "start the engines (count)",
+                code="engines.urls",
+                about=group.name,
+            )
+        if given is not None and not group.frozen and (checkpoint is not None or group.model is None):
+            # An export may come without its tokenizer.
+            sglang = {"tokenizer_path": config.model.path} | group.sglang
+            group = group.model_copy(update={"model": str(given), "sglang": sglang})
+        groups.append(group)
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"engines": tuple(groups)}),
+            "schedule": config.schedule.model_copy(update={"colocate": False}),  # no trainers take turns
+        }
+    )
+
+
+PACKAGES = ("torch", "ray", "sglang", "transformers", "pydantic", "numpy")
+"""Packages whose place a file of the same name would take."""
+
+LOADED = {
+    "weights": "trainer.load",
+    "adapters": "trainer.lora.load",
+    "critic_weights": "critic.load",
+    "teacher_weights": "algorithm.teacher",
+}
+"""Keys of the directories in `weight_facts`."""
+
+
+def check_training(config: Config) -> None:
+    """Raise SlimxError for what keeps a run from starting, or from going on from its checkpoint."""
+    directory = Path(config.run.dir)
+    saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
+    point = resume_point(config, directory, saves)
+    check_usable(directory)
+    check_parts(config)
+
+    def check(state: RunState) -> None:
+        if not finished(config, directory, state):
+            policies = {name: _Sized(each, sizes_of(each.trainer)) for name, each in config.by_policy.items()}
+            critic = None if config.critic is None else sizes_of(config.as_critic().trainer)
+            check_resume(point, state, policies, critic)
+            _check_order(config, state, own=point.parent == saves.directory)
+
+    _check_state(point, check)
+
+
+def generating(config: Config, checkpoint: Path | None) -> Config:
+    """The configuration of a generation, whose engines start from `checkpoint`. Raises SlimxError for what keeps it
+    from starting, or from going on from its position."""
+    config = without_trainers(config, checkpoint)
+    directory = Path(config.run.dir)
+    saves = Saves(directory / CURSOR, keep=1)
+    check_generation(config, directory, saves)
+    check_usable(directory)
+    check_parts(config)
+
+    def check(state: RunState) -> None:
+        if state.step < config.schedule.steps:
+            _check_order(config, state, own=True)
+
+    _check_state(saves.newest(), check)
+    return config
+
+
+def evaluating(config: Config, checkpoint: Path | None) -> Config:
+    """The configuration of an evaluation, whose engines start from `checkpoint`. Raises SlimxError for what keeps it
+    from starting."""
+    options = config.eval.model_copy(update={"every": None})  # a run that evaluates nothing is evaluated here
+    config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
+    if not config.eval.files:
+        raise SlimxError(
+            "eval.prompts is null: there is nothing to evaluate; name a file of prompts",
+            code="eval.prompts",
+            about="eval.prompts",
+        )
+    check_usable(Path(config.run.dir) / EVALUATIONS)
+    check_parts(config)
+    return config
+
+
+def check_parts(config: Config) -> None:
+    """Raise SlimxError for the first of a run's packages, paths, hooks, prompts and addresses that cannot be used."""
+    for name in PACKAGES:
+        _check_package(name)
+    check_reachable(config.cluster.ray_address)
+    if config.cluster.ray_address is None:
+        check_token()
+        private_directory()
+    device = "cuda" if config.cluster.device == "cuda" else "cpu"  # auto needs torch, and less is refused on a CPU
+    facts = config.sections
+    refuse(broken(all_rules(), facts | {"local_device": device}, before=facts))
+    for policy in config.by_policy.values():
+        configured_model(policy)
+        for name, directory in weight_facts(policy).items():
+            if directory is not None:
+                _check_there(LOADED[name], directory)
+    if config.rollout.replay:
+        return
+    first_prompt(config)
+    for name, path in config.eval.files.items():
+        mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, section="eval")
+        next(iter_prompts(path, mapping, dataset=name or None))
+    load_hooks(config)
+    load_credit(config.algorithm.credit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A policy, as `check_resume` compares it."""
+
+    config: Config
+    sizes: Sizes
+
+
+def _check_state(point: Path | None, check: Callable[[RunState], Any]) -> None:
+    """Call `check` with the state at `point`, if there is one: what is damaged is the start's to pass over."""
+    if point is not None:
+        with suppress(Damaged):
+            check(read_state(point))
+
+
+def _check_order(config: Config, state: RunState, *, own: bool) -> None:
+    prompts = {} if config.rollout.replay else source_prompts(config.rollout)
+    check_order(config, prompts, state.rollouts, own=own)
+
+
+def _check_there(key: str, directory: Path) -> None:
+    check_downloaded(directory)
+    if not directory.is_dir():
+        begins = "" if directory.is_absolute() else f", which begins at {Path.cwd()}"
+        raise SlimxError(
+            f"{key}: {directory} is no directory; correct the path{begins}",
+            code="weights.directory",
+            about=key,
+        )
+
+
+def _check_package(name: str) -> None:
+    """Refuse a single file in a package's place."""
+    spec = importlib.util.find_spec(name)
+    origin = None if spec is None else spec.origin
+    if origin is None or Path(origin).name == "__init__.py":
+        return  # absent, which others tell, or a package
+    raise SlimxError(
+        f"{origin} takes the place of the package {name}; rename it, or take its folder off PYTHONPATH",
+        code="environment.shadowed",
+        about=name,
+    )

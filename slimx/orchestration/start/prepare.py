@@ -1,0 +1,219 @@
+"""Everything about a run that can be known to be wrong before Ray, trainers or engines start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from slimx.adapters.transformers import import_transformers
+from slimx.algorithms.credit import load_credit
+from slimx.cluster.address import check_reachable
+from slimx.cluster.connection import device_of
+from slimx.config.rule import all_rules, broken, refuse
+from slimx.config.schema import Config
+from slimx.config.sections.critic import critic_keys
+from slimx.config.sections.policies import ACTOR, Policy
+from slimx.data.records import Prompt
+from slimx.engines.server.spec import engine_spec, server_args
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec, configured_model
+from slimx.numerics.mode import mode_of
+from slimx.orchestration.start.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
+from slimx.preflight.facts import model_facts, weight_facts
+from slimx.preflight.probe import try_hooks
+from slimx.preflight.transport import ChosenTransport, choose_transport
+from slimx.reshard.manifest import Encoding
+from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.publication import export_plan, publication_plan
+from slimx.rewards.mixture import Mixture
+from slimx.rollout.client.teacher import check_taught
+from slimx.rollout.flow.replay import NO_HOOKS
+from slimx.rollout.hook_loading import Hooks, check_answers, check_generated, check_prompts, load_hooks
+from slimx.trainer.device.backends import Backends, choose_backends, installed
+from slimx.trainer.model.check import check_transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPolicy:
+    """A policy as engines generate for it."""
+
+    config: Config
+    spec: ModelSpec
+    tokenizer: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPolicy(ServedPolicy):
+    """Results of the checks of one trained policy, whose `config` (`Config.by_policy`) has its transport."""
+
+    sizes: Sizes
+    plans: dict[str, Plan]
+    """By which weights leave the trainers: "export", with engines "publish", and "adapters" where those are published
+    alone."""
+    backends: Backends
+    """The trainers' kernels, with the reason of each."""
+    encoding: Encoding
+    """Form in which the engines receive the weights."""
+    transport: ChosenTransport
+    """`publish.transport`, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources[P: ServedPolicy]:
+    """Everything that rollouts are made of."""
+
+    policies: Mapping[str, P]
+    """By name, first `actor`."""
+    hooks: Hooks
+    by_source: dict[str, list[Prompt]]
+    """Prompts of each of `rollout.sources`, or all under ""; empty where rollouts are replayed, as `eval_prompts`."""
+    eval_prompts: dict[str, list[Prompt]]
+    """By name, as `eval.files`."""
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Prompts of all sources."""
+        return [prompt for several in self.by_source.values() for prompt in several]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(Sources[PreparedPolicy]):
+    """Results of the checks of a whole run, which had to read them anyway."""
+
+    critic: Sizes | None
+    """Parallel sizes of the critic, if there is one; those of the trainers where it shares their ranks."""
+
+
+def check_run(config: Config) -> Prepared:
+    """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first moment at which
+    something cannot work, with everything that cannot."""
+    check_reachable(config.cluster.ray_address)
+    device = device_of(config)
+    checked = {name: _check_model(of_policy, device, config.policies) for name, of_policy in config.by_policy.items()}
+    actor = checked[ACTOR]
+    for each in checked.values():
+        try_hooks(each.config)
+    sources = _sources(actor.config, actor.facts["spec"], device, actor.facts)
+    tokenizers = {ACTOR: sources.policies[ACTOR].tokenizer}
+    tokenizers |= {name: _tokenizer(each, device) for name, each in checked.items() if name != ACTOR}
+    return Prepared(
+        policies={name: _policy(each, device, tokenizers[name]) for name, each in checked.items()},
+        hooks=sources.hooks,
+        by_source=sources.by_source,
+        eval_prompts=sources.eval_prompts,
+        critic=actor.facts["critic_sizes"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A policy whose model, layout and weights were found to fit."""
+
+    config: Config
+    transport: ChosenTransport
+    backends: Backends
+    facts: dict[str, Any]
+
+
+def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) -> _Checked:
+    """Check one policy's configuration against its model and its weights. `policies`: of the run."""
+    transport = choose_transport(config, device)
+    config = transport.applied(config)
+    spec = configured_model(config)
+    facts = model_facts(config, spec) | {"device": device, "local_device": device}
+    facts["policies"] = policies  # the configuration of a further one has none
+    refuse(broken(all_rules(), facts, before=config.sections))
+    backends = choose_backends(
+        config.trainer,
+        device=device,
+        packages=installed(),
+        replaced=mode_of(config).replaces_layers,
+        layer_kind=spec.layer_kind,
+        experts=spec.experts,
+    )
+    check_transformer(spec, config, backends, cpu=device == "cpu")
+    if config.critic is not None:
+        with critic_keys(config.critic):
+            check_transformer(facts["critic_spec"], config.as_critic(), backends, cpu=device == "cpu")
+    files = facts | weight_facts(config)
+    refuse(broken(all_rules(), files, before=facts))
+    return _Checked(config, transport, backends, files)
+
+
+def _policy(checked: _Checked, device: str, tokenizer: Any) -> PreparedPolicy:
+    spec, sizes = checked.facts["spec"], checked.facts["sizes"]
+    plans, encoding = make_plans(checked.config, spec, sizes, device)
+    return PreparedPolicy(
+        config=checked.config,
+        spec=spec,
+        tokenizer=tokenizer,
+        sizes=sizes,
+        plans=plans,
+        backends=checked.backends,
+        encoding=encoding,
+        transport=checked.transport,
+    )
+
+
+def _tokenizer(checked: _Checked, device: str) -> Any:
+    """The tokenizer of a policy whose rollouts are another's, with engines whose arguments SGLang takes."""
+    config, facts = checked.config, checked.facts
+    _check_engines(config, facts["spec"], device)
+    tokenizer = run_tokenizer(config)
+    refuse(broken(all_rules(), facts | {"tokenizer": tokenizer}, before=facts))
+    return tokenizer
+
+
+def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tuple[dict[str, Plan], Encoding]:
+    """The plans by which weights leave trainers of `sizes`, and the form in which engines get them."""
+    plans = {"export": export_plan(config, spec, sizes)}
+    published = publication_plan(config, spec, sizes, device)
+    if published is None:
+        return plans, "hf"
+    alone = {} if published.adapters is None else {"adapters": published.adapters}
+    return plans | {"publish": published.plan} | alone, published.encoding
+
+
+def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
+    """Check and read the sources of rollouts, for a command without trainers. Raises SlimxError as `check_run` does."""
+    check_reachable(config.cluster.ray_address)
+    facts = config.sections | {"device": device, "local_device": device}
+    refuse(broken(all_rules(), facts, before=config.sections))
+    return _sources(config, spec, device, facts)
+
+
+def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]) -> Sources:
+    """Hooks, tokenizer and prompts, with engines whose arguments SGLang takes; `facts` have been asked for."""
+    hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
+    load_credit(config.algorithm.credit)
+    _check_engines(config, spec, device)
+    import_transformers()
+    tokenizer = run_tokenizer(config)
+    refuse(broken(all_rules(), facts | {"tokenizer": tokenizer}, before=facts))
+    by_source: dict[str, list[Prompt]] = {}
+    eval_prompts: dict[str, list[Prompt]] = {}
+    if not config.rollout.replay:
+        by_source = training_prompts(config, tokenizer, spec)
+        check_taught(config.algorithm, chain.from_iterable(by_source.values()))
+        make_source(config, by_source)  # that of the user is refused now
+        eval_prompts = {
+            name: heldout_prompts(config, name, path, tokenizer, spec) for name, path in config.eval.files.items()
+        }
+    for several in (by_source, eval_prompts):
+        prompts = list(chain.from_iterable(several.values()))
+        check_generated(hooks.generate, prompts, tokenizer)
+        if isinstance(hooks.reward, Mixture):
+            hooks.reward.check(prompts)
+        if hooks.reward is not None:
+            check_answers(config.reward, hooks.reward, prompts, config.rollout.max_failed_share)
+            check_prompts(hooks.reward, prompts)
+    policies = {ACTOR: ServedPolicy(config=config, spec=spec, tokenizer=tokenizer)}
+    return Sources(policies=policies, hooks=hooks, by_source=by_source, eval_prompts=eval_prompts)
+
+
+def _check_engines(config: Config, spec: ModelSpec, device: str) -> None:
+    """Raise SlimxError for an argument of a server that SGLang refuses."""
+    for group in config.rollout.served:
+        server_args(engine_spec(config, group, group.name, device=device, moe=spec.experts > 0))
