@@ -1,1 +1,22 @@
 """Recovery of lost trainers in a run that goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slimx.orchestration.ranks.trainers import TrainerGroup
+    from slimx.orchestration.recovery import Recovery, Replan
+    from slimx.orchestration.state.recording import Records
+
+
+def make(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> Recovery | None:
+    """Returns the configured recovery; None where lost trainers are not replaced (an entry point of
+    `slimx.recoveries`)."""
+    if not trainers.config.recovery.trainers:
+        return None
+    from slimx.extras.recovery.trainers import TrainerRecovery
+
+    return TrainerRecovery(trainers, records, log_dir, replan)

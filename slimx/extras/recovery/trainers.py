@@ -286,11 +286,6 @@ class TrainerRecovery(Recovery):
         await kill(group.actors)
 
 
-def make(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> TrainerRecovery | None:
-    """The configured recovery; None where lost trainers are not replaced (an entry point of `slimx.recoveries`)."""
-    return TrainerRecovery(trainers, records, log_dir, replan) if trainers.config.recovery.trainers else None
-
-
 async def watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
     """The result of `work`. Raises why a rank of `group` is lost, if that comes first."""
     task, watch = await race(work, watch_ranks(group, deadline_s))
