@@ -1,4 +1,4 @@
-"""Lookup of what extras and other packages add to slimx: entry points, in groups whose names begin with `slimx.`.
+"""Lookup of entry points, by which extras and other packages add to slimx.
 
     slimx.advantages          estimators of advantages that compare answers of the whole step
     slimx.agent_servers       servers of chat completions that agents sample through

@@ -1,4 +1,4 @@
-"""The record of a run: metrics, trackers, the timeline of phases, the live table, alerts.
+"""The record of a run: metrics, trackers, the timeline of phases, the live table, events.
 
 In: the metrics of a step, its groups, phases and events.
 Out: files of the run directory, lines on the terminal, calls of sinks and receivers.

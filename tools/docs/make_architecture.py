@@ -12,6 +12,7 @@ import argparse
 import ast
 import textwrap
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -22,8 +23,8 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 WIDTH, MARGIN, GAP = 1200, 24, 12
 """Pixels: of the picture, around it, and between boxes."""
 LINE, PADDING, TITLE = 17, 12, 22
-CHARACTER = 6.7
-"""Mean width of a character of the text, in pixels."""
+CHARACTER, MONOSPACED = 6.7, 7.3
+"""Mean width of a character of the text, and width of one of a sub-room's name, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def draw(rooms: list[list[Room]]) -> str:
     for row in rooms:
         width = (WIDTH - 2 * MARGIN - 28 - GAP * (len(row) - 1)) / len(row)
         columns = int((width - 2 * PADDING) / CHARACTER)
-        texts = [(textwrap.wrap(room.text, columns), textwrap.wrap(" · ".join(room.inner), columns)) for room in row]
+        names = int((width - 2 * PADDING) / MONOSPACED)
+        texts = [(textwrap.wrap(room.text, columns), _wrapped(room.inner, names)) for room in row]
         height = max(len(text) + len(inner) for text, inner in texts) * LINE + TITLE + 2 * PADDING
         for number, (room, (text, inner)) in enumerate(zip(row, texts, strict=True)):
             parts.append(_box(room.name, text, inner, MARGIN + 28 + number * (width + GAP), top, width, height))
@@ -80,6 +82,12 @@ def draw(rooms: list[list[Room]]) -> str:
         '<path d="M0 0 L8 4 L0 8 Z" fill="#9aa5b1"/></marker></defs>\n'
         f'<rect width="{WIDTH}" height="{end:.0f}" fill="#ffffff"/>\n{arrow}\n' + "\n".join(parts) + "\n</svg>\n"
     )
+
+
+def _wrapped(names: Sequence[str], columns: int) -> list[str]:
+    """Lines of at most `columns` characters, none of which begins with a separator."""
+    lines = textwrap.wrap("\u00a0· ".join(names), columns, break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 def _box(name: str, text: list[str], inner: list[str], left: float, top: float, width: float, height: float) -> str:
