@@ -6,24 +6,25 @@ memory    engines map the memory of the trainer ranks: one machine
 cuda_ipc  engines copy from the memory of the trainer ranks' GPUs: one machine
 
 Others are of extras. The part of one that runs on trainer ranks is a role of these (`slimx.roles`), the part at an
-engine an `End`.
+engine an `End`. Importing a transport loads neither torch nor Ray, without which a plan does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slimx import entry_points
-from slimx.cluster.waiting import has_died
-from slimx.config.schema import Config
-from slimx.config.sections.publish import Publish
 from slimx.errors import SlimxError
-from slimx.reshard.manifest import Manifest
-from slimx.reshard.pack.pieces import PlannedBuckets
-from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, Recipient, Source, TransportLost
+
+if TYPE_CHECKING:
+    from slimx.config.schema import Config
+    from slimx.config.sections.publish import Publish
+    from slimx.reshard.manifest import Manifest
+    from slimx.reshard.pack.pieces import PlannedBuckets
+    from slimx.reshard.packed import PackedBucket
 
 
 class Trainers(Protocol):
@@ -91,6 +92,8 @@ class MemoryDelivery(Delivery):
         try:
             await super().bring(recipient, epoch, packed, bucket)
         except SlimxError as error:
+            from slimx.cluster.waiting import has_died
+
             # No engine is to blame for a bucket whose owner has died.
             if self._owners and await has_died(*self._owners):
                 raise TransportLost(

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx import entry_points
-from slimx.layout.parts import Part
-from slimx.layout.ranks import Sizes
-from slimx.layout.table import Table
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from slimx.config.schema import Config
+    from slimx.layout.parts import Part
+    from slimx.layout.ranks import Sizes
+    from slimx.layout.table import Table
 
 GROUP = "slimx.weight_forms"
 

@@ -81,6 +81,15 @@ class LayerKind:
         `LayerBytes`; None: those of grouped-query or latent attention."""
         return None
 
+    def microbatch_bytes(self, model: Mapping[str, Any], setting: Any, layers: Sequence[int]) -> float:
+        """Returns bytes that `layers` of a stage keep for one micro-batch until its backward pass, whatever is computed
+        again. `setting`: a planner's."""
+        return 0.0
+
+    def stage_starts(self, layers: int) -> Sequence[int]:
+        """Returns those of a model's `layers`, counted from 0, that may be the first of a pipeline stage."""
+        return range(layers)
+
     def materialises(self, trainer: Trainer) -> bool | None:
         """Returns True if trainers hold attention scores of all pairs of tokens; None: as attention kernels do."""
         return None

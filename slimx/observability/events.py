@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from slimx import entry_points
+from slimx.errors import SlimxError
 
 Kind = Literal[
     "stalled",  # a phase has lasted too long (track.stall)
@@ -42,6 +43,16 @@ class Events:
 
 
 def open_events(config: Any, note: Callable[[str], None]) -> AbstractContextManager[Events]:
-    """Return the events of a run of `config`, to be entered as long as it lasts: those of the first entry point of
-    `slimx.event_receivers`, which is called with the same arguments. `note` shows a line to people."""
-    return next(iter(entry_points.load_all("slimx.event_receivers").values()))(config, note)
+    """Returns the events of a run of `config`, to be entered as long as it lasts: those of the entry point of
+    `slimx.event_receivers`, which is called with the same arguments. `note` shows a line to people.
+
+    Raises SlimxError for a second one."""
+    name, *others = entry_points.find("slimx.event_receivers")
+    if others:
+        raise SlimxError(
+            f"a run's events have one receiver, and there are {name} and {', '.join(others)} (entry points of "
+            "slimx.event_receivers); uninstall the package of all but one",
+            code="entry_point.twice",
+            about=others[0],
+        )
+    return entry_points.load("slimx.event_receivers", name)(config, note)

@@ -10,6 +10,9 @@ from slimx.reshard.manifest import Encoding
 ON_DEVICE = "cuda-ipc:"
 """Prefix of the path of memory on a GPU (`slimx.reshard.transports.device`)."""
 
+PUBLISHER = 0
+"""The trainer rank whose memory buckets are in where not every rank can open every other's."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:

@@ -28,7 +28,7 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
     """Have `check` called with the prompts that the hook will judge before a run starts; what it raises (SlimxError)
-    ends the start. That of a generate hook gets the `tokenizer` and the hook's options, too."""
+    ends the start. That of a generate hook gets the hook's options, too, and `tokenizer` where that is a parameter."""
 
     def mark(hook: Hook) -> Hook:
         hook.check_prompts = check  # type: ignore[attr-defined]

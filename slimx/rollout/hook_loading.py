@@ -176,7 +176,10 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt]) -> None:
 def check_generated(generate: Generate, prompts: Sequence[Prompt], tokenizer: Any) -> None:
     """Raise SlimxError for the first prompt that the generate hook, with its options, cannot begin."""
     if (check := needs.prompt_check(generate)) is not None:
-        check(prompts, tokenizer=tokenizer, **(generate.keywords if isinstance(generate, partial) else {}))
+        options = generate.keywords if isinstance(generate, partial) else {}
+        if "tokenizer" in inspect.signature(check).parameters:
+            options = {"tokenizer": tokenizer, **options}
+        check(prompts, **options)
 
 
 def name_of(hook: Any) -> str:

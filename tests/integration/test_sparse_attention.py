@@ -25,11 +25,12 @@ FULL = {"recompute": {"granularity": "full", "method": "uniform", "layers": 1}}
 SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["core_attn"]}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"world_size": 2, "context": 2, **FULL},
+    "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2, **FULL},
     "TP2xPP2xVPP2": {"world_size": 4, "tensor": 2, "pipeline": 2, "virtual_pipeline": 2, **SELECTIVE},
 }
 MODELS = ("V3.2", "GLM-5", "GLM-5.2")
-UNSPLIT = {("TP2xPP2xVPP2", "GLM-5.2")}
-"""A stage would begin with a layer that shares a choice."""
+TRAINED = {"CP2": MODELS, "TP2xPP2": ("GLM-5.2",), "TP2xPP2xVPP2": ("V3.2", "GLM-5")}
+"""Models by layout: a stage of GLM-5.2 begins with an indexer."""
 
 
 def indexers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -101,7 +102,7 @@ def trained(request: pytest.FixtureRequest, models: dict[str, Pair], tmp_path_fa
     """NAME.safetensors: gradients of a step whose weights move between the choice and the update."""
     out, cases = tmp_path_factory.mktemp("replay"), []
     for name, (before, later) in models.items():
-        if (request.param, name) in UNSPLIT:
+        if name not in TRAINED[request.param]:
             continue
         group = Group(id="g", prompt=Prompt(id="p", token_ids=[1]), trajectories=before.trajectories())
         save_groups(out / f"{name}.groups", [group])
@@ -118,9 +119,8 @@ def trained(request: pytest.FixtureRequest, models: dict[str, Pair], tmp_path_fa
     ("trained", "name"),
     [
         pytest.param(layout, name, marks=[pytest.mark.slow("a layout of four ranks")] if layout != "CP2" else [])
-        for layout in LAYOUTS
-        for name in MODELS
-        if (layout, name) not in UNSPLIT
+        for layout, names in TRAINED.items()
+        for name in names
     ],
     indirect=["trained"],
 )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slimx.config.schema import Config
-from slimx.config.sections.publish import Publish
 from slimx.engines.transport import Trainers, Transport
-from slimx.extras.direct.copies import SentBucket
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
-from slimx.extras.direct.end import DirectEnd
-from slimx.extras.direct.offer import Offer
 from slimx.reshard.parties import Delivery, Source
-from slimx.reshard.plan.copy_plan import Plan
+
+if TYPE_CHECKING:
+    from slimx.config.schema import Config
+    from slimx.config.sections.publish import Publish
+    from slimx.extras.direct.copies import SentBucket
+    from slimx.extras.direct.end import DirectEnd
+    from slimx.extras.direct.offer import Offer
+    from slimx.reshard.plan.copy_plan import Plan
 
 
 class DirectTransport(Transport):
@@ -26,11 +27,15 @@ class DirectTransport(Transport):
         return device == "cuda" and publish.staging == "bucket" and publish.delta is None and not colocate
 
     def end(self, publish: Publish) -> type[DirectEnd]:
+        from slimx.extras.direct.end import DirectEnd
+
         return DirectEnd
 
     def connect(self, config: Config, trainers: Trainers, engines: Any, source: Source) -> tuple[Source, Delivery]:
         if engines is None:
             return super().connect(config, trainers, engines, source)
+        from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
+
         senders, ranks = RankSenders(trainers), None
         if self.on_gpus(config.publish, engines.device, colocate=config.schedule.colocate):
             ranks = senders.published.targets

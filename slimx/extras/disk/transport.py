@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slimx.config.schema import Config
-from slimx.config.sections.publish import Publish
 from slimx.engines.transport import End, Trainers, Transport
-from slimx.extras.disk.end import FilesEnd
-from slimx.extras.disk.shelf import StoredVersion, newest
-from slimx.reshard.manifest import Manifest
-from slimx.reshard.pack.gather import PUBLISHER
-from slimx.reshard.packed import PackedBucket
+from slimx.reshard.packed import PUBLISHER
 from slimx.reshard.parties import Delivery, Source
+
+if TYPE_CHECKING:
+    from slimx.config.schema import Config
+    from slimx.config.sections.publish import Publish
+    from slimx.extras.disk.shelf import StoredVersion
+    from slimx.reshard.manifest import Manifest
+    from slimx.reshard.packed import PackedBucket
 
 
 class DiskTransport(Transport):
@@ -27,7 +28,11 @@ class DiskTransport(Transport):
 
     def end(self, publish: Publish) -> Callable[[], End] | None:
         """With changes the process that owns a server makes whole buckets of them."""
-        return None if publish.changes is None else partial(FilesEnd, publish.changes[0])
+        if publish.changes is None:
+            return None
+        from slimx.extras.disk.end import FilesEnd
+
+        return partial(FilesEnd, publish.changes[0])
 
     def connect(self, config: Config, trainers: Trainers, engines: Any, source: Source) -> tuple[Source, Delivery]:
         directory = config.publish.directory or Path(config.run.dir, "publish")
@@ -61,6 +66,8 @@ class DiskDelivery(Delivery):
             await self._call("complete", "the end of a version")
 
     def kept(self, version: int) -> StoredVersion | None:
+        from slimx.extras.disk.shelf import newest
+
         stored = newest(self.directory)
         return stored if stored is not None and stored.manifest.version == version else None
 

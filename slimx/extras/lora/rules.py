@@ -52,7 +52,7 @@ ARCHITECTURES = {
     "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
     "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
 }
-"""As `slimx.rules.unproven.ARCHITECTURES`."""
+"""As `slimx.rules.unproven.other_architectures`."""
 
 
 @rule("unproven", "trainer.lora", facts=sections_in(UNPROVEN))

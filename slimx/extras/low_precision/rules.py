@@ -50,7 +50,7 @@ UNPROVEN = {
 }
 """As `slimx.rules.unproven.UNPROVEN`."""
 ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")}
-"""As `slimx.rules.unproven.ARCHITECTURES`."""
+"""As `slimx.rules.unproven.other_architectures`."""
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
 """GPUs (`cluster.gpu`) whose tensor cores take the blocks of a recipe as they are. Blackwell computes 128-wide blocks
 as MXFP8, for which their scales would have to be powers of two."""
@@ -222,7 +222,8 @@ def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
 
 
 @rule("publish.quantise_on_cpu", "publish.quantise")
-def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str) -> Problems:
+def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str, sizes: Sizes) -> Problems:
+    """Asked where there are trainers, which publish."""
     if publish.quantise is not None and device == "cpu" and not numerics.exact and rollout.policy_engines:
         yield f"publish.quantise={publish.quantise}, but on the CPU SGLang " + (
             "computes with fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slimx.models.files import torch_dist
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
 
 _OBJECT = "common_state/shard_0_1"
@@ -18,12 +19,10 @@ _OBJECT = "common_state/shard_0_1"
 
 def read_common(path: Path) -> dict[str, Any]:
     """Read what the torch_dist checkpoint `path` says of itself; no class but the arguments' is let in."""
-    file = path / "common.pt"
-    inside = None if file.is_file() else read_object(path, _OBJECT)
+    if (path / "common.pt").is_file():
+        return torch_dist.read_common(path)
     with safe_classes(argparse.Namespace):
-        if inside is None:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        return torch.load(io.BytesIO(inside), map_location="cpu", weights_only=True)[0]
+        return torch.load(io.BytesIO(read_object(path, _OBJECT)), map_location="cpu", weights_only=True)[0]
 
 
 def saved_vocabulary(path: Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,25 +14,31 @@ from slimx.data.records import Group
 from slimx.errors import SlimxError
 from slimx.extras.preferences.bradley_terry import MARGIN, assign_slopes, pair_rows, preference_metrics
 from slimx.extras.preferences.head import declare_score, write_score
-from slimx.observability.live.table import SFT_COLUMNS, Column
-from slimx.orchestration.batches import Packer
-from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.run import Run
-from slimx.rollout.flow.rollouts import GroupOutcome
 from slimx.runtime.tasks import in_thread
 from slimx.trainer.step.metrics import combine
+
+if TYPE_CHECKING:
+    from slimx.observability.live.table import Column
+    from slimx.orchestration.batches import Packer
+    from slimx.orchestration.ranks.trainers import TrainerGroup
+    from slimx.orchestration.run import Run
+    from slimx.rollout.flow.rollouts import GroupOutcome
 
 
 class RewardModel:
     """A `slimx.algorithms.learner.Learner`."""
 
-    columns = (
-        Column("step", "step", ".0f"),
-        Column("loss", "preference/loss", ".4f"),
-        Column("accuracy", "preference/accuracy", ".3f"),
-        Column("margin", "preference/margin", ".2f"),
-        *SFT_COLUMNS[2:],
-    )
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        from slimx.observability.live.table import SFT_COLUMNS, Column
+
+        return (
+            Column("step", "step", ".0f"),
+            Column("loss", "preference/loss", ".4f"),
+            Column("accuracy", "preference/accuracy", ".3f"),
+            Column("margin", "preference/margin", ".2f"),
+            *SFT_COLUMNS[2:],
+        )
 
     def trainer(self) -> type:
         from slimx.extras.preferences.trainer import RewardModelTrainer  # imports megatron-core, on ranks alone

@@ -65,9 +65,11 @@ def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
 @rule("recovery.transport", "publish.transport")
 def recovers_beside(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Problems:
     """Asked of the transport that is chosen, where the configuration leaves it open."""
+    if not recovery.trainers:
+        return
     from slimx.engines.transport import transport_of
 
-    if recovery.trainers and transport_of(publish).on_gpus(publish, device, colocate=schedule.colocate):
+    if transport_of(publish).on_gpus(publish, device, colocate=schedule.colocate):
         yield (
             "buckets in the memory of GPUs were never proven with recovery.trainers, which replaces the ranks that "
             "pack them; set publish.staging=model and publish.transport=auto, or recovery.trainers=0"

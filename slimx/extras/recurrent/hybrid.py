@@ -75,6 +75,10 @@ class HybridLayers(LayerKind):
             "core_work": work,
         }
 
+    def state_elements(self, model: Mapping[str, Any]) -> tuple[int, int]:
+        sizes, layers = StateSpace.of(model), self.pattern.count("M")
+        return layers * sizes.mixed * (sizes.width - 1), layers * sizes.inner * sizes.state
+
     def kernels(self, device: str, packages: Collection[str]) -> tuple[str, ...]:
         if "M" not in self.pattern:
             return ()

@@ -70,6 +70,9 @@ def unsupported_sparse(hf: dict[str, Any]) -> str | None:
         return "layer_types other than indexed_attention"
     if not (has := indexers(hf))[0] or period(has) is None:
         return f"{sharing_field(hf)} whose layers share choices of tokens without a period"
+    if not all(has) and mtp_layers(hf) > 1:
+        # megatron-core would apply the period to them, from layer 1 on.
+        return f"num_nextn_predict_layers {mtp_layers(hf)} where layers share a choice of tokens"
     hf.get("index_share_for_mtp_iteration")  # how layers of multi-token prediction draft, several times in an engine
     return unsupported_places(hf)
 

@@ -55,7 +55,8 @@ class SparseAttention(LayerKind):
             core_work = max(2 * pairs, 3 * scores * s.tokens)
         else:
             projected += (query + key) * s.itemsize
-            core = s.tokens * (model["dsa_indexer_topk"] + heads) * FP32
+            core = s.tokens * heads * FP32
+            core += 0 if self.shares else s.tokens * model["dsa_indexer_topk"] * FP32
             core_work = (query + key + latent) * s.itemsize + seen * min(s.tokens, _INDEXER_ROWS) * FP32
         return {
             "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
@@ -65,6 +66,22 @@ class SparseAttention(LayerKind):
             "core_work": core_work,
             "context": value * s.itemsize,
         }
+
+    @property
+    def shares(self) -> bool:
+        """True if some layers have no indexer."""
+        return not all(self.indexers)
+
+    def microbatch_bytes(self, model: Mapping[str, Any], setting: Any, layers: Sequence[int]) -> float:
+        """Counts choices that layers share: megatron-core keeps them with the bounds of the sequences, in torch as
+        int64."""
+        if not self.shares:
+            return 0.0
+        chosen = min(model["dsa_indexer_topk"], setting.tokens * setting.sizes.context) * setting.tokens
+        return sum(self.indexers[layer] for layer in layers) * chosen * (2 * FP32 if setting.materialised else FP32)
+
+    def stage_starts(self, layers: int) -> Sequence[int]:
+        return [layer for layer, chooses in enumerate(self.indexers) if chooses]
 
     def materialises(self, trainer: Trainer) -> bool:
         return trainer.megatron.get("dsa_kernel_backend", "none") == "none"
@@ -106,7 +123,8 @@ def indexers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
     """Returns True for each layer that has an indexer, as transformers and SGLang read config.json: by its
     `indexer_types`, else by `index_topk_pattern`, else every `index_topk_freq` layers after the first
     `index_skip_topk_offset` (2)."""
-    layers, types = hf["num_hidden_layers"], hf.get("indexer_types") or hf.get("index_topk_pattern")
+    layers, types, pattern = hf["num_hidden_layers"], hf.get("indexer_types"), hf.get("index_topk_pattern")
+    types = types or pattern
     period, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset")
     if types:
         if odd := {*types} - {"full", "shared", "F", "S"}:

@@ -27,16 +27,17 @@ def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
 def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
     if not _is_sparse(spec):
         return
-    has = spec.layer_kind.indexers
-    counts = sizes.split or (len(has) // sizes.stages,) * sizes.stages
-    for layer in accumulate(counts[:-1]):
-        if not has[layer]:
-            fits = ", ".join(str(index) for index, indexer in enumerate(has) if indexer)
-            yield (
-                f"a pipeline stage begins with layer {layer} of {spec.path}, which sees the tokens that a layer of the "
-                f"stage before chooses; stages may begin with one of {fits}: set trainer.layers_per_stage, or fewer "
-                "stages (trainer.pipeline, trainer.virtual_pipeline)"
-            )
+    layers = spec.table.layers
+    counts = sizes.split or (layers // sizes.stages,) * sizes.stages
+    if sum(counts) != layers:
+        return
+    fitting = spec.layer_kind.stage_starts(layers)
+    for layer in sorted({*accumulate(counts[:-1])} - {layers, *fitting}):  # stages behind the last layer are empty
+        yield (
+            f"a pipeline stage begins with layer {layer} of {spec.path}, which sees the tokens that a layer of the "
+            f"stage before chooses; stages may begin with one of {', '.join(map(str, fitting))}: set "
+            "trainer.layers_per_stage, or fewer stages (trainer.pipeline, trainer.virtual_pipeline)"
+        )
 
 
 @rule("sparse.replay", "trainer.indexer_replay")

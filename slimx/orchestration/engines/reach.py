@@ -12,7 +12,7 @@ from slimx.cluster.waiting import gather
 from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.group import RankGroup
-from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.packed import PUBLISHER
 
 
 async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:

@@ -24,10 +24,9 @@ from slimx.models.files.formats import format_of
 from slimx.models.files.writer import finish_directory, shard_name
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.ranks.group import RankGroup
-from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.packer import describe
 from slimx.reshard.pack.pieces import PlannedBuckets
-from slimx.reshard.packed import PackedBucket
+from slimx.reshard.packed import PUBLISHER, PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.tasks import in_thread
 from slimx.trainer.worker import TrainerWorker

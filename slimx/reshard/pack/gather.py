@@ -16,10 +16,8 @@ import torch.distributed as dist
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.packer import Packer, Share
 from slimx.reshard.pack.pieces import compact, pieces_of, spread
+from slimx.reshard.packed import PUBLISHER
 from slimx.reshard.transports.memory import MemoryFile, open_memory
-
-PUBLISHER = 0
-"""The rank whose memory buckets are in where not every rank can open every other's."""
 
 
 def owned(bucket: int, packer: Packer, holders: int) -> list[int]:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from slimx.errors import SlimxError
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
-from slimx.reshard.pack.gather import PUBLISHER, owned
+from slimx.reshard.pack.gather import owned
 from slimx.reshard.pack.packer import Packer, Share, total
 from slimx.reshard.pack.pieces import compact, pieces_of, spread
+from slimx.reshard.packed import PUBLISHER
 from slimx.reshard.transports.device import DeviceMemory, opened
 
 SLOTS = 2

@@ -93,8 +93,6 @@ class Weights:
         self._read(path, self.parameters)
         self.changed()
 
-        self.changed()
-
     def changed(self) -> None:
         """Refresh what is derived from the parameters. Call after writing parameters in place."""
         for refresh in self.derived:

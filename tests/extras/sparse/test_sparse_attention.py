@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
-from itertools import product
+from dataclasses import fields, replace
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,15 @@ from transformers import (
 
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
+from slimx.config.sections.run import Cluster
+from slimx.config.sections.trainer import Trainer
 from slimx.extras.families import deepseek_v3
+from slimx.extras.planner.memory.activations import Setting
 from slimx.extras.planner.memory.batch_plan import batch_plan
 from slimx.extras.planner.memory.engine import kv_bytes
+from slimx.extras.planner.memory.pipeline import activation_bytes
 from slimx.extras.planner.memory.trainer import holdings, trainer_memory
+from slimx.extras.planner.plan.splits import splits
 from slimx.extras.sparse import deepseek_v32, glm_moe_dsa
 from slimx.extras.sparse.layers import SparseAttention, period
 from slimx.layout.engine import EngineLayout
@@ -36,6 +41,7 @@ from slimx.models.families import ModelSpec, read_model
 from slimx.models.flops import sequence_flops
 from slimx.models.layer_kind import LayerKind
 from slimx.preflight.facts import model_facts
+from slimx.preflight.hardware import machine_of
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import invalid, refused
 from tests.warm.sglang import run_with_sglang
@@ -45,6 +51,7 @@ V32, GLM_5 = (
     json.loads((ROOT / f"configs/moe/models/{name}/config.json").read_text()) for name in ("DeepSeek-V3.2", "GLM-5")
 )
 both = pytest.mark.parametrize("hf", [V32, GLM_5], ids=["V3.2", "GLM-5"])
+FULL = {"granularity": "full", "method": "uniform", "layers": 1}
 INDEXER = "self_attn.indexer."
 
 
@@ -247,8 +254,12 @@ SHARED = small(GLM_5, num_hidden_layers=11, index_topk_freq=4, index_skip_topk_o
         {"index_topk_freq": 4, "index_skip_topk_offset": 3},
         {"indexer_types": [{"F": "full", "S": "shared"}[kind] for kind in "FFFSSSFSSSF"], "index_topk_freq": 7},
         {"index_topk_pattern": "FFFSSSFSSSF"},
+        {
+            "indexer_types": [{"F": "full", "S": "shared"}[kind] for kind in "FFFSSSFSSSF"],
+            "index_topk_pattern": "FFFSSSFSSSF",  # as transformers saves a model that was made of a pattern
+        },
     ],
-    ids=lambda fields: min(fields),
+    ids=lambda fields: " ".join(fields),
 )
 def test_layers_that_share_a_choice_are_those_of_transformers(tmp_path: Path, fields: dict[str, Any]):
     hf = small(GLM_5, num_hidden_layers=11, num_nextn_predict_layers=1, **fields)
@@ -271,15 +282,51 @@ def test_a_period_is_found_for_any_that_megatron_core_knows():
 
 
 @pytest.mark.parametrize(
-    ("split", "fits"), [((3, 8), False), ((6, 5), True), ((2, 4, 4, 1), True), ((2, 3, 5, 1), False)], ids=str
+    ("split", "fits"),
+    [
+        ((3, 8), False),
+        ((6, 5), True),
+        ((2, 4, 4, 1), True),
+        ((2, 3, 5, 1), False),
+        ((6, 5, 0), True),
+        ((12, 3), True),  # no layers so many: another rule's
+    ],
+    ids=str,
 )
 def test_a_stage_that_begins_with_anothers_choice_is_refused(tmp_path: Path, split: tuple[int, ...], fits: bool):
     spec = read(tmp_path, SHARED)
-    facts = {"sizes": Sizes(pipeline=2, virtual=len(split) // 2, split=split), "spec": spec}
+    facts = {"sizes": Sizes(pipeline=len(split), split=split), "spec": spec}
     found = broken(spec.layer_kind.split_rules(), facts)
     assert {(problem.code, problem.about) for problem in found} == (
         set() if fits else {("sparse.shared_stage", "trainer.layers_per_stage")}
     )
+
+
+def test_layers_of_multi_token_prediction_that_would_share_are_refused(tmp_path: Path):
+    with refused("model.unsupported", about="num_nextn_predict_layers"):
+        read(tmp_path, {**SHARED, "num_nextn_predict_layers": 2})
+
+
+def test_a_shared_choice_stays_until_the_backward_pass_of_its_micro_batch(tmp_path: Path):
+    """Eight bytes for each of the tokens that a query sees, whatever is computed again."""
+    spec = read(tmp_path, SHARED)
+    setting = Setting(tokens=100, length=100, sizes=Sizes(), itemsize=2, kernels="torch", materialised=True)
+    every = SparseAttention((True,) * 11)
+    kept = [
+        activation_bytes(replace(spec, layer_kind=kind), trainer, Sizes(), setting, place=0, microbatches=1).kept
+        for kind in (spec.layer_kind, every)
+        for trainer in (Trainer(), Trainer.model_validate({"recompute": FULL}))
+    ]
+    assert kept[0] - kept[2] == kept[1] - kept[3] == 5 * 100 * 100 * 8
+
+
+def test_suggested_stages_begin_with_an_indexer(tmp_path: Path):
+    spec = read(tmp_path, SHARED)
+    machine = machine_of(Cluster.model_validate({"gpu": "h100"}))
+    found = [fields["layers_per_stage"] for fields in splits(run(tmp_path), spec, machine, 4) if fields["pipeline"] > 1]
+    assert found
+    for counts in found:
+        assert {*accumulate(counts[:-1])} <= {0, 1, 2, 6, 10}
 
 
 def test_shared_choices_cost_less_to_make_and_to_keep(tmp_path: Path):

@@ -96,11 +96,24 @@ def test_commands_that_plan_or_only_look_at_a_run_import_nothing_heavy():
     script = """
 import sys
 import slimx.extras.planner.plan.report
+import slimx.extras.direct.transport, slimx.extras.disk.transport
 import slimx.extras.watch.rollouts, slimx.extras.watch.status, slimx.extras.watch.page.server
 print(*(name for name in ("torch", "ray", "sglang", "megatron", "transformers") if name in sys.modules))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert done.stdout == "\n" and done.returncode == 0, done.stderr
+
+
+def test_the_actors_of_engines_import_no_torch():
+    script = "import sys, slimx.engines.server.engine, slimx.engines.server.nodes; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"], done.stderr
+
+
+def test_the_entry_of_a_server_imports_no_configuration():
+    script = "import sys, slimx.engines.server.launch; print('pydantic' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False"], done.stderr
 
 
 def test_a_rank_that_is_asked_where_it_runs_imports_no_torch_yet():

@@ -167,6 +167,7 @@ def to_prompt(row: dict[str, Any]) -> Any:
 def test_a_mapping_hook_makes_prompts_and_is_blamed_by_row(tmp_path):
     mapping = make_mapping(None, f"{__name__}.to_prompt", None)
     assert texts(read_prompts(as_jsonl(tmp_path / "a.jsonl", ROWS), mapping))[1] == ("a:2", "2+2=", "4")
+    assert texts(read_prompts(as_jsonl(tmp_path / "a[1].jsonl", ROWS), mapping))[1][0] == "a:2"
     for row in ({"question": "none"}, {"q": 1}):
         path = as_jsonl(tmp_path / "b.jsonl", [row])
         with refused("prompts.map", about=f"{path}, line 1"):

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimx.reshard.pack.gather import PUBLISHER, Gatherer
+from slimx.reshard.pack.gather import Gatherer
 from slimx.reshard.pack.packer import Packer, Share, describe
-from slimx.reshard.packed import PackedBucket
+from slimx.reshard.packed import PUBLISHER, PackedBucket
 from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers

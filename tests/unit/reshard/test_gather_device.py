@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from slimx.layout.form import AttachedForm
-from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.pack.packer import Packer, Share, describe
-from slimx.reshard.packed import PackedBucket
+from slimx.reshard.packed import PUBLISHER, PackedBucket
 from slimx.reshard.transports.device import fetch
 from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
 from slimx.trainer.weight_export import WeightExport

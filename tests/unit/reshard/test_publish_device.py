@@ -20,10 +20,9 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.reshard.manifest import Manifest
-from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.pack.packer import Packer, describe
-from slimx.reshard.packed import PackedBucket
+from slimx.reshard.packed import PUBLISHER, PackedBucket
 from slimx.reshard.parties import LocalRecipient, NoReceiverLeft, Staging
 from slimx.reshard.publish import Publisher
 from tests.refusals import refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from slimx.data.records import Prompt, Span
+from slimx.rewards.needs import checks_prompts
 from slimx.rollout import single_turn
 from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
-from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hook_loading import check_generated, load_hooks
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
 from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, the_tokenizer
@@ -296,3 +298,21 @@ def test_a_hook_that_cannot_work_is_refused_with_its_key_and_what_is_wrong(hooks
 def test_a_script_in_place_of_a_module_is_refused_with_its_key(hooks_on_path):
     with refused("dotted.raised", about="reward.function"):
         load_hooks(config_of(reward__function="my_script.reward"))
+
+
+@pytest.mark.parametrize("wants_tokenizer", [True, False])
+def test_a_check_of_prompts_gets_options_and_the_tokenizer_if_it_takes_one(wants_tokenizer: bool):
+    found: list[tuple[Any, ...]] = []
+
+    def plain(prompts: Any, *, depth: int = 1) -> None:
+        found.append((prompts, depth))
+
+    def with_tokenizer(prompts: Any, *, tokenizer: Any, depth: int = 1) -> None:
+        found.append((prompts, depth, tokenizer))
+
+    @checks_prompts(with_tokenizer if wants_tokenizer else plain)
+    async def generate(ctx: Any, prompt: Any, *, depth: int = 1) -> list[Any]:
+        return []
+
+    check_generated(partial(generate, depth=3), ["prompt"], "tokenizer")
+    assert found == [(["prompt"], 3, *(["tokenizer"] if wants_tokenizer else []))]

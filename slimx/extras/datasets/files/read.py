@@ -34,11 +34,12 @@ def read(path: str | Path, subset: str | None = None, split: str | None = None) 
         name = "/".join(str(path).removeprefix(HUB).split("/")[1:])
         return name, _numbered(hub_files(str(path), subset, split), None)
     path = Path(path)
+    name = re.sub(r"\W*[*?\[].*", "", path.stem) or path.parent.name
     if path.is_dir():
-        return path.stem, _numbered(chosen_files(path, subset, split), path)
+        return name, _numbered(chosen_files(path, subset, split), path)
     if files := matching(path):
-        return re.sub(r"\W*[*?\[].*", "", path.stem) or path.parent.name, _numbered(files, path)
-    return path.stem, _file_rows(path)
+        return name, _numbered(files, path)
+    return name, _file_rows(path)
 
 
 def _numbered(files: Sequence[Path], folder: Path | None) -> Iterator[Row]:

@@ -64,6 +64,7 @@ def activation_bytes(
         layers = every[first : first + counts[stage]]
         held, top = _layers(layers, trainer)
         boundary = _boundary(model["hidden_size"], setting, stage, sizes)
+        held += spec.layer_kind.microbatch_bytes(model, setting, range(first, first + counts[stage]))
         kept, work = kept + count * (held + boundary), max(work, top)
         for layer, number in _kinds(layers):
             number *= count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
 from slimx.config.schema import Config
@@ -30,18 +31,28 @@ def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Ite
                         if stage % (expert * expert_tensor):
                             continue
                         for virtual in _virtual(layers, pipeline):
-                            split = nearly_equal(layers, pipeline * virtual) if layers % (pipeline * virtual) else None
+                            counts = _stage_layers(spec, pipeline * virtual)
+                            if not all(counts):
+                                continue
                             yield {
                                 "world_size": world,
                                 "tensor": tensor,
                                 "pipeline": pipeline,
                                 "virtual_pipeline": virtual,
-                                "layers_per_stage": split,
+                                "layers_per_stage": counts if len(set(counts)) > 1 else None,
                                 "context": context,
                                 "data": None,
                                 "expert": expert,
                                 "expert_tensor": expert_tensor,
                             }
+
+
+def _stage_layers(spec: ModelSpec, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, nearly equal: each begins with the nearest layer that may be a stage's first."""
+    layers = spec.table.layers
+    fitting = spec.layer_kind.stage_starts(layers)
+    begins = (min(fitting, key=lambda start: abs(start - at)) for at in accumulate(nearly_equal(layers, stages)[:-1]))
+    return tuple(end - start for start, end in pairwise((0, *begins, layers)))
 
 
 def _contexts(config: Config, ranks: int) -> list[int]:

@@ -247,7 +247,10 @@ class Search:
     def _states(self, split: Split) -> tuple[tuple[StageState, ...], tuple[StageState, ...]] | None:
         """State of the policy's ranks and of the critic's; None for a split that a rule refuses."""
         tried = with_trainer(self.config, {**split.fields, **KEEPINGS[0].fields})
-        if tried is None or broken(TRAINED, tried.sections | {"spec": self.spec, "sizes": split.sizes}):
+        if tried is None or broken(
+            (*TRAINED, *self.spec.layer_kind.split_rules()),
+            tried.sections | {"spec": self.spec, "sizes": split.sizes},
+        ):
             return None
         own = stage_states(tried.trainer, self.held, self.spec, split.sizes, quick=True)
         if self.critic is None:

@@ -14,9 +14,6 @@ from megatron.core.transformer import TransformerConfig
 
 from slimx.extras.recurrent.numerics.delta_rule import causal_convolution, gated_delta_rule, l2norm
 
-VARIANT = "gated_delta_net"
-"""Name in TransformerConfig's `experimental_attention_variant`."""
-
 
 class OutputNorm:
     """Builds the norm of a delta net's heads: their factor is the weight itself also in a model whose other norms have
