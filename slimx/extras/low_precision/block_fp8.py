@@ -93,18 +93,22 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def quantisation(rule: str, block: Block = (128, 128)) -> Quantisation:
-    """Codes of `block` by a rule with fp32 scales, or by mxfp8, whose scales are E8M0 exponents of blocks of 1 x 32.
+def quantisation(rule: str, block: Block | None = None) -> Quantisation:
+    """Codes of `block` (128 x 128 if None) by a rule with fp32 scales, or by mxfp8, whose scales are E8M0 exponents of
+    blocks of 1 x 32.
 
     Raises SlimxError for a rule that has no such blocks."""
-    if rule not in BlockFp8.RULES or block == (1, 32) or (rule == "mxfp8" and block != (128, 128)):
+    narrow = rule == "mxfp8"
+    if block is None:
+        block = (1, 32) if narrow else (128, 128)
+    if rule not in BlockFp8.RULES or narrow != (block == (1, 32)):
         raise SlimxError(
-            f"rule {rule} of fp8 with blocks of {block}: give no block for mxfp8, and none of 1 x 32 for another rule",
+            f"rule {rule} of fp8 with blocks of {block}: mxfp8 has blocks of 1 x 32, no other rule has",
             code="plan.rule",
             about=rule,
         )
-    if rule == "mxfp8":
-        return Quantisation(rule, (1, 32), "QUANTISE_MXFP8", "float8_e4m3fn", "uint8", ("", SCALE_SUFFIX))
+    if narrow:
+        return Quantisation(rule, block, "QUANTISE_MXFP8", "float8_e4m3fn", "uint8", ("", SCALE_SUFFIX))
     return Quantisation(rule, block, "QUANTISE_FP8", "float8_e4m3fn", "float32", ("", SCALE_SUFFIX))
 
 

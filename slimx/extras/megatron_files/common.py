@@ -19,10 +19,11 @@ _OBJECT = "common_state/shard_0_1"
 
 def read_common(path: Path) -> dict[str, Any]:
     """Read what the torch_dist checkpoint `path` says of itself; no class but the arguments' is let in."""
-    if (path / "common.pt").is_file():
+    inside = None if (path / "common.pt").is_file() else read_object(path, _OBJECT)
+    if inside is None:
         return torch_dist.read_common(path)
     with safe_classes(argparse.Namespace):
-        return torch.load(io.BytesIO(read_object(path, _OBJECT)), map_location="cpu", weights_only=True)[0]
+        return torch.load(io.BytesIO(inside), map_location="cpu", weights_only=True)[0]
 
 
 def saved_vocabulary(path: Path) -> int | None:

@@ -236,7 +236,7 @@ def test_blocks_travel_in_the_engines_own_layout_only(tmp_path: Path) -> None:
         publication_plan(two, spec, Sizes(), "cpu")
     fast = config(numerics={"mode": "fast"}, publish={"quantise": "ieee"})
     for mode, refusals in ((one, 0), (fast, 1)):
-        problems = broken(all_rules(), mode.sections | {"device": "cpu"})
+        problems = broken(all_rules(), mode.sections | {"device": "cpu", "sizes": Sizes()})
         assert [p.about for p in problems if p.code == "publish.quantise_on_cpu"] == refusals * ["publish.quantise"]
 
 

@@ -174,5 +174,5 @@ def test_what_rules_the_engines_own_layout_out_is_named(places: dict[str, Path])
     config.rollout.engines[0].sglang["enable_eplb"] = True
     with refused("publish.int4_encoding", about="publish.quantise"):
         publication_plan(config, read_model(place / "bf16"), sizes_of(config.trainer), "cuda")
-    facts = config.sections | {"device": "cpu"}
+    facts = config.sections | {"device": "cpu", "sizes": sizes_of(config.trainer)}
     assert ("publish.quantise_on_cpu", "publish.quantise") in {(p.code, p.about) for p in broken(all_rules(), facts)}

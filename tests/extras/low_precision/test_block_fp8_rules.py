@@ -1,0 +1,16 @@
+"""Rules of fp8 have their own blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimx.extras.low_precision.block_fp8 import quantisation
+from tests.refusals import refused
+
+
+@pytest.mark.parametrize(
+    ("rule", "block"), [("mxfp8", (128, 128)), ("mxfp8", (32, 1)), ("triton", (1, 32)), ("int4", (128, 128))]
+)
+def test_a_rule_with_blocks_that_are_not_its_own_is_refused(rule: str, block: tuple[int, int]):
+    with refused("plan.rule", about=rule):
+        quantisation(rule, block)
