@@ -142,7 +142,7 @@ class Stand:
 
 
 def take(packed: PackedBucket, number: int, device: torch.device = DEVICE) -> Tensors:
-    """What rank `number`, on `device`, finds of a landed bucket, by name, each tensor proven by its checksum."""
+    """Returns the tensors of a landed bucket for rank `number` on `device`, by name, each proven by its checksum."""
     part = packed.parts("local", RANKS)[str(number)]
     if packed.on_device:
         memory = fetch(part["fd_path"], 0, part["size"], device).cpu()

@@ -18,7 +18,7 @@ from tests.unit.reshard.cuda_stand import use_emulator
 CHUNK, GROUP = frames.CHUNK, 8
 SIZES = (0, 16, 4096 + 48, CHUNK, CHUNK + 16, 3 * CHUNK - 16, 5 * CHUNK)
 SHARES = (0.0, 1e-5, 0.02, 0.5, 1.0)
-"""Of elements that change."""
+"""Share of elements that change."""
 
 
 def versions(seed: int, nbytes: int, item: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,7 +39,7 @@ def whole() -> Tensors:
 
 
 def held(parts: list[Part], whole: Tensors, ranks: int) -> list[Tensors]:
-    """What every trainer rank holds, by its rectangles."""
+    """Shards of every trainer rank, cut by its rectangles."""
     out: list[Tensors] = [{} for _ in range(ranks)]
     for part in parts:
         local = torch.zeros(part.matrix, dtype=torch.int64)

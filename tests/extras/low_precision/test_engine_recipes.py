@@ -1,4 +1,4 @@
-"""What Transformer Engine's own Python makes of `trainer.fp8`: the blocks and the rule that slimx rounds by."""
+"""Transformer Engine's Python makes blocks and rule of `trainer.fp8` that slimx rounds by."""
 
 from __future__ import annotations
 
