@@ -1,7 +1,9 @@
 """Measures the size of slimx, as a reader meets it: `python tools/house.py`.
 
 Prints files, code lines and tokens by room, the import closure of a GRPO run, edges from the core to extras, public
-names with one importer, and what is larger than it should be. Ends with status 1 if a bound is passed.
+names with one importer, and files, rooms and constructors that are too large. With `--run FILE [KEY=VALUE ...]`, the
+arguments of `slimx train`, that run follows, and the number of modules that all its processes have loaded. Ends with
+status 1 if a bound is passed.
 
 Tokens are those of Python's tokenizer without imports, docstrings, comments and layout; code lines are the lines that
 have such a token.
@@ -12,7 +14,10 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import os
+import subprocess
 import sys
+import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -38,6 +43,8 @@ FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.extras.families",)
 BOUNDS = {"core tokens": 265_600, "core files": 379, "closure": 362, "edges from core to extras": 0}
+LOADED = 456
+"""Most modules of slimx that the processes of the quickstart may load, all together."""
 LAYOUT = frozenset(
     (
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
@@ -210,13 +217,52 @@ def measured() -> tuple[list[Module], dict[str, int]]:
     return modules, figures(modules, grimp.build_graph("slimx", exclude_type_checking_imports=True, cache_dir=None))
 
 
+RECORDER = """
+import os, sys
+
+class Recorder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "slimx":
+            with open(os.path.join({directory!r}, str(os.getpid())), "a") as file:
+                print(name, file=file)
+
+sys.meta_path.insert(0, Recorder())
+"""
+"""A sitecustomize.py by which each process writes the modules of slimx that it imports into a file of `directory`."""
+
+
+def record_imports(directory: Path) -> dict[str, str]:
+    """Returns environment variables by which Python processes record in `directory` the modules that they load."""
+    hook = directory / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(RECORDER.format(directory=str(directory)))
+    return {"PYTHONPATH": str(hook)}
+
+
+def recorded_imports(directory: Path) -> set[str]:
+    """Returns slimx's modules that processes have recorded in `directory`."""
+    return {name for file in directory.iterdir() if file.is_file() for name in file.read_text().split()}
+
+
+def loaded_by(arguments: Sequence[str]) -> set[str]:
+    """Returns the modules that all processes of a run load. Raises CalledProcessError if the run fails."""
+    with tempfile.TemporaryDirectory() as name:
+        variables = record_imports(Path(name))
+        subprocess.run(
+            [sys.executable, "-m", "slimx.cli", "train", *arguments], env={**os.environ, **variables}, check=True
+        )
+        return recorded_imports(Path(name))
+
+
 def passed_bounds(found: dict[str, int]) -> list[str]:
     """Returns a line for each bound that the figures pass."""
     return [f"{name}: {found[name]:,}, more than {bound:,}" for name, bound in BOUNDS.items() if found[name] > bound]
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", nargs="+", metavar="ARGUMENT", help="arguments of slimx train")
+    options = parser.parse_args()
     modules, found = measured()
     print(f"{'room':32}{'files':>8}{'lines':>10}{'tokens':>10}")
     for room in sorted({module.room for module in modules}):
@@ -224,6 +270,10 @@ def main() -> int:
         print(f"{room:32}{len(rows):8}{sum(row.code_lines for row in rows):10,}{sum(row.tokens for row in rows):10,}")
     print(*(f"{name:32}{value:8,}" for name, value in found.items()), sep="\n")
     print("larger than it should be:", *too_large(modules), sep="\n  ")
+    if options.run:
+        loaded = loaded_by(options.run)
+        print(f"{'modules loaded by the run':32}{len(loaded):8}")
+        print(f"{'extras among them':32}{sum(map(is_in_extras, loaded)):8}")
     for line in (passed := passed_bounds(found)):
         print(f"house: {line}", file=sys.stderr)
     return 1 if passed else 0

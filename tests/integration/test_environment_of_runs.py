@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TrainProcess, completed_steps, write_config
+from tools import house
 
 pytestmark = pytest.mark.integration
 NOBODY = "http://127.0.0.1:9"
@@ -44,13 +45,20 @@ def test_variables_and_modules_of_other_programs_change_nothing(
         # The reward is imported in a process of its own, from the working directory.
         reward={"function": "my_reward.reward", "isolation": "process", "workers": 1},
         schedule={"steps": 1},
+        track={"report": True, "tensorboard": True},
     )
     here = tmp_path / "here"
     (here / "slimx").mkdir(parents=True)
     (here / "torch.py").write_text("raise RuntimeError('torch of the working directory')")
     (here / "my_reward.py").write_text(REWARD)
     program = [str(Path(sys.executable).with_name("slimx"))]
-    run = TrainProcess(config, program=program, directory=here, variables=HOSTILE)
+    imports = tmp_path / "imports"
+    imports.mkdir()
+    run = TrainProcess(config, program=program, directory=here, variables=HOSTILE | house.record_imports(imports))
     assert run.wait() == 0, run.text()
     assert completed_steps(tmp_path / "run") == 1
     run.assert_nothing_left()
+    # The only run of these tests in which every process imports what it needs.
+    loaded = house.recorded_imports(imports)
+    assert {"slimx.cli", "slimx.trainer.trainer", "slimx.adapters.sglang.plugin", "slimx.rewards.needs"} <= loaded
+    assert len(loaded) <= house.LOADED, sorted(loaded)
