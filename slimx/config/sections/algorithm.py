@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from slimx.config.rule import Refusal
-from slimx.config.section import Count, Objective, PathText, Positive, Real, Section, Weight
+from slimx.config.section import Count, Faults, Objective, PathText, Positive, Real, Section, Weight
 from slimx.config.sections.objectives import (
     OBJECTIVES,
     PRESETS,
@@ -114,15 +113,20 @@ class Algorithm(Section):
         preset = PRESETS.get(info.data.get("name"), {})
         return read_objective(info.field_name, value, preset.get(info.field_name, {}))
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Algorithm:
-        check_kind("credit", self.credit, CREDITS)
-        for code, key, sentence in self._conflicts():
-            raise Refusal(sentence, code=f"algorithm.{code}", about=f"algorithm.{key}")
-        return self
+    @field_validator("credit")
+    @classmethod
+    def _known_credit(cls, value: str) -> str:
+        check_kind("credit", value, CREDITS)
+        return value
 
-    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Code, key and sentence of every conflict between keys."""
+    def _faults(self) -> Faults:
+        first: dict[str, tuple[str, str, str]] = {}  # of each key: a second one may ask for the opposite
+        for code, key, sentence in self._conflicts():
+            first.setdefault(key, (f"algorithm.{code}", f"algorithm.{key}", sentence))
+        yield from first.values()
+
+    def _conflicts(self) -> Faults:
+        """Yields conflicts between keys, without the section's name."""
         for key, (used, where) in NEEDS.items():
             if getattr(self, key) != self.default(key) and not used(self):
                 yield (

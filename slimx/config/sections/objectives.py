@@ -11,20 +11,20 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from slimx import entry_points
 from slimx.config.rule import Refusal
-from slimx.config.section import MOST, Objective, Positive, Real, Section, Share, Weight
+from slimx.config.section import MOST, Faults, Objective, Positive, Real, Section, Share, Weight
 
 
-def _hold_one(key: str, low: float, high: float) -> None:
+def _around_one(key: str, low: float, high: float) -> Faults:
     if low >= high or not low <= 1 <= high:
-        raise Refusal(
+        yield (
+            "correction.bounds",
+            key,
             f"{key} keeps weights in [{low:g}, {high:g}], which does not hold 1, the weight of two sides that agree; "
             "set low <= 1 <= high",
-            code="correction.bounds",
-            about=key,
         )
 
 
@@ -42,16 +42,14 @@ class Correction(Section):
     high: Positive = 2.0
     """Upper bound of w."""
 
-    @model_validator(mode="after")
-    def _bounds(self) -> Correction:
+    def _faults(self) -> Faults:
         if self.kind == "none" and (self.level, self.low, self.high) != ("token", 0.0, 2.0):
-            raise Refusal(
+            yield (
+                "correction.kind",
+                "algorithm.correction.kind",
                 "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind",
-                code="correction.kind",
-                about="algorithm.correction.kind",
             )
-        _hold_one("algorithm.correction", self.low, self.high)
-        return self
+        yield from _around_one("algorithm.correction", self.low, self.high)
 
     @property
     def active(self) -> bool:
@@ -74,17 +72,15 @@ class Rejection(Section):
     veto: float = Field(default=0.0, ge=0, lt=1)
     """A sequence in which any token's w is below this is left out whole; 0: none is."""
 
-    @model_validator(mode="after")
-    def _bounds(self) -> Rejection:
+    def _faults(self) -> Faults:
         if self.level == "none" and (self.low, self.high) != (0.0, 2.0):
-            raise Refusal(
+            yield (
+                "rejection.level",
+                "algorithm.rejection.level",
                 "algorithm.rejection has bounds but its level is none; set algorithm.rejection.level to say whose w "
                 "they are of",
-                code="rejection.level",
-                about="algorithm.rejection.level",
             )
-        _hold_one("algorithm.rejection", self.low, self.high)
-        return self
+        yield from _around_one("algorithm.rejection", self.low, self.high)
 
     @property
     def active(self) -> bool:
