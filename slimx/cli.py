@@ -13,7 +13,7 @@ from rich.console import Console
 from slimx import __version__
 from slimx.commands.options import AsJson, Checkpoint, Debug, Overrides, RunFile
 from slimx.commands.usage import Program, RayCommand, refusal, starts_ray
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.live.safe_text import one_line, plain, visible, with_log
 from slimx.runtime.children import search_working_directory

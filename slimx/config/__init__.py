@@ -4,8 +4,3 @@ In: a YAML file, overrides such as `trainer.tensor=2`, and sections and rules of
 Out: a `Config` that breaks no rule, or a refusal of all that is wrong, with nearest names.
 Read first: `schema.py`, then a section in `sections/`; `rule.py` for rules between keys.
 """
-
-from slimx.config.load import load_config
-from slimx.config.schema import Config
-
-__all__ = ["Config", "load_config"]

@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.record import PlanReport
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from slimx.commands.options import Debug, Overrides
 from slimx.commands.usage import RayCommand
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.observability.live.safe_text import one_line, plain, visible

@@ -9,7 +9,7 @@ import typer
 
 from slimx.commands.options import AsJson, Debug, Overrides, RunFile
 from slimx.commands.usage import RunCommand
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.observability.live.safe_text import one_line, visible
 
 app = typer.Typer(add_completion=False)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from slimx.commands.options import AsJson, Debug
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.observability.live.safe_text import plain, visible
 
 app = typer.Typer(add_completion=False)

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from slimx.cli import app
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks import trial as hook_trial
 from slimx.extras.doctor.hooks.doctor import Examined, examine_hooks

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from slimx.commands.usage import RunCommand
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag, known_keys
 from slimx.errors import SlimxError

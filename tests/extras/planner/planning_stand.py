@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from slimx import cli
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.errors import SlimxError
 from slimx.extras.planner.plan.report import plan_report
 from tests.unit.preflight.published_models import QWEN3_30B

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.trainer import trainer_memory

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.planner import planning as plan_command
 from slimx.extras.planner.links import rehearsal

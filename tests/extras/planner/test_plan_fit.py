@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.extras.planner.plan import report as report_module
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.record import PlanReport

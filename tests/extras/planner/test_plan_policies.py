@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.extras.planner.plan.report import Planned, plan_report
 from slimx.extras.planner.plan.together import refusals, together
 from slimx.preflight.hardware import machine_of

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from slimx import cli
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.data.records import Prompt, Trajectory
 from slimx.extras.watch.status import run_status
 from slimx.observability.live import activity

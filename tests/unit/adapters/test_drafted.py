@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slimx.adapters.sglang.weights.drafted import WithDraft, asked, take_draft
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.engines.server.spec import EngineSpec, server_argv
 from slimx.extras.families import deepseek_v3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.extras.convert.formats.fp8 import with_quantisation

@@ -10,7 +10,7 @@ import json
 import pytest
 import yaml
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.observability.tracking.run_files import read_config
 from tests.refusals import numbers
 from tests.unit.config.command_stand import Started

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.engines import Engines

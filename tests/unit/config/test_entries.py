@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.section import ECHOED
 from slimx.errors import SlimxError
 from tests.refusals import refused

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.rules.machine import crowded_warnings
 from slimx.models.families import read_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from tests.refusals import refused
 
 FILE = Path(__file__).parents[3] / "configs" / "moe" / "quickstart.yaml"

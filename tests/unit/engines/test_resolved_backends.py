@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from tests.warm.sglang import run_with_sglang
 from tools.docs.make_backends import PAGE, SHIPPED
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.extras.planner.rules.machine import start_warnings
 from slimx.models.families import read_model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.observability.live.run_lock import held
@@ -36,7 +36,7 @@ import sys
 from rich.console import Console
 from slimx.commands import script, start
 from slimx.extras.doctor import command as doctor
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.errors import SlimxError
 console = Console()
 for override in sys.argv[2:]:

@@ -16,7 +16,7 @@ from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses import surrogates
 from slimx.algorithms.losses.objective import make_loss
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import NEEDS, Algorithm
 from slimx.config.sections.objectives import (

@@ -20,7 +20,7 @@ from typer._click.exceptions import MissingParameter
 from typer.core import TyperGroup
 
 from slimx import cli
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.orchestration.start.prepare import check_run
 from tests.documents import ROOT
 from tools.docs.typed import typed as run

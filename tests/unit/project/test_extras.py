@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -79,6 +81,12 @@ def test_no_text_of_the_core_names_an_extra() -> None:
 def test_each_entry_point_is_installed_and_can_be_loaded(group: str, name: str, value: str) -> None:
     assert entry_points.find(group)[name].value == value
     assert entry_points.load(group, name) is not None
+
+
+@pytest.mark.parametrize("group", ["slimx.objectives", "slimx.sections"])
+def test_a_module_that_the_configuration_loads_can_be_the_first_import(group: str) -> None:
+    for module in {value.partition(":")[0] for owner, _, value in POINTS if owner == group}:
+        subprocess.run([sys.executable, "-c", f"import {module}"], check=True, timeout=300)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.extras.planner.plan.report import plan_report
 from tools.first_hour import runs
 from tools.first_hour.check import Step, steps, work

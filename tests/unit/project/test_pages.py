@@ -14,7 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.data.prompts.read import read_prompts
 from slimx.dotted import imported

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.config import load_config
+from slimx.config.load import load_config
 from slimx.config.rule import all_rules, broken
 from slimx.extras.planner.memory.deep_ep import (
     engine_buffers,

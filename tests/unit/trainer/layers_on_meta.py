@@ -35,7 +35,7 @@ def main(files: list[str]) -> None:
 
 
 def stages(file: str) -> list[dict[str, Any]]:
-    from slimx.config import load_config
+    from slimx.config.load import load_config
     from slimx.layout.ranks import sizes_of
     from slimx.models.families import configured_model
     from slimx.trainer.device.backends import choose_backends
