@@ -102,15 +102,13 @@ class DirectDelivery(Delivery):
         engines: Mapping[str, Sequence[int | None]],
         *,
         step_deadline_s: float,
-        links: Sequence[int] = (),
         changes: tuple[int, int] | None = None,
     ):
         """`engines`: by name the receivers of each, to all of which trainer ranks write, as many on each of its
         machines: for each the GPU, as that machine's process counts them, in whose memory it takes them, None for host
-        memory. `step_deadline_s`: seconds for one call to one engine. `links`: through which the ranks send
-        (`slimx.extras.direct.dealing.deal`). `changes`: None for whole weights each time, else as in
-        `slimx.config.sections.publish.Publish.changes`."""
-        self.senders, self.step_deadline_s, self.links = senders, step_deadline_s, links
+        memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None for whole weights each time, else
+        as in `slimx.config.sections.publish.Publish.changes`."""
+        self.senders, self.step_deadline_s = senders, step_deadline_s
         self.item, self.every_full = changes or (0, 1)
         self.engines = {name: number for number, name in enumerate(engines)}
         ends = np.cumsum([0, *map(len, engines.values())]).tolist()
@@ -145,7 +143,7 @@ class DirectDelivery(Delivery):
         plan, counts = self.senders.published, list(map(len, self._receivers))
         # Every engine rank has memory of its own.
         self.buckets, (self.copies, self.edges) = PlannedBuckets(plan, apart=True), copies_of(plan, counts)
-        self.dealt = deal(plan, ranks=len(self.senders.actors), engines=self.copies, links=self.links)
+        self.dealt = deal(plan, engines=self.copies)
 
     @property
     def plan(self) -> Plan:

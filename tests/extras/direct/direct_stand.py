@@ -90,7 +90,7 @@ class Stand:
         self.wire = 0
         """Bytes sent to all engines."""
         self.plan, self._transfers = plan(), count(1)
-        self.dealt = deal(self.plan, ranks=WORLD, engines=ENGINES, grain=1)
+        self.dealt = deal(self.plan, engines=ENGINES, grain=1)
         self.form = PlannedBuckets(self.plan, apart=True).form
         held = trainers or [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
         mark = time.monotonic_ns()
