@@ -117,8 +117,7 @@ class Mirror:
             if isinstance(cause, MirrorLost):
                 raise cause from None
             raise MirrorLost(
-                f"{self.holder}: the process that keeps its mirror does not answer "
-                f"({type(error).__name__})",
+                f"{self.holder}: the process that keeps its mirror does not answer ({type(error).__name__})",
                 code="mirror.lost",
                 about=self.holder,
             ) from None
