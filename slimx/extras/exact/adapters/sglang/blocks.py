@@ -33,11 +33,10 @@ class BlockOperations:
         kept = {LINEAR_LOADED: self.keep, EXPERTS_LOADED: self.keep}
         return {LINEAR: self._linear, EXPERTS: self.experts, **kept}
 
-    def idle(self, model: torch.nn.Module) -> set[str]:
-        """Targets that `model` never calls."""
-        methods = methods_of(model)
-        out = set() if "Fp8LinearMethod" in methods else {LINEAR, LINEAR_LOADED}
-        return out if "Fp8MoEMethod" in methods else out | {EXPERTS, EXPERTS_LOADED}
+    def used(self, model: torch.nn.Module) -> set[str]:
+        """Targets that `model` calls."""
+        targets = {"Fp8LinearMethod": (LINEAR, LINEAR_LOADED), "Fp8MoEMethod": (EXPERTS, EXPERTS_LOADED)}
+        return {target for method in targets.keys() & methods_of(model) for target in targets[method]}
 
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
         """By SGLang's function for unquantised experts on the CPU, in whose place exact mode's operations are."""
