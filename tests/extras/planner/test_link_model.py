@@ -67,7 +67,6 @@ def traffic(read: list[list[int]], received: list[list[int]], sent: list[list[in
         sends=(sent > 0).astype(int),
         receives=(received > 0).astype(int),
         tensors=3,
-        engines=1,
         engine_ranks=received.shape[1],
     )
 

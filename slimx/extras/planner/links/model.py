@@ -119,7 +119,6 @@ class Traffic:
     """[buckets, targets] messages."""
     tensors: int
     """Tensors of the engine rank that has most."""
-    engines: int
     engine_ranks: int
     """Ranks of all engines together."""
 
@@ -156,7 +155,6 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
         sends=messages.sum(axis=2) * engines,
         receives=messages.sum(axis=1),
         tensors=max(sum(len(bucket.tensors) for bucket in target) for target in plan.buckets),
-        engines=engines,
         engine_ranks=engines * (engine_ranks if encoding == "hf" else targets),
     )
 
