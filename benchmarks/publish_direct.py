@@ -140,7 +140,7 @@ class EngineHost:
         self.address = address
 
     def join(self, invitation: Invitation) -> Offer:
-        self.receiver = Receiver.invited(invitation, self.address)
+        self.receiver = Receiver(invitation, self.address)
         parts = [Plan.from_bytes(part) for part in invitation.parts]
         self.forms = [PlannedBuckets(part).forms()[0] for part in parts]
         self.ranks = []
