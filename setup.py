@@ -51,7 +51,7 @@ CUDA_FLAGS = [
 ]
 CUDA = Extension(
     "slimx._lib.libslimx_cuda",
-    sources=["csrc/reshard.cu", "csrc/delta.cu", "csrc/memory.cu"],
+    sources=["csrc/reshard.cu", "csrc/memory.cu"],
     depends=HEADERS,
     extra_compile_args=CUDA_FLAGS,
 )

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 from publish_clusters import CASES, DEEPSEEK_V3, Case  # noqa: E402
 from quantities import positive
 
-from slimx.extras.direct.dealing import deal, link_load  # noqa: E402
+from slimx.extras.direct.dealing import deal  # noqa: E402
+from slimx.extras.direct.wire import wire_bytes  # noqa: E402
 from slimx.extras.families import deepseek_v3  # noqa: E402
 from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
 
@@ -64,13 +65,14 @@ def figures_of(number: int) -> Figures:
     case = ALL[number]
     began = time.process_time()
     plan = case.plan()
-    dealt = deal(plan, ranks=case.trainer.world, engines=case.engines)
+    dealt = deal(plan, engines=case.engines)
     seconds = time.process_time() - began
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    before, load = link_load(plan, ranks=case.trainer.world), link_load(dealt, ranks=case.trainer.world)
-    return Figures(
-        before.imbalance[0], *load.imbalance, load.busiest / 1e9, len(dealt.moved), seconds, int(peak.split()[1]) / 1024
-    )
+    before, sent = (wire_bytes(each).sent(case.trainer.world) for each in (plan, dealt))
+    received = wire_bytes(dealt).received(dealt.targets)
+    uneven = (float(nbytes.max() / nbytes.mean()) for nbytes in (before, sent, received))
+    busiest = int(max(sent.max(), received.max()))
+    return Figures(*uneven, busiest / 1e9, len(dealt.moved), seconds, int(peak.split()[1]) / 1024)
 
 
 def main() -> None:

@@ -42,11 +42,11 @@ from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
 from quantities import positive, positive_float
 
 from slimx.extras.direct.copies import SentBucket  # noqa: E402
-from slimx.extras.direct.dealing import link_load  # noqa: E402
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource  # noqa: E402
 from slimx.extras.direct.offer import Offer  # noqa: E402
 from slimx.extras.direct.receiver import Invitation, Receiver  # noqa: E402
 from slimx.extras.direct.sender import Sender  # noqa: E402
+from slimx.extras.direct.wire import wire_bytes  # noqa: E402
 from slimx.extras.planner.links.model import STEPS, direct_traffic, predict  # noqa: E402
 from slimx.extras.planner.links.rehearsal import (  # noqa: E402
     MODEL,
@@ -140,7 +140,7 @@ class EngineHost:
         self.address = address
 
     def join(self, invitation: Invitation) -> Offer:
-        self.receiver = Receiver.invited(invitation, self.address)
+        self.receiver = Receiver(invitation, self.address)
         parts = [Plan.from_bytes(part) for part in invitation.parts]
         self.forms = [PlannedBuckets(part).forms()[0] for part in parts]
         self.ranks = []
@@ -188,10 +188,10 @@ class Stand:
         self.plan = plan_of(layers, trainers)
         homes = self.hosts[:trainers]
         # The two ranks of a host send through one link.
-        self.links = [rank // RANKS for rank in range(RANKS * trainers)]
         self.ranks = [
-            Resident(homes[home], TrainerRank, rank, layers, trainers, homes[home].address)
-            for rank, home in enumerate(self.links)
+            Resident(home, TrainerRank, RANKS * number + inner, layers, trainers, home.address)
+            for number, home in enumerate(homes)
+            for inner in range(RANKS)
         ]
         self.residents = [Resident(host, EngineHost, host.address) for host in self.hosts[trainers:]]
         for each in (*self.ranks, *self.residents):
@@ -201,7 +201,6 @@ class Stand:
         self.delivery = DirectDelivery(
             Trainers(self.ranks, self.plan),
             dict.fromkeys((engine.name for engine in self.engines), [None]),
-            links=self.links,
             step_deadline_s=step_deadline_s,
         )
         self.publisher = Publisher(
@@ -240,8 +239,8 @@ def predicted(stand: Stand, rate: float) -> float:
     began = time.perf_counter()
     asyncio.run(stand.delivery.senders._all("answer", [()] * len(stand.ranks)))
     control = time.perf_counter() - began
-    links = replace(here, link=rate, control=control, ranks_per_link=RANKS, cores=None)
-    traffic = direct_traffic(stand.plan, sources=len(stand.ranks), engines=len(stand.engines), ranks_per_link=RANKS)
+    links = replace(here, link=rate / RANKS, control=control, cores=None)
+    traffic = direct_traffic(stand.plan, sources=len(stand.ranks), engines=len(stand.engines))
     stages = predict(traffic, links)
     return stages.total - stages.load - stages.verify - STEPS * control
 
@@ -251,9 +250,11 @@ def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: in
     rate = mbit * 1e6 / 8
     with ExitStack() as stack:
         stand = Stand(stack, trainers, engines, mbit=mbit, layers=layers)
-        load = link_load(stand.delivery.dealt, ranks=len(stand.ranks), links=stand.links)
-        received = load.received.reshape(engines, RANKS).sum(axis=1)
-        busiest = max(load.sent.max(), received.max())
+        dealt = stand.delivery.dealt
+        wire = wire_bytes(dealt)
+        sent = wire.sent(len(stand.ranks)).reshape(trainers, RANKS).sum(axis=1)
+        received = wire.received(dealt.targets).reshape(engines, RANKS).sum(axis=1)
+        busiest = max(sent.max(), received.max())
         asyncio.run(stand.publish(0))  # connections, and first touches of memory
         before = [host.carried() for host in stand.hosts]
         done = [asyncio.run(stand.publish(version)) for version in range(1, rounds + 1)]
@@ -265,17 +266,17 @@ def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: in
         plain = median(stand.per_tensor() for _ in range(rounds))
         print(
             f"{trainers} x {engines}{busiest / MIB:>11.1f}{busiest / rate:>12.2f}{staged:>10.2f}{total:>8.2f}"
-            f"{staged / (busiest / rate):>10.2f}{load.sent.max() / load.sent.mean():>9.3f}"
+            f"{staged / (busiest / rate):>10.2f}{sent.max() / sent.mean():>9.3f}"
             f"{received.max() / received.mean():>9.3f}"
             f"{plain:>14.2f}{plain / staged:>8.2f}"
             f"{told:>11.2f}{told / staged - 1:>+7.0%}"
         )
         for k, (host, (sent0, got0), (sent1, got1)) in enumerate(zip(stand.hosts, before, after, strict=True)):
-            dealt = (load.sent[k], 0) if k < trainers else (0, received[k - trainers])
+            own = (sent[k], 0) if k < trainers else (0, received[k - trainers])
             print(
                 f"      {'trainer' if k < trainers else 'engine'} host {host.address}: sent "
-                f"{(sent1 - sent0) / rounds / MIB:.1f} MiB a publication (dealt {dealt[0] / MIB:.1f}), received "
-                f"{(got1 - got0) / rounds / MIB:.1f} (dealt {dealt[1] / MIB:.1f})"
+                f"{(sent1 - sent0) / rounds / MIB:.1f} MiB a publication (dealt {own[0] / MIB:.1f}), received "
+                f"{(got1 - got0) / rounds / MIB:.1f} (dealt {own[1] / MIB:.1f})"
             )
     return staged, told / staged - 1
 

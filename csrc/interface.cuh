@@ -62,12 +62,6 @@ int slimx_cuda_close(uint64_t address);
 // Queues a copy between any two places that the current device reaches.
 int slimx_cuda_copy(uint64_t to, uint64_t from, int64_t bytes, void* stream);
 
-// Queues what slimx_delta_encode does (delta.h): the frame that makes `fresh` of `base`, both 16-byte aligned. `fresh`,
-// `slots` (room for `bytes`), `sizes` (room for every chunk), `frame` (4 * chunks + bytes) and `length` are the
-// device's; `base` may be pinned memory of the host. Not for 0 bytes.
-int slimx_cuda_delta(const uint8_t* base, const uint8_t* fresh, int64_t bytes, int item, uint8_t* slots,
-                     uint32_t* sizes, uint8_t* frame, int64_t* length, void* stream);
-
 // Writes the table for slimx_pack's rule TRITON to the device's `out` [SLIMX_TRITON_SCALES][2].
 int slimx_cuda_triton_scales(float* out, void* stream);
 

@@ -92,7 +92,7 @@ class SendingRank:
 
 
 class DirectTrainers:
-    """All trainer ranks, as the delivery calls them (`slimx.extras.direct.delivery.Senders`)."""
+    """All trainer ranks, as the delivery calls them (`slimx.extras.direct.transport.RankSenders`)."""
 
     def __init__(self, model: Path, plan: Plan, network: str | None, *, step_deadline_s: float):
         """`plan`: for one engine. `step_deadline_s`: seconds for one call of a publication."""

@@ -12,16 +12,14 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats import int4, safetensors, torch_dist
-from slimx.extras.convert.formats.fp8 import check_rule, dequantise, quantised, quantised_names, with_quantisation
+from slimx.extras.convert.formats.fp8 import check_rule, quantised, quantised_names, with_quantisation
 from slimx.extras.convert.formats.safetensors import ToHuggingFace, Unit, copied, stacked
 from slimx.extras.convert.formats.torch_dist import ToMegatron
 from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader
 from slimx.extras.convert.sources import Overlay
 from slimx.extras.convert.target import Target, parse_layout
 from slimx.extras.low_precision import block_fp8
-from slimx.extras.low_precision.block_fp8 import BlockFp8
 from slimx.extras.megatron_files.directory import find_checkpoint, numbers_layers
-from slimx.layout.number_formats import all_formats
 from slimx.layout.table import stored
 from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.fields import without_quantisation
@@ -199,7 +197,7 @@ def hf_to_int4(
 
 def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointReader]:
     """Model and tensors of a Hugging Face directory, compared with each other."""
-    reader = CheckpointReader(source, formats={**all_formats(), "fp8": BlockFp8(dequantise)})
+    reader = CheckpointReader(source)
     least = read_model(source, family=family)
     most = _with_prediction(source, least.family.mtp_layers(least.hf), family)
     # Published checkpoints leave out layers of multi-token prediction that their config declares.

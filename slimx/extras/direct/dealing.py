@@ -1,10 +1,10 @@
-"""Dealing: which trainer rank sends which bytes to which rank of every engine; no link carries more than it must.
+"""Dealing: which trainer rank sends which bytes to which rank of every engine; none sends more than it must.
 
 A compiled plan says, for one engine, what goes where and who holds it (`Plan.holders`). Here senders are chosen anew
 for all engines together, in two steps:
 
-    share   bytes that the same ranks hold are one amount. Amounts are poured over the links of their holders until no
-            link can be relieved by another: the smallest busiest link that the layouts allow.
+    share   bytes that the same ranks hold are one amount. Amounts are poured over their holders until no rank can be
+            relieved by another: the least bytes of the busiest rank that the layouts allow.
     cut     the moves of one amount and bucket lie on a line that is cut by these shares (McNaughton, "Scheduling with
             deadlines and loss functions", 1959); a large move that lies across a cut is divided by rows. The line of
             the next bucket starts elsewhere, so that what is not divided falls on each holder in turn.
@@ -16,65 +16,36 @@ What a rank receives is the layouts' alone, and is not dealt out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import psutil
 
 from slimx.errors import SlimxError
-from slimx.extras.direct.wire import move_bytes, quantised_moves, wire_bytes
+from slimx.extras.direct.wire import move_bytes, quantised_moves
 from slimx.reshard.plan.copy_plan import Holders, Plan
 
 GRAIN = 2**18
 """Bytes: no move is divided into parts that are smaller."""
 CLOSE, SWEEPS = 1e-3, 200
-"""Sharing ends when a sweep over all amounts changes no link by this part of its bytes, or after so many sweeps."""
+"""Sharing ends when a sweep over all amounts changes no rank by this part of its bytes, or after so many sweeps."""
 BYTES = 165
 """Most bytes of host memory that dealing takes for a move of one engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
 """Part of its length by which the line of a bucket is turned against the one before: multiples of it fall evenly."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLoad:
-    """Bytes that links carry in one publication."""
-
-    sent: np.ndarray
-    """[links of trainers] bytes that leave."""
-    received: np.ndarray
-    """[ranks of all engines] bytes that enter."""
-
-    @property
-    def busiest(self) -> int:
-        """Bytes of the busiest link, of either side."""
-        return int(max(self.sent.max(), self.received.max()))
-
-    @property
-    def imbalance(self) -> tuple[float, float]:
-        """Busiest over average: of the sending links, of the receiving ones."""
-        return float(self.sent.max() / self.sent.mean()), float(self.received.max() / self.received.mean())
-
-
-def deal(plan: Plan, *, ranks: int, engines: int = 1, links: Sequence[int] = (), grain: int = GRAIN) -> Plan:
+def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     """`plan`, which is one engine's, for `engines` that are copies of one another: rank r of engine e is target
     e * plan.targets + r.
 
-    `ranks`: of the trainer. `links`: for each of them the number of the link that it sends through, from 0; empty: each
-    has its own. `grain`: bytes below which no part of a move is cut off. The same inputs give the same plan.
+    `grain`: bytes below which no part of a move is cut off. The same inputs give the same plan.
     """
     if plan.holders is None:
         raise SlimxError(
             "dealing: this plan was read from bytes and does not say who holds what; compile it again",
             code="dealing.holders",
             about="plan",
-        )
-    link_of = np.array(links or range(ranks), dtype=np.int64)
-    if len(link_of) != ranks:
-        raise SlimxError(
-            f"dealing: {len(link_of)} links are given for {ranks} trainer ranks; name one for each rank",
-            code="dealing.links",
-            about="links",
         )
     needed, free = len(plan.moved) * engines * BYTES, psutil.virtual_memory().available
     if needed > free:
@@ -86,7 +57,7 @@ def deal(plan: Plan, *, ranks: int, engines: int = 1, links: Sequence[int] = (),
         )
     nbytes = move_bytes(plan)
     amounts = np.bincount(plan.holders.of, weights=nbytes, minlength=len(plan.holders.groups)) * engines
-    shares = share(amounts, [np.array(group) for group in plan.holders.groups], link_of)
+    shares = share(amounts, plan.holders.groups)
     moved = _cut(plan, nbytes, shares, engines, grain)
     order = np.lexsort((moved["row"], moved["tensor"], moved["target"], moved["source"], moved["bucket"]))
     return Plan(plan.precision, plan.parameters, plan.buckets * engines, moved[order], plan.unread)
@@ -104,13 +75,6 @@ def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
     return len(receivers), [*edges, len(receivers) * plan.targets]
 
 
-def link_load(dealt: Plan, *, ranks: int, links: Sequence[int] = ()) -> LinkLoad:
-    """Bytes by link of a dealt plan; `ranks` and `links` as `deal` has them."""
-    wire = wire_bytes(dealt)
-    sent = np.bincount(np.array(links or range(ranks)), weights=wire.sent(ranks)).astype(np.int64)
-    return LinkLoad(sent, wire.received(dealt.targets))
-
-
 def only(plan: Plan, target: int) -> Plan:
     """The part of a dealt plan that fills one target, which it has as its target 0."""
     moved = plan.moved[plan.moved["target"] == target].copy()
@@ -118,31 +82,26 @@ def only(plan: Plan, target: int) -> Plan:
     return Plan(plan.precision, plan.parameters, [plan.buckets[target]], moved)
 
 
-def share(amounts: np.ndarray, holders: Sequence[np.ndarray], link_of: np.ndarray) -> list[np.ndarray]:
+def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     """For each amount [holders] the part of it that each of its holders sends; parts sum to 1.
 
-    Amounts are poured in turn, each over the links of its holders on top of what the others have there, until nothing
-    changes: then the sum of squares over links is least, and with it the load of the busiest.
+    Amounts are poured in turn, each over its holders on top of what the others have there, until nothing changes: then
+    the sum of squares over ranks is least, and with it the bytes of the busiest.
     """
-    load = np.zeros(int(link_of.max()) + 1)
-    pools: dict[tuple[int, ...], float] = {}
-    """By set of links all that can go over any of them."""
-    of = [tuple(np.unique(link_of[ranks]).tolist()) for ranks in holders]
-    for links, amount in zip(of, amounts, strict=True):
-        pools[links] = pools.get(links, 0.0) + float(amount)
-    poured = {links: np.zeros(len(links)) for links in pools}
-    at = {links: np.array(links) for links in pools}
-    # Those with least choice first: their links are settled when the others come.
-    order = sorted(pools, key=lambda links: (len(links), links))
+    load = np.zeros(1 + max((ranks[-1] for ranks in holders), default=0))
+    poured = [np.zeros(len(ranks)) for ranks in holders]
+    # Those with least choice first: their ranks are settled when the others come.
+    order = sorted(range(len(holders)), key=lambda number: (len(holders[number]), holders[number]))
     for _ in range(SWEEPS):
         before = load.copy()
-        for links in order:
-            others = load[at[links]] - poured[links]
-            poured[links] = _pour(others, pools[links])
-            load[at[links]] = others + poured[links]
+        for number in order:
+            ranks = list(holders[number])
+            others = load[ranks] - poured[number]
+            poured[number] = _pour(others, amounts[number])
+            load[ranks] = others + poured[number]
         if np.abs(load - before).max() <= CLOSE * load.max():
             break
-    return [_by_rank(ranks, links, poured[links], link_of) for ranks, links in zip(holders, of, strict=True)]
+    return [parts / parts.sum() if parts.sum() else np.full(len(parts), 1 / len(parts)) for parts in poured]
 
 
 def _pour(held: np.ndarray, amount: float) -> np.ndarray:
@@ -152,13 +111,6 @@ def _pour(held: np.ndarray, amount: float) -> np.ndarray:
     # The level of the k lowest vessels holds if it does not reach the next one.
     count = np.flatnonzero(np.append(low[1:], np.inf) >= level)[0]
     return np.maximum(level[count] - held, 0.0)
-
-
-def _by_rank(ranks: np.ndarray, links: tuple[int, ...], poured: np.ndarray, link_of: np.ndarray) -> np.ndarray:
-    """Parts [ranks] of an amount: ranks behind one link share what it carries."""
-    place = np.searchsorted(links, link_of[ranks])
-    parts = (poured / np.bincount(place, minlength=len(links)))[place]
-    return parts / parts.sum() if parts.sum() else np.full(len(ranks), 1 / len(ranks))
 
 
 def _cut(plan: Plan, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int) -> np.ndarray:

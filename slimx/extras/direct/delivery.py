@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slimx.cluster.waiting import has_died
 from slimx.errors import PartLost, SlimxError
-from slimx.extras.direct.copies import SentBucket, describe_copies
+from slimx.extras.direct.copies import describe_copies
 from slimx.extras.direct.dealing import copies_of, deal, only
 from slimx.extras.direct.offer import NO_BASE, Offer
 from slimx.extras.direct.receiver import Invitation
@@ -32,6 +32,9 @@ from slimx.reshard.parties import Delivery, ReceiverLost, Recipient, TransportLo
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.tasks import race
 
+if TYPE_CHECKING:
+    from slimx.extras.direct.transport import RankSenders
+
 PATIENCE = 0.8
 """Share of a step's deadline in which a bucket must have come: what is missing is told before the step is late."""
 MEETING = -1
@@ -40,24 +43,6 @@ UNREACHED = ("direct.metadata", "direct.meeting", "direct.missing", "direct.unre
 """Codes of what may be the fault of an engine, of a trainer rank, or of the link between them."""
 INQUIRY = (1 - PATIENCE) / 4
 """Share of a step's deadline for one look at whose fault a failure is; there are two."""
-
-
-class Senders(Protocol):
-    """The trainer ranks."""
-
-    actors: list[Any]
-    """Those of the present ranks."""
-
-    @property
-    def published(self) -> Plan:
-        """The plan by which weights leave the present ranks for one engine."""
-        ...
-
-    async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None: ...
-
-    async def connect(self, engine: int, offer: Offer) -> None: ...
-
-    async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]: ...
 
 
 @dataclass(slots=True)
@@ -98,19 +83,17 @@ class DirectDelivery(Delivery):
 
     def __init__(
         self,
-        senders: Senders,
+        senders: RankSenders,
         engines: Mapping[str, Sequence[int | None]],
         *,
         step_deadline_s: float,
-        links: Sequence[int] = (),
         changes: tuple[int, int] | None = None,
     ):
         """`engines`: by name the receivers of each, to all of which trainer ranks write, as many on each of its
         machines: for each the GPU, as that machine's process counts them, in whose memory it takes them, None for host
-        memory. `step_deadline_s`: seconds for one call to one engine. `links`: through which the ranks send
-        (`slimx.extras.direct.dealing.deal`). `changes`: None for whole weights each time, else as in
-        `slimx.config.sections.publish.Publish.changes`."""
-        self.senders, self.step_deadline_s, self.links = senders, step_deadline_s, links
+        memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None for whole weights each time, else
+        as in `slimx.config.sections.publish.Publish.changes`."""
+        self.senders, self.step_deadline_s = senders, step_deadline_s
         self.item, self.every_full = changes or (0, 1)
         self.engines = {name: number for number, name in enumerate(engines)}
         ends = np.cumsum([0, *map(len, engines.values())]).tolist()
@@ -145,7 +128,7 @@ class DirectDelivery(Delivery):
         plan, counts = self.senders.published, list(map(len, self._receivers))
         # Every engine rank has memory of its own.
         self.buckets, (self.copies, self.edges) = PlannedBuckets(plan, apart=True), copies_of(plan, counts)
-        self.dealt = deal(plan, ranks=len(self.senders.actors), engines=self.copies, links=self.links)
+        self.dealt = deal(plan, engines=self.copies)
 
     @property
     def plan(self) -> Plan:

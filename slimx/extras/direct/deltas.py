@@ -28,10 +28,6 @@ class Sent:
         self._runs: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         """By bucket and target the transfer, and its bytes."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(len(run) for _, run in self._runs.values())
-
     def write(
         self, bucket: int, target: int, fresh: torch.Tensor, place: torch.Tensor, *, transfer: int, base: int
     ) -> int:

@@ -77,7 +77,7 @@ class DirectEnd:
         while self._receivers:
             await asyncio.to_thread(self._receivers.pop().close)
         for invitation in invitations:
-            self._receivers.append(await asyncio.to_thread(Receiver.invited, invitation, self.host))
+            self._receivers.append(await asyncio.to_thread(Receiver, invitation, self.host))
         return [receiver.offer() for receiver in self._receivers]
 
     @asynccontextmanager

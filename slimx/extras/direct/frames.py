@@ -1,6 +1,6 @@
-"""Frames of what has changed between two versions of the same bytes (`csrc/delta.h`), made by the CPU or a GPU.
+"""Frames of what has changed between two versions of the same bytes (`csrc/delta.h`).
 
-Both make the same frames, byte for byte; the CPU applies them. A frame comes from another process: `apply` checks every
+A frame comes from another process: `apply` checks every
 size and mask in it before it writes the first byte.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard.kernels import cpu, cuda
+from slimx.reshard.kernels import cpu
 
 CHUNK = 65536
 """SLIMX_DELTA_CHUNK: bytes that are sent whole, by their changes, or not at all."""
@@ -46,34 +46,6 @@ def encode(
         cpu.threads_of(threads),
     )
     return int(length[0])
-
-
-def encode_on_device(base: torch.Tensor, fresh: torch.Tensor, *, item: int) -> torch.Tensor:
-    """The same frame by the GPU that has `fresh`, uint8 [bytes], in its memory there; waits for it. `base`: there too,
-    or in pinned memory of the host, which the GPU reads once."""
-    nbytes = fresh.numel()
-    if item not in ITEMS or nbytes % STEP or base.numel() != nbytes or (base.data_ptr() | fresh.data_ptr()) % STEP:
-        raise _odd(f"{nbytes} bytes in elements of {item} compared with {base.numel()}")
-    frame = torch.empty(room(nbytes), dtype=torch.uint8, device=fresh.device)
-    if not nbytes:
-        return frame
-    library = cuda.load(cuda.LIBRARY)
-    slots = torch.empty(nbytes, dtype=torch.uint8, device=fresh.device)
-    sizes = torch.empty(-(-nbytes // CHUNK), dtype=torch.int32, device=fresh.device)
-    length = torch.zeros(1, dtype=torch.int64, device=fresh.device)
-    with torch.cuda.device(fresh.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        places = [t.data_ptr() for t in (slots, sizes, frame, length)]
-        status = library.slimx_cuda_delta(base.data_ptr(), fresh.data_ptr(), nbytes, item, *places, stream)
-    if status:
-        reason = library.slimx_cuda_error_string(status).decode()
-        raise SlimxError(
-            f"{fresh.device} did not compare {nbytes} bytes with those published before: {reason} (CUDA error "
-            f"{status}); the device must be given up with its process",
-            code="kernel.cuda",
-            about=str(fresh.device),
-        )
-    return frame[: int(length)]
 
 
 def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | None = None) -> None:

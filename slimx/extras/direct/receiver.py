@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,18 +50,16 @@ class Receiver:
     """Memory for ranks of one engine on one machine: the host's for all of them, or a GPU's for the one that is there.
     `landed` is called for one bucket after the other."""
 
-    def __init__(
-        self, parts: Sequence[Plan], name: str, host: str, *, deadline_s: float, item: int = 0, gpu: int | None = None
-    ):
-        """`parts`: by rank the plan of what it takes (`slimx.extras.direct.dealing.only`). `name`: of its agent.
-        `deadline_s`, `item` and `gpu`: as in `Invitation`."""
-        self.name, self.deadline_s, self.item = name, deadline_s, item
+    def __init__(self, invitation: Invitation, host: str):
+        """`host`: address of this machine."""
+        parts = [Plan.from_bytes(part) for part in invitation.parts]
+        self.name, self.deadline_s, self.item = invitation.name, invitation.deadline_s, invitation.item
         self._parts = [PlannedBuckets(part) for part in parts]
-        self._runs, room = arrivals(list(parts), item)
-        self._held = Held(item, parts[0].count) if item else None
-        self.agent = Agent(name, host)
+        self._runs, room = arrivals(parts, self.item)
+        self._held = Held(self.item, parts[0].count) if self.item else None
+        self.agent = Agent(self.name, host)
         self._slots = [
-            self.agent.register(room) if gpu is None else self.agent.register_gpu(room, gpu)
+            self.agent.register(room) if invitation.gpu is None else self.agent.register_gpu(room, invitation.gpu)
             for _ in range(min(SLOTS, parts[0].count))
         ]
         self._landing: DeviceMemory | None = None
@@ -73,19 +71,6 @@ class Receiver:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         """Guards the agent and its memory: `close` may come from another thread than the one in `landed`."""
-
-    @classmethod
-    def invited(cls, invitation: Invitation, host: str) -> Receiver:
-        """The receiver that `invitation` asks for, on this machine, whose address is `host`."""
-        parts = [Plan.from_bytes(part) for part in invitation.parts]
-        return cls(
-            parts,
-            invitation.name,
-            host,
-            deadline_s=invitation.deadline_s,
-            item=invitation.item,
-            gpu=invitation.gpu,
-        )
 
     def offer(self) -> Offer:
         slots = tuple(map(region_of, self._slots))

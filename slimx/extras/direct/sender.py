@@ -87,16 +87,6 @@ class Sender:
         self._watching = threading.Thread(target=self._watch, name="slimx-direct", daemon=True)
         self._watching.start()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the ring."""
-        return sum(region_of(slot).nbytes for slot in self._ring)
-
-    @property
-    def kept(self) -> int:
-        """Bytes of what engines were sent last, and of the part of a bucket that is compared with it."""
-        return 0 if self._sent is None else self._sent.nbytes + len(self._packed)
-
     def connect(self, number: int, offer: Offer) -> None:
         """Get to know the memory of engine `number`, in place of what it had before.
 

@@ -49,7 +49,7 @@ class DirectTransport(Transport):
 
 
 class RankSenders:
-    """The trainer ranks of a run, as the delivery calls them (`slimx.extras.direct.delivery.Senders`)."""
+    """The trainer ranks of a run, as the delivery calls them."""
 
     def __init__(self, trainers: Trainers):
         self.trainers = trainers
@@ -60,6 +60,7 @@ class RankSenders:
 
     @property
     def published(self) -> Plan:
+        """The plan by which weights leave the present ranks for one engine."""
         return self.trainers.plans["publish"].plan
 
     async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 
-from slimx.extras.low_precision.blocks import dequantising
+from slimx.extras.low_precision.blocks import dequantise
 from slimx.layout.number_formats import Quantisation
 from slimx.layout.parts import Part, matrix
-from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import ITEMSIZE, ModelDtype, Precision
+from slimx.reshard.plan.precision import ModelDtype, Precision
 
 _ONE_BUCKET = 2**62
 """Bytes."""
@@ -43,28 +41,21 @@ class ServedWeights:
         self._codes = torch.zeros(form.size, dtype=torch.uint8)
         places = zip(form.tensors, form.offset.tolist(), strict=True)
         held = {tensor.name: (tensor, self._codes[start : start + tensor.nbytes]) for tensor, start in places}
-        sizes = [np.prod(part.shape, dtype=np.int64) * ITEMSIZE[dtype] for part in own]
-        ends = np.cumsum([0, *sizes]).tolist()
-        self._values = torch.zeros(ends[-1], dtype=torch.uint8)
-        self.values: dict[str, torch.Tensor] = {}
+        self.values = {part.name: torch.zeros(part.shape, dtype=getattr(torch, dtype)) for part in own}
         """By name what engines compute with, as of the last `refresh`."""
-        pieces, suffixes = [], quantisation.suffixes
-        for number, part in enumerate(own):
-            wide = self._values[ends[number] : ends[number + 1]].view(getattr(torch, dtype)).view(part.shape)
-            self.values[part.name] = wide
-            (codes, run), (scales, run_of_scales) = (held[part.name + suffix] for suffix in suffixes)
-            of_codes = run.view(matrix(codes.shape))
+        self._block, self._rounded = quantisation.block, {}
+        """Block, and by name codes and scales as matrices."""
+        for name in self.values:
+            (codes, run), (scales, run_of_scales) = (held[name + suffix] for suffix in quantisation.suffixes)
             of_scales = run_of_scales.view(torch.float32).view(matrix(scales.shape))
-            rows = wide.view(matrix(part.shape))
-            pieces.append(dequantising(of_codes, of_scales, rows, quantisation.block, start=ends[number]))
-        self._pieces = np.concatenate(pieces) if pieces else None
+            self._rounded[name] = run.view(matrix(codes.shape)), of_scales
 
     def refresh(self) -> None:
-        """The parameters have new values: round them again."""
-        if self._pieces is None:
+        """The parameters have new values: round them again. What is not finite shows in the loss here, and a
+        publication refuses it by name."""
+        if not self.values:
             return
         self._packer.refresh_addresses()
         self._packer.pack(0, self._codes)
-        # What is not finite shows in the loss here, and a publication refuses it by name.
-        flags = np.zeros(1, dtype=np.uint32)
-        kernel.pack(self._pieces, self._values, np.zeros(1, dtype=np.uint64), flags)
+        for name, value in self.values.items():
+            value.copy_(dequantise(*self._rounded[name], self._block, value.dtype).view(value.shape))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,44 +55,6 @@ def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
     return -(-rows // block[0]), -(-cols // block[1])
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
-    """Multiply `codes` [rows, cols] e4m3, which begin at (row, col) of their tensor, with `scales` of the whole tensor:
-    the product in fp32, rounded to bf16. The same bits as `dequantise` in tests/reshard_reference.py."""
-    import torch
-
-    (rows, cols), (high, wide) = codes.shape, block
-    first, last = row // high, -(-(row + rows) // high)
-    left, right = col // wide, -(-(col + cols) // wide)
-    own = scales[first:last, left:right].float().contiguous()
-    out = torch.empty(rows, cols, dtype=torch.bfloat16)
-    at = 0
-    for number in range(first, last):
-        stop = min((number + 1) * high - row, rows)
-        values, scale = _decode(codes[at:stop]), own[number - first]
-        if col % wide == 0 and cols % wide == 0:
-            values.view(stop - at, -1, wide).mul_(scale[:, None])
-        else:
-            values.mul_(scale.repeat_interleave(wide)[col - left * wide :][:cols])
-        out[at:stop] = values
-        at = stop
-    return out
-
-
-def _decode(codes: torch.Tensor) -> torch.Tensor:
-    """Values of e4m3 codes in fp32, as `codes.float()`, which takes three times as long on the CPU (torch 2.13).
-
-    Sign, exponent and mantissa in the places of bf16 are the value over 2^120, subnormal ones too; all ones are NaN.
-    """
-    import torch
-
-    signed = codes.view(torch.int8)
-    out = ((signed.to(torch.int16) << 4) & -0x7810).view(torch.bfloat16).float().mul_(2.0**120)
-    magnitude = signed & 0x7F
-    if magnitude.max() == 0x7F:
-        out[magnitude == 0x7F] = torch.nan
-    return out
-
-
 def quantisation(rule: str, block: Block | None = None) -> Quantisation:
     """Codes of `block` (128 x 128 if None) by a rule with fp32 scales, or by mxfp8, whose scales are E8M0 exponents of
     blocks of 1 x 32.
@@ -112,15 +74,11 @@ def quantisation(rule: str, block: Block | None = None) -> Quantisation:
     return Quantisation(rule, block, "QUANTISE_FP8", "float8_e4m3fn", "float32", ("", SCALE_SUFFIX))
 
 
-@dataclass(frozen=True, slots=True)
 class BlockFp8(NumberFormat):
     """The format that config.json calls fp8."""
 
     RULES: ClassVar[tuple[str, ...]] = ("ieee", "triton", "te", "ue8m0", "mxfp8")
     CONVERTED: ClassVar[bool] = True
-
-    to_values: Callable[[torch.Tensor, torch.Tensor, Block, int, int], torch.Tensor] = dequantise
-    """A function like `dequantise`."""
 
     def holds(self, files: Any, name: str) -> bool:
         if name not in files.names:
@@ -133,8 +91,15 @@ class BlockFp8(NumberFormat):
         return {name: (shape, (CODES,)), name + SCALE_SUFFIX: (scales, SCALES)}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        codes, scales = files.view(place.name)[rows, cols], files.whole(place.name + SCALE_SUFFIX)
-        return self.to_values(codes, scales.float(), self._block(files), rows.start, cols.start)
+        """The blocks that the slice touches are read and dequantised whole: bf16 values."""
+        from slimx.extras.low_precision.blocks import dequantise
+
+        high, wide = block = self._block(files)
+        top, left = rows.start // high, cols.start // wide
+        codes = files.view(place.name)[top * high : rows.stop, left * wide : cols.stop]
+        scales = files.whole(place.name + SCALE_SUFFIX)[top : -(-rows.stop // high), left : -(-cols.stop // wide)]
+        values = dequantise(codes, scales.float().contiguous(), block, threads=1)
+        return values[rows.start - top * high :, cols.start - left * wide :]
 
     def _block(self, files: Any) -> Block:
         return _block(files.config, files.path / "config.json")

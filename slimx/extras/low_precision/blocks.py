@@ -55,19 +55,6 @@ def dequantise(
     threads unless given.
     """
     out = torch.empty(codes.shape, dtype=dtype)
-    pieces = dequantising(codes, scales, out, block)
-    bucket, flags = out.view(-1).view(torch.uint8), np.zeros(1, dtype=np.uint32)
-    kernel.pack(pieces, bucket, np.zeros(1, dtype=np.uint64), flags, threads=threads)
-    return out
-
-
-def dequantising(
-    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block: tuple[int, int], start: int = 0
-) -> np.ndarray:
-    """The record [1] of `PIECE` that fills `out`, contiguous [rows, cols], from byte `start` of its bucket on.
-
-    It holds the addresses of codes [rows, cols] and scales, which have to stay where they are.
-    """
     rows, cols = codes.shape
     element_bytes("codes of fp8 blocks", codes, *_CODES)
     size = element_bytes("values of fp8 blocks", out, torch.bfloat16, torch.float32)
@@ -88,9 +75,11 @@ def dequantising(
     piece["src"], piece["src_ld"], piece["src_step"] = codes.data_ptr(), codes.stride(0), codes.stride(1)
     piece["scale"], piece["scale_ld"] = scales.data_ptr(), scales.stride(0) * scales.element_size()
     piece["scale_tensor"] = -1
-    piece["dst"], piece["dst_ld"], piece["pos_ld"] = start, cols * size, cols * size
+    piece["dst_ld"], piece["pos_ld"] = cols * size, cols * size
     piece["rows"], piece["cols"] = rows, cols
     piece["block_rows"], piece["block_cols"] = block
     piece["op"], piece["rule"] = OP.DEQUANTISE_MXFP8 if mx else OP.DEQUANTISE_FP8, RULE.NONE
     piece["item"], piece["out"] = 1, size
-    return piece
+    bucket, flags = out.view(-1).view(torch.uint8), np.zeros(1, dtype=np.uint32)
+    kernel.pack(piece, bucket, np.zeros(1, dtype=np.uint64), flags, threads=threads)
+    return out

@@ -42,12 +42,12 @@ def install(block: Any, recipe: Recipe) -> None:
         exchange(layer, parts)
 
 
-class _Product:
-    """The product of a linear layer without a bias."""
+class OwnProduct:
+    """A tensor-parallel linear layer of megatron-core with a product of its own."""
 
-    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.recipe = recipe
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute x [..., in] times weight [out, in], transposed, plus bias [out] -> [..., out]."""
+        raise NotImplementedError
 
     def _forward_impl(
         self,
@@ -60,13 +60,24 @@ class _Product:
         tp_group: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        if bias is not None:
-            raise NotImplementedError("a bias has no place in a product in fp8: a rule refuses it")
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        return linear(input, weight, self.recipe)
+        return self.product(input, weight, bias)
+
+
+class _Product(OwnProduct):
+    """The product of a linear layer without a bias."""
+
+    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.recipe = recipe
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if bias is not None:
+            raise NotImplementedError("a bias has no place in a product in fp8: a rule refuses it")
+        return linear(x, weight, self.recipe)
 
 
 class Fp8Column(_Product, ColumnParallelLinear):

@@ -76,32 +76,30 @@ def check_same(step: int, recorded: Mapping[str, float], again: Mapping[str, flo
     for name in sorted({*recorded, *again}):
         before, now = recorded.get(name), again.get(name)
         if before is None or now is None or not _same(before, now):
-            raise SlimxError(
-                f"trainers were started again and trained step {step} on the batch that the driver kept, but {name} is "
-                f"{now} and was {before}: they are not in the state that the run had, so it does not go on with them; "
-                "the same command goes on from the newest checkpoint. Kernels that add in another order each time do "
-                "this: leave recovery.trainers at 0 with them",
-                code="recovery.differs",
-                about=name,
-            )
+            hint = "; kernels that add in another order each time do this: leave recovery.trainers at 0 with them"
+            raise _differs(step, name, before, now, hint)
 
 
 def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
     """Raise SlimxError naming what of step `step` (from 1) is not what was recorded, but for the order in which fewer
     ranks add: a norm or a loss that differs by more than `CLOSE` of the norm of the gradients, or of 1."""
+    bound = CLOSE * max(1.0, abs(recorded.get("optim/grad_norm", 1.0)))
     for name in ("optim/grad_norm", "loss/policy"):
         if name not in recorded:
             continue
         before, now = recorded[name], again.get(name, math.nan)
-        bound = CLOSE * max(1.0, abs(recorded.get("optim/grad_norm", 1.0)))
         if not (_same(before, now) or abs(before - now) <= bound):
-            raise SlimxError(
-                f"fewer trainers trained step {step} on the batch that the driver kept, but {name} is {now} and was "
-                f"{before}: they are not in the state that the run had, so it does not go on with them; the same "
-                "command goes on from the newest checkpoint, under the sizes that it says",
-                code="recovery.differs",
-                about=name,
-            )
+            raise _differs(step, name, before, now, ", under the sizes that it says")
+
+
+def _differs(step: int, name: str, before: float | None, now: float | None, hint: str) -> SlimxError:
+    return SlimxError(
+        f"new trainers trained step {step} on the batch that the driver kept, but {name} is {now} and was {before}: "
+        "they are not in the state that the run had, so it does not go on with them; the same command goes on from the "
+        f"newest checkpoint{hint}",
+        code="recovery.differs",
+        about=name,
+    )
 
 
 def _same(one: float, other: float) -> bool:

@@ -35,10 +35,10 @@ _LENGTH = 8
 
 
 class Mirror:
-    """Copies this rank's state and sends it behind the rank's back. `holder`: name of the ranks in messages."""
+    """Copies this rank's state and sends it behind the rank's back."""
 
-    def __init__(self, rank: int, deadline_s: float, holder: str = "trainer"):
-        self.rank, self.deadline_s, self.holder = rank, deadline_s, holder
+    def __init__(self, rank: int, deadline_s: float):
+        self.rank, self.deadline_s, self.holder = rank, deadline_s, f"trainer rank {rank}"
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._fetched: tuple[int, torch.Tensor] | None = None
@@ -50,9 +50,9 @@ class Mirror:
             self._thread.join(self.deadline_s)
             if self._thread.is_alive():
                 raise MirrorLost(
-                    f"{self.holder} rank {self.rank} is still sending the mirror before",
+                    f"{self.holder} is still sending the mirror before",
                     code="mirror.busy",
-                    about=f"{self.holder} rank {self.rank}",
+                    about=self.holder,
                 )
         data = self.copied(state).numpy()
         self._thread = threading.Thread(target=self._send, args=(store, step, data), name="mirror", daemon=True)
@@ -66,10 +66,10 @@ class Mirror:
             data[start : start + CHUNK] = self._ask(store.read.remote(step, self.rank, start))
         if (found := xxhash.xxh3_128_hexdigest(data)) != digest:
             raise MirrorLost(
-                f"the mirrored state of {self.holder} rank {self.rank} after step {step} came with the digest {found} "
+                f"the mirrored state of {self.holder} after step {step} came with the digest {found} "
                 f"instead of {digest}",
                 code="mirror.differs",
-                about=f"{self.holder} rank {self.rank}",
+                about=self.holder,
             )
         self._fetched = step, torch.from_numpy(data)
 
@@ -117,10 +117,9 @@ class Mirror:
             if isinstance(cause, MirrorLost):
                 raise cause from None
             raise MirrorLost(
-                f"{self.holder} rank {self.rank}: the process that keeps its mirror does not answer "
-                f"({type(error).__name__})",
+                f"{self.holder}: the process that keeps its mirror does not answer ({type(error).__name__})",
                 code="mirror.lost",
-                about=f"{self.holder} rank {self.rank}",
+                about=self.holder,
             ) from None
 
 

@@ -91,8 +91,7 @@ class Mirrors:
     async def stop(self) -> None:
         """End all stores; does not raise."""
         await self.interrupt()
-        stores, self._stores, self.step = list(self._stores.values()), {}, None
-        await kill(stores)
+        await self._end()
 
     async def _open(self) -> None:
         """Have a store on every machine that shall keep mirrors."""
@@ -146,5 +145,8 @@ class Mirrors:
     async def _lose(self, error: SlimxError) -> None:
         """Count no mirrors any more; the next set begins with new stores."""
         self.note(f"mirrors are lost: {first_line(error)}")
+        await self._end()
+
+    async def _end(self) -> None:
         stores, self._stores, self.step = list(self._stores.values()), {}, None
         await kill(stores)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slimx.config.schema import Config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
@@ -16,20 +16,11 @@ from slimx.extras.watch.pace import Pace, pace
 from slimx.observability.events import Events, Kind
 from slimx.observability.tracking.signal import GROUPS, STEPS
 
+if TYPE_CHECKING:
+    from slimx.extras.watch.webhook import Webhook
+
 AFTER = 5
 """Steps in a row without a signal after which a run says so."""
-
-
-class Receiver(Protocol):
-    """A receiver of events."""
-
-    def send(self, event: Event) -> None:
-        """Take an event; what it does with it may take a while, and may fail."""
-        ...
-
-    def close(self) -> list[str]:
-        """Wait for the last events, and return the kinds of those that were not delivered."""
-        ...
 
 
 class Alerts(Events):
@@ -38,7 +29,7 @@ class Alerts(Events):
     def __init__(self, name: str, directory: Path, note: Callable[[str], None], *, factor: float, at_least: float):
         """`note` gets messages on stalls and steps without a signal, and at the end of events that were not delivered.
         `factor`, `at_least`: of `track.stall`."""
-        self.webhook: Receiver | None = None
+        self.webhook: Webhook | None = None
         self.note = note
         self._name, self._directory, self._stall = name, directory, {"factor": factor, "at_least": at_least}
         self._told: tuple[str, int] | None = None

@@ -41,14 +41,8 @@ def pace(directory: Path, activity: dict[str, Any], now: float, *, factor: float
 
 def usual_seconds(directory: Path, phase: str) -> float | None:
     """Median seconds of the last times of a phase of the run in `directory`; None before the first has ended."""
-    file = directory / "timeline.jsonl"
-    if not file.exists():
-        return None
-    with file.open("rb") as lines:
-        lines.seek(max(0, file.stat().st_size - TAIL_BYTES))
-        whole = lines.read().split(b"\n")[:-1]
     found: list[float] = []
-    for line in reversed(whole):
+    for line in reversed(last_lines(directory / "timeline.jsonl", TAIL_BYTES)):
         try:
             each = json.loads(line)
         except ValueError:  # the first of them may be cut
@@ -58,3 +52,12 @@ def usual_seconds(directory: Path, phase: str) -> float | None:
         if len(found) == RECENT:
             break
     return median(found) if found else None
+
+
+def last_lines(file: Path, nbytes: int) -> list[bytes]:
+    """Lines of a file that end in its last `nbytes`, the first of them perhaps cut; none where there is no file."""
+    if not file.exists():
+        return []
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - nbytes))
+        return lines.read().split(b"\n")[:-1]

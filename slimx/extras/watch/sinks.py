@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -50,11 +51,10 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
-        try:
+        with _starting("tensorboard", "make its directory writable"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _not_installed("tensorboard", "tensorboard") from error
-        self._writer = SummaryWriter(log_dir=str(run.directory / "tensorboard"), purge_step=run.resume_step)
+
+            self._writer = SummaryWriter(log_dir=str(run.directory / "tensorboard"), purge_step=run.resume_step)
         self._writer.add_text("config", _verbatim(run.yaml), global_step=run.resume_step or 0)
 
     def log(self, record: StepRecord) -> None:
@@ -81,17 +81,13 @@ class WandbSink:
     name = "wandb"
 
     def __init__(self, run: TrackedRun) -> None:
-        try:
+        with _starting("wandb", "log in"):
             import wandb
-        except ImportError as error:
-            raise _not_installed("wandb", "wandb") from error
-        self._wandb = wandb
-        try:
+
+            self._wandb = wandb
             self._run = wandb.init(dir=str(run.directory), **run.named("wandb_id"))
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:
-            raise _not_started("wandb", error, "log in") from error
 
     def log(self, record: StepRecord) -> None:
         version = {} if record.version is None else {"version": record.version}
@@ -115,15 +111,13 @@ class MlflowSink:
     """Longer values are cut: servers refuse them; the artifact config.yaml has them whole."""
 
     def __init__(self, run: TrackedRun, uri: str) -> None:
-        try:
+        self._names = _MlflowNames()
+        with _starting("mlflow", "give the URI of a server that answers", off="null"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
-        except ImportError as error:
-            raise _not_installed("mlflow", "mlflow-skinny", off="null") from error
-        self._metric, self._names = Metric, _MlflowNames()
-        try:
+
             _reach(uri)  # MLflow itself would try for minutes
-            self._client = MlflowClient(tracking_uri=uri)
+            self._metric, self._client = Metric, MlflowClient(tracking_uri=uri)
             known, id_file = self._client.get_experiment_by_name(run.project), run.directory / "mlflow_run"
             if id_file.exists():
                 self._id = id_file.read_text().strip()
@@ -136,8 +130,6 @@ class MlflowSink:
                 for start in range(0, len(values), 100):  # of one request, at most
                     self._client.log_batch(self._id, params=values[start : start + 100])
             self._client.log_text(self._id, run.yaml, "config.yaml")
-        except Exception as error:
-            raise _not_started("mlflow", error, "give the URI of a server that answers", off="null") from error
 
     def log(self, record: StepRecord) -> None:
         at = round(record.time * 1000)
@@ -159,15 +151,11 @@ class SwanlabSink:
     name = "swanlab"
 
     def __init__(self, run: TrackedRun) -> None:
-        try:
+        with _starting("swanlab", "log in"):
             import swanlab
-        except ImportError as error:
-            raise _not_installed("swanlab", "swanlab") from error
-        self._swanlab = swanlab
-        try:
+
+            self._swanlab = swanlab
             self._run = swanlab.init(log_dir=str(run.directory / "swanlab"), **run.named("swanlab_id"))
-        except Exception as error:
-            raise _not_started("swanlab", error, "log in") from error
 
     def log(self, record: StepRecord) -> None:
         self._run.log(dict(record.metrics), step=record.step)
@@ -234,17 +222,14 @@ def _verbatim(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _not_installed(key: str, package: str, off: str = "false") -> SlimxError:
-    return SlimxError(
-        f"track.{key} is set but {package} is not installed: pip install {package} or set track.{key}={off}",
-        code=f"track.{key}",
-        about=f"track.{key}",
-    )
-
-
-def _not_started(key: str, error: Exception, remedy: str, off: str = "false") -> SlimxError:
-    return SlimxError(
-        f"track.{key} is set but {key} did not start ({error}); {remedy} or set track.{key}={off}",
-        code=f"track.{key}",
-        about=f"track.{key}",
-    )
+@contextmanager
+def _starting(key: str, remedy: str, off: str = "false") -> Iterator[None]:
+    """Refuses what the package of `track.KEY` raises in the block; a rule looks whether it is installed."""
+    try:
+        yield
+    except Exception as error:
+        raise SlimxError(
+            f"track.{key} is set but {key} did not start ({error}); {remedy} or set track.{key}={off}",
+            code=f"track.{key}",
+            about=f"track.{key}",
+        ) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from slimx.config.sections.run import Stall
 from slimx.extras.watch.alerts import without_signal
-from slimx.extras.watch.pace import SILENT_S, Pace, pace
+from slimx.extras.watch.pace import SILENT_S, Pace, last_lines, pace
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_held
 from slimx.observability.tracking.run_files import read_config, up_to_date
@@ -74,9 +74,8 @@ def _state(running: bool, finished: bool, at: Pace | None, silent: float | None)
     if not running:
         return State.FINISHED if finished else State.DEAD
     # Before its first word a run starts; what it waits for then has deadlines of its own.
-    return (
-        State.STALLED if at is not None and silent is not None and (at.stalled or silent > SILENT_S) else State.RUNNING
-    )
+    stalled = at is not None and (at.stalled or silent > SILENT_S)
+    return State.STALLED if stalled else State.RUNNING
 
 
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
@@ -130,10 +129,5 @@ def _restarts(part: dict[str, Any]) -> list[str]:
 
 def _last_line(file: Path) -> dict[str, Any]:
     """The last whole line of a file of JSON lines; {} where there is none. Reads at most 256 KiB."""
-    if not file.exists():
-        return {}
-    with file.open("rb") as lines:
-        lines.seek(max(0, file.stat().st_size - 2**18))
-        whole = lines.read().rpartition(b"\n")[0]
-    last = whole.rpartition(b"\n")[2]
-    return json.loads(last) if last.strip() else {}
+    last = last_lines(file, 2**18)[-1:]
+    return json.loads(last[0]) if last else {}

@@ -81,34 +81,20 @@ def pack(
             code="kernel.flags",
             about="flags",
         )
-    pack_checked(pieces, bucket, sums, found, isa=isa, threads=threads)
-    if flags is None:
-        refuse_nonfinite(found, names)
-
-
-def pack_checked(
-    pieces: np.ndarray,
-    bucket: torch.Tensor,
-    sums: np.ndarray,
-    flags: np.ndarray,
-    *,
-    isa: str = "best",
-    threads: int | None = None,
-) -> None:
-    """`pack` of records, memory, sums and flags that it has taken before, as they are: what it checks takes longer than
-    the work on a small tensor."""
     table = triton_scales(TRITON_SCALES).ctypes.data if (pieces["rule"] == RULE.TRITON).any() else None
     status = library().slimx_pack(
         pieces.ctypes.data,
         len(pieces),
         bucket.data_ptr(),
         sums.ctypes.data,
-        flags.ctypes.data,
+        found.ctypes.data,
         table,
         _isa(isa),
         threads_of(threads),
     )
     _raise_for(status, isa)
+    if flags is None:
+        refuse_nonfinite(found, names)
 
 
 def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> None:

@@ -251,7 +251,6 @@ def load(path: Path) -> ctypes.CDLL:
     run = [address, address, count, ctypes.POINTER(_Launch), address, address, address, address]
     library.slimx_cuda_run.argtypes = run
     library.slimx_cuda_triton_scales.argtypes = [address, address]
-    library.slimx_cuda_delta.argtypes = [address, address, count, code, address, address, address, address, address]
     place, handle = ctypes.c_uint64, ctypes.c_char_p
     library.slimx_cuda_allocate.argtypes = [count, ctypes.POINTER(place)]
     library.slimx_cuda_free.argtypes = library.slimx_cuda_close.argtypes = [place]

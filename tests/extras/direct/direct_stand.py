@@ -15,7 +15,7 @@ import torch
 from slimx.extras.direct.copies import describe_copies
 from slimx.extras.direct.dealing import deal, only
 from slimx.extras.direct.offer import Offer, Region
-from slimx.extras.direct.receiver import Receiver
+from slimx.extras.direct.receiver import Invitation, Receiver
 from slimx.extras.direct.sender import Sender
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
@@ -90,7 +90,7 @@ class Stand:
         self.wire = 0
         """Bytes sent to all engines."""
         self.plan, self._transfers = plan(), count(1)
-        self.dealt = deal(self.plan, ranks=WORLD, engines=ENGINES, grain=1)
+        self.dealt = deal(self.plan, engines=ENGINES, grain=1)
         self.form = PlannedBuckets(self.plan, apart=True).form
         held = trainers or [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
         mark = time.monotonic_ns()
@@ -114,9 +114,9 @@ class Stand:
         return next(self._transfers)
 
     def receiver(self, number: int, name: str) -> Receiver:
-        parts = [only(self.dealt, number * self.each + rank) for rank in range(self.each)]
+        parts = tuple(only(self.dealt, number * self.each + rank).to_bytes() for rank in range(self.each))
         gpu = 0 if self.on_gpus else None
-        return Receiver(parts, name, HOST, deadline_s=DEADLINE_S, item=self.item, gpu=gpu)
+        return Receiver(Invitation(name, parts, DEADLINE_S, self.item, gpu), HOST)
 
     def connect(self, number: int) -> None:
         offer = Offer.from_bytes(self.receivers[number].offer().to_bytes())

@@ -1,9 +1,8 @@
-"""A plan dealt out over ranks, links and engines: every byte goes once, and no link carries more than it must."""
+"""A plan dealt out over ranks and engines: every byte goes once, and no rank sends more than it must."""
 
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimx.errors import SlimxError
-from slimx.extras.direct.dealing import BYTES, LinkLoad, deal, link_load, only, share
+from slimx.extras.direct.dealing import BYTES, deal, only, share
 from slimx.extras.direct.wire import move_bytes, quantised_moves, wire_bytes
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.maps import Rect
@@ -33,7 +32,6 @@ class Layouts:
     """Matrices that trainers hold in bands of rows, each band on some ranks, and engine ranks in bands or whole."""
 
     ranks: int
-    links: tuple[int, ...]
     engine: int
     engines: int
     tensors: tuple[tuple[int, int, tuple[tuple[int, ...], ...], bool], ...]
@@ -86,13 +84,11 @@ class Layouts:
 @st.composite
 def layouts(draw: st.DrawFn) -> Layouts:
     ranks = draw(st.integers(1, 6))
-    links = tuple(rank // draw(st.shared(st.sampled_from([1, 2]), key="per link")) for rank in range(ranks))
     holders = st.sets(st.integers(0, ranks - 1), min_size=1).map(lambda held: tuple(sorted(held)))
     bands = st.sampled_from([1, 2]).flatmap(lambda n: st.tuples(*[holders] * n))
     tensor = st.tuples(st.sampled_from([4, 12, 48, 96]), st.sampled_from([1, 3, 8]), bands, st.booleans())
     return Layouts(
         ranks=ranks,
-        links=links,
         engine=draw(st.sampled_from([1, 2, 4])),
         engines=draw(st.integers(1, 3)),
         tensors=tuple(draw(st.lists(tensor, min_size=1, max_size=5))),
@@ -100,23 +96,23 @@ def layouts(draw: st.DrawFn) -> Layouts:
     )
 
 
-def least_busiest(plan: Plan, links: Sequence[int], engines: int) -> float:
-    """Bytes of the busiest link of the best division: of any set of links, what nobody outside it holds, over its size
+def least_busiest(plan: Plan, ranks: int, engines: int) -> float:
+    """Bytes of the busiest rank of the best division: of any set of ranks, what nobody outside it holds, over its size
     (Hall's condition)."""
     amounts = np.bincount(plan.holders.of, weights=move_bytes(plan), minlength=len(plan.holders.groups)) * engines
-    over = [{links[rank] for rank in group} for group in plan.holders.groups]
-    sets = [set(chosen) for size in range(1, max(links) + 2) for chosen in combinations(range(max(links) + 1), size)]
+    sets = [set(chosen) for size in range(1, ranks + 1) for chosen in combinations(range(ranks), size)]
     return max(
-        sum(amount for amount, held in zip(amounts, over, strict=True) if held <= chosen) / len(chosen)
+        sum(amount for amount, held in zip(amounts, plan.holders.groups, strict=True) if chosen.issuperset(held))
+        / len(chosen)
         for chosen in sets
     )
 
 
 @given(layouts())
 @settings(max_examples=60, deadline=None)
-def test_every_byte_of_every_engine_comes_once_and_the_busiest_link_carries_what_the_layouts_force(case: Layouts):
+def test_every_byte_of_every_engine_comes_once_and_the_busiest_rank_sends_what_the_layouts_force(case: Layouts):
     plan = case.plan()
-    dealt = deal(plan, ranks=case.ranks, engines=case.engines, links=case.links, grain=1)
+    dealt = deal(plan, engines=case.engines, grain=1)
     assert dealt.targets == case.engine * case.engines and dealt.count == plan.count
 
     found = carry_out(dealt, case.trainers())
@@ -124,25 +120,26 @@ def test_every_byte_of_every_engine_comes_once_and_the_busiest_link_carries_what
         assert own.keys() == wanted.keys()
         assert all(torch.equal(own[name], wanted[name]) for name in wanted)
 
-    load = link_load(dealt, ranks=case.ranks, links=case.links)
-    assert load.received.tolist() == wire_bytes(plan).received(plan.targets).tolist() * case.engines
-    assert load.sent.sum() == load.received.sum()
-    best = least_busiest(plan, case.links, case.engines)
+    wire = wire_bytes(dealt)
+    received, sent = wire.received(dealt.targets), wire.sent(case.ranks)
+    assert received.tolist() == wire_bytes(plan).received(plan.targets).tolist() * case.engines
+    assert sent.sum() == received.sum()
+    best = least_busiest(plan, case.ranks, case.engines)
     # What cannot be divided: a row for each cut of each line.
     lines = len({(int(m["bucket"]), int(g)) for m, g in zip(plan.moved, plan.holders.of, strict=True)})
     row = max(cols for _, cols, _, _ in case.tensors) * 2
-    assert load.sent.max() <= 1.05 * best + 2 * row * lines
+    assert sent.max() <= 1.05 * best + 2 * row * lines
 
-    again = deal(case.plan(), ranks=case.ranks, engines=case.engines, links=case.links, grain=1)
+    again = deal(case.plan(), engines=case.engines, grain=1)
     assert again.to_bytes() == dealt.to_bytes()
 
 
 def test_engines_that_are_copies_take_from_different_ranks():
     """Four engines, four ranks that hold all: no rank sends more than one engine's bytes, and no move is divided."""
-    case = Layouts(4, (0, 1, 2, 3), 1, 4, ((64, 8, ((0, 1, 2, 3),), True),) * 8)
-    dealt = deal(case.plan(), ranks=4, engines=4)
-    load = link_load(dealt, ranks=4)
-    assert load.imbalance == (1.0, 1.0)
+    case = Layouts(4, 1, 4, ((64, 8, ((0, 1, 2, 3),), True),) * 8)
+    dealt = deal(case.plan(), engines=4)
+    wire = wire_bytes(dealt)
+    assert len({*wire.sent(4).tolist()}) == len({*wire.received(4).tolist()}) == 1
     assert len(dealt.moved) == 4 * 8
     senders = [set(dealt.moved["source"][dealt.moved["target"] == engine].tolist()) for engine in range(4)]
     assert sorted(map(tuple, senders)) == [(0,), (1,), (2,), (3,)]
@@ -150,23 +147,16 @@ def test_engines_that_are_copies_take_from_different_ranks():
 
 def test_what_is_small_falls_on_each_holder_in_turn():
     """A vector in each of many buckets, too small to be divided."""
-    case = Layouts(4, (0, 1, 2, 3), 1, 1, ((64, 1, ((0, 1, 2, 3),), True),) * 64, bucket_bytes=1)
-    dealt = deal(case.plan(), ranks=4)
+    case = Layouts(4, 1, 1, ((64, 1, ((0, 1, 2, 3),), True),) * 64, bucket_bytes=1)
+    dealt = deal(case.plan())
     assert dealt.count == 64 and len(dealt.moved) == 64
-    assert link_load(dealt, ranks=4).imbalance[0] <= 1.1
-
-
-def test_ranks_behind_one_link_count_together():
-    """Ranks 0 and 1 share a link, rank 2 has its own: it sends half of what all hold."""
-    case = Layouts(3, (0, 0, 1), 1, 1, ((128, 8, ((0, 1, 2),), True),))
-    dealt = deal(case.plan(), ranks=3, links=case.links, grain=1)
-    assert link_load(dealt, ranks=3, links=case.links).sent.tolist() == [1024, 1024]
-    assert wire_bytes(dealt).sent(3).tolist() == [512, 512, 1024]
+    sent = wire_bytes(dealt).sent(4)
+    assert sent.max() <= 1.1 * sent.mean()
 
 
 def test_amounts_are_poured_on_top_of_what_only_some_can_send():
     """Rank 0 alone holds 60; 40 that both hold go to rank 1 until it has as much."""
-    parts = share(np.array([60.0, 100.0]), [np.array([0]), np.array([0, 1])], np.array([0, 1]))
+    parts = share(np.array([60.0, 100.0]), [(0,), (0, 1)])
     assert parts[0].tolist() == [1.0]
     assert parts[1].tolist() == pytest.approx([0.2, 0.8])
 
@@ -184,10 +174,10 @@ def test_quantised_moves_are_cut_between_blocks_and_packed_to_the_same_bytes():
         precision=Precision("bfloat16", "bfloat16", quantisation("ieee")),
         bucket_bytes=HUGE,
     )
-    dealt = deal(plan, ranks=4, engines=2, grain=1)
+    dealt = deal(plan, engines=2, grain=1)
     assert quantised_moves(dealt).all()
     assert not (dealt.moved["row"] % 128).any() and not (dealt.moved["rows"] % 128).any()
-    assert link_load(dealt, ranks=4).sent.min() > 0
+    assert wire_bytes(dealt).sent(4).min() > 0
 
     draw = torch.Generator().manual_seed(5)
     held = {name: torch.randn(shape, generator=draw).to(torch.bfloat16) for name, shape in shapes.items()}
@@ -198,31 +188,18 @@ def test_quantised_moves_are_cut_between_blocks_and_packed_to_the_same_bytes():
 
 
 def test_one_target_of_a_dealt_plan_is_a_plan_of_its_own():
-    case = Layouts(2, (0, 1), 2, 2, ((96, 8, ((0, 1),), False), (12, 3, ((0,), (1,)), True)))
-    dealt = deal(case.plan(), ranks=2, engines=2, grain=1)
+    case = Layouts(2, 2, 2, ((96, 8, ((0, 1),), False), (12, 3, ((0,), (1,)), True)))
+    dealt = deal(case.plan(), engines=2, grain=1)
     for target, wanted in enumerate(case.expected()):
         (found,) = carry_out(Plan.from_bytes(only(dealt, target).to_bytes()), case.trainers())
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_the_busiest_link_is_of_either_side():
-    assert LinkLoad(np.array([3, 1]), np.array([2, 2])).busiest == 3
-    assert LinkLoad(np.array([2, 2]), np.array([1, 3])).imbalance == (1.0, 1.5)
-
-
-@pytest.mark.parametrize("links", [(0,), (0, 1, 2)])
-def test_links_for_other_ranks_are_refused(links: tuple[int, ...]):
-    case = Layouts(2, (0, 1), 1, 1, ((4, 1, ((0, 1),), True),))
-    with pytest.raises(SlimxError) as error:
-        deal(case.plan(), ranks=2, links=links)
-    assert (error.value.code, error.value.about) == ("dealing.links", "links")
-
-
 def test_dealing_takes_the_memory_that_is_reckoned_with():
-    plan, engines = Layouts(2, (0, 1), 1, 1, ((4, 1, ((0, 1),), True),)).plan(), 40_000
+    plan, engines = Layouts(2, 1, 1, ((4, 1, ((0, 1),), True),)).plan(), 40_000
     tracemalloc.start()
     try:
-        deal(plan, ranks=2, engines=engines)
+        deal(plan, engines=engines)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -230,14 +207,14 @@ def test_dealing_takes_the_memory_that_is_reckoned_with():
 
 
 def test_more_engines_than_memory_has_room_for_are_refused_before_it_is_taken():
-    case = Layouts(2, (0, 1), 1, 1, ((4, 1, ((0, 1),), True),))
+    case = Layouts(2, 1, 1, ((4, 1, ((0, 1),), True),))
     with pytest.raises(SlimxError) as error:
-        deal(case.plan(), ranks=2, engines=2**40)
+        deal(case.plan(), engines=2**40)
     assert (error.value.code, error.value.about) == ("dealing.memory", "rollout.engines.count")
 
 
 def test_a_plan_that_does_not_know_its_holders_is_refused():
-    case = Layouts(2, (0, 1), 1, 1, ((4, 1, ((0, 1),), True),))
+    case = Layouts(2, 1, 1, ((4, 1, ((0, 1),), True),))
     with pytest.raises(SlimxError) as error:
-        deal(Plan.from_bytes(case.plan().to_bytes()), ranks=2)
+        deal(Plan.from_bytes(case.plan().to_bytes()))
     assert error.value.code == "dealing.holders"

@@ -1,11 +1,8 @@
-"""Frames of what has changed: what they are made of, that the CPU and the emulated device make the same, and that no
-frame, whatever it holds, is applied unless it fits."""
+"""Frames of what has changed: what they are made of, and that none is applied, whatever it holds, unless it fits."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ import torch
 
 from slimx.extras.direct import frames
 from tests.refusals import refused
-from tests.unit.reshard.cuda_stand import use_emulator
 
 CHUNK, GROUP = frames.CHUNK, 8
 SIZES = (0, 16, 4096 + 48, CHUNK, CHUNK + 16, 3 * CHUNK - 16, 5 * CHUNK)
@@ -100,25 +96,6 @@ def test_the_number_of_threads_does_not_matter() -> None:
     before, after = versions(3, 9 * CHUNK + 16, 1, 0.02)
     one, four = (encoded(before, after, 1, threads) for threads in (1, 4))
     assert torch.equal(one, four)
-
-
-def test_the_emulated_device_makes_the_same_frames(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator: ctypes.CDLL = use_emulator(emulator_library, monkeypatch)
-    for number, (before, after, item) in enumerate(cases()):
-        emulator.emulator_seed(number)
-        old, new = aligned(before), aligned(after)
-        assert torch.equal(frames.encode_on_device(old, new, item=item), encoded(before, after, item))
-    emulator.emulator_fail(719)
-    with refused("kernel.cuda", about="cpu"):
-        frames.encode_on_device(aligned(before), aligned(after), item=1)
-    emulator.emulator_fail(0)
-
-
-def aligned(memory: torch.Tensor) -> torch.Tensor:
-    """The same bytes where a device's allocations would begin."""
-    wide = torch.empty(len(memory) + 64, dtype=torch.uint8)
-    out = wide[-wide.data_ptr() % 64 :][: len(memory)]
-    return out.copy_(memory)
 
 
 def test_no_damaged_frame_is_applied_in_part() -> None:

@@ -42,7 +42,7 @@ class Decoder:
             x = self._attention(layer, x, positions, ends)
             x, residual = exact.add_rms_norm(x, residual, self.ones, 1e-6)
             x, residual = exact.add_rms_norm(self._experts(layer, x), residual, self.ones, 1e-6)
-        return exact.log_softmax(exact.linear(x, self.embedding), 0.7)
+        return exact.log_softmax(exact.linear(x, self.embedding).float() / 0.7)
 
     def _attention(
         self, layer: dict[str, torch.Tensor], x: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from slimx.extras.exact.adapters.sglang.widener import Widener
+from slimx.extras.exact.adapters.sglang.blocks import expert_weights
 from slimx.extras.exact.served_weights import ServedWeights
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import blocks
@@ -71,13 +72,14 @@ def test_one_tensor_is_dequantised_as_the_specification_does_it(dtype: torch.dty
         blocks.dequantise(codes, scales[:3], (32, 64), dtype)
 
 
-def test_matrices_of_a_stack_are_dequantised_from_what_it_holds_now() -> None:
+def test_experts_are_dequantised_from_what_they_hold_now_where_they_have_tokens() -> None:
     x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     made = [reference.quantise(matrix, RULE.IEEE, (32, 64)) for matrix in x]
     codes, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
     wanted = [reference.dequantise(*parts, (32, 64), torch.bfloat16) for parts in made]
-    widener = Widener(codes, scales, (32, 64), torch.bfloat16)
-    assert torch.equal(widener([2, 0]), torch.stack([wanted[2], wanted[0]])) and len(widener([])) == 0
+    method = SimpleNamespace(weight_block_size=[32, 64])
+    layer = SimpleNamespace(w2=codes.view(torch.float8_e4m3fn), w2_scale_inv=scales, quant_method=method)
+    found = expert_weights(layer, "w2", [2, 0, 1], torch.bfloat16)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[2], wanted[2])
     scales *= 2  # as a publication writes in place
-    assert torch.equal(widener([1])[0], wanted[1] * 2)
-    assert widener.reads(codes, scales) and not widener.reads(codes.clone(), scales)
+    assert torch.equal(expert_weights(layer, "w2", [0, 1, 0], torch.bfloat16)[1], wanted[1] * 2)

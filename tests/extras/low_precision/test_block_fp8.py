@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.extras.low_precision.block_fp8 import block_of
+from slimx.extras.low_precision.block_fp8 import FORMAT, block_of
+from slimx.layout.table import Stored
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
+from slimx.reshard.kernels.record import RULE
+from tests import reshard_reference as reference
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import refused
 
@@ -37,3 +40,14 @@ def test_scales_of_fp8_are_refused_where_a_model_is_trained(tmp_path: Path):
     save_file(tensors | {scales: torch.ones(1, 1)}, tmp_path / "model.safetensors")
     with refused("checkpoint.fp8", about=scales):
         CheckpointReader(tmp_path).check(table)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 100), slice(32, 96), slice(37, 38), slice(70, 100)])
+@pytest.mark.parametrize("cols", [slice(0, 200), slice(64, 128), slice(5, 190)])
+def test_a_slice_has_the_values_of_the_whole_wherever_it_cuts_blocks(tmp_path: Path, rows: slice, cols: slice):
+    values = torch.randn(100, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codes, scales = reference.quantise(values, RULE.IEEE, (32, 64))
+    described(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 64]})
+    save_file({"x": codes.view(torch.float8_e4m3fn), "x_scale_inv": scales}, tmp_path / "model.safetensors")
+    found = FORMAT.read(CheckpointReader(tmp_path), Stored("x"), rows, cols)
+    assert torch.equal(found, reference.dequantise(codes, scales, (32, 64), torch.bfloat16)[rows, cols])

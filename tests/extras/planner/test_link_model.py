@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slimx.extras.direct.dealing import deal, link_load
+from slimx.extras.direct.dealing import deal
+from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.links.model import (
     STEPS,
@@ -66,7 +67,6 @@ def traffic(read: list[list[int]], received: list[list[int]], sent: list[list[in
         sends=(sent > 0).astype(int),
         receives=(received > 0).astype(int),
         tensors=3,
-        engines=1,
         engine_ranks=received.shape[1],
     )
 
@@ -111,13 +111,6 @@ def test_a_link_goes_on_with_the_next_bucket_while_another_is_busy():
     assert stages.total == 6 and stages.transfer == 6 + 6
 
 
-def test_ranks_of_a_machine_share_its_link():
-    two = traffic([[4, 4, 1, 0]], [[1, 2, 3, 3]])
-    free = replace(IDEAL, pack=float("inf"))
-    assert predict(two, free).transfer == 4
-    assert predict(two, replace(free, ranks_per_link=2)).transfer == 4 + 4
-
-
 def test_memory_that_both_sides_map_takes_no_transfer():
     stages = predict(traffic([[4]], [[4]]), replace(IDEAL, link=None))
     assert (stages.transfer, stages.total) == (0, 4)
@@ -151,12 +144,10 @@ def test_the_direct_path_has_the_bytes_that_a_run_deals_out():
         bucket_bytes=2**19,
         ranks=ENGINE.world,
     )
-    links = [0, 0, 1, 1]
-    found = direct_traffic(plan, sources=4, engines=3, ranks_per_link=2)
-    load = link_load(deal(plan, ranks=4, engines=3, links=links), ranks=4, links=links)
-    sent = found.sent.sum(axis=0)
-    assert [sent[:2].sum(), sent[2:].sum()] == load.sent.tolist()
-    assert found.received.sum(axis=0).tolist() == load.received.tolist() and found.engine_ranks == 6
+    found = direct_traffic(plan, sources=4, engines=3)
+    wire, sent = wire_bytes(deal(plan, engines=3)), found.sent.sum(axis=0)
+    assert sent.tolist() == wire.sent(4).tolist()
+    assert found.received.sum(axis=0).tolist() == wire.received(6).tolist() and found.engine_ranks == 6
     assert found.buckets > 1
     of_one = traffic_of(plan, sources=4, engines=3, engine_ranks=2, encoding="local")
     assert sent.tolist() != of_one.sent.sum(axis=0).tolist(), "engines take from other ranks than a single one would"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import http.client
 import json
@@ -18,15 +19,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
-import uvicorn
 
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.data.saved.trained_tokens import SUFFIX, TrainedTokens
-from slimx.extras.watch.page.connections import BoundedConnection
+from slimx.extras.watch.page import server
 from slimx.extras.watch.page.content import CHARACTERS, Content, Growing, cut
-from slimx.extras.watch.page.server import application, configured, serve
+from slimx.extras.watch.page.server import listen, serve
 from slimx.extras.watch.rollouts import Choice, show_rollouts
 from slimx.observability.live.run_lock import held
 from slimx.observability.tracking.run_files import read_config
@@ -123,19 +123,19 @@ class Page:
 
 @contextmanager
 def served(content: Content) -> Iterator[Page]:
-    config = configured(application(content, "secret"), "127.0.0.1", 0)
-    listening, server = config.bind_socket(), uvicorn.Server(config)
-    listening.listen()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    loop = asyncio.new_event_loop()
+    listening = loop.run_until_complete(listen(content, "secret", "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    page = Page(f"http://127.0.0.1:{listening.getsockname()[1]}")
+    page = Page(f"http://127.0.0.1:{listening.port}")
     try:
         yield page
     finally:
         page.session.close()
-        server.should_exit = True
+        asyncio.run_coroutine_threadsafe(listening.close(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        listening.close()
+        loop.close()
 
 
 @pytest.fixture
@@ -145,10 +145,11 @@ def page(run: Path) -> Iterator[Page]:
         yield page
 
 
-def test_connections_that_ask_nothing_are_ended_and_bounded(page, monkeypatch):
+def test_connections_that_ask_nothing_are_ended_and_bounded(run, monkeypatch):
     """Bytes that trickle in do not keep one open, nor do many keep others out."""
+    monkeypatch.setattr(server, "MOST", 2)
 
-    def opened(sent: bytes) -> socket.socket:
+    def opened(page: Page, sent: bytes) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", int(page.address.rpartition(":")[2])), timeout=300)
         connection.sendall(sent)
         return connection
@@ -158,14 +159,13 @@ def test_connections_that_ask_nothing_are_ended_and_bounded(page, monkeypatch):
             return connection.recv(1) == b""
         return True
 
-    monkeypatch.setattr(BoundedConnection, "most", 2)
-    page.session.close()
-    crowd = [opened(b"GET / HTTP/1.1\r\n") for _ in range(3)]
-    assert ended(crowd[0]) and page.get("/api/status").status_code == 200 and ended(crowd[1])
-    crowd[2].close()
-    page.session.close()
-    monkeypatch.setattr(BoundedConnection, "idle", 0.2)
-    assert ended(opened(b"GET / HTTP/1.1\r\nX: y"))
+    with served(Content(run)) as page:
+        crowd = [opened(page, b"GET / HTTP/1.1\r\n") for _ in range(3)]
+        assert ended(crowd[0]) and page.get("/?token=secret").status_code == 303 and ended(crowd[1])
+        crowd[2].close()
+    monkeypatch.setattr(server, "IDLE_S", 0.2)
+    with served(Content(run)) as page:
+        assert ended(opened(page, b"GET / HTTP/1.1\r\nX: y"))
 
 
 def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
@@ -267,10 +267,15 @@ def test_only_who_has_the_token_sees_anything_and_no_cookie_outlives_the_process
 def test_a_restarted_page_has_the_same_token_which_its_user_alone_can_read(run, tmp_path, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         monkeypatch.setattr(tempfile, "tempdir", temporary)
-        monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: [each.close() for each in sockets])
         printed: list[str] = []
+
+        def end(address: str) -> None:
+            printed.append(address)
+            raise KeyboardInterrupt
+
         for _ in range(2):
-            serve(run, "127.0.0.1", 0, printed.append)
+            with pytest.raises(KeyboardInterrupt):
+                serve(run, "127.0.0.1", 0, end)
             (file,) = Path(temporary).glob("slimx-*/watch-token")
             assert file.stat().st_mode & 0o777 == 0o600
         assert {address.partition("?token=")[2] for address in printed} == {file.read_text()}
@@ -281,7 +286,7 @@ def test_no_run_and_a_port_that_is_taken_are_refused(run, tmp_path):
         serve(tmp_path, "127.0.0.1", 0, print)
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("watch.port") as refusal:
         serve(run, "127.0.0.1", taken.getsockname()[1], print)
-    assert os.strerror(errno.EADDRINUSE) in str(refusal.value)
+    assert os.strerror(errno.EADDRINUSE).lower() in str(refusal.value)
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -11,7 +11,8 @@ from functools import cache
 
 import pytest
 
-from slimx.extras.direct.dealing import deal, link_load
+from slimx.extras.direct.dealing import deal
+from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
@@ -77,10 +78,10 @@ def main(name: str) -> None:
     assert TRAINER.world == 128 and TARGETS[name][0].world == 64
     start = time.process_time()
     plan = plan_of(name)
-    dealt = deal(plan, ranks=TRAINER.world)
+    dealt = deal(plan)
     seconds = time.process_time() - start
     # Stages are of unequal size: what can be even is the load within each.
-    sent = link_load(dealt, ranks=TRAINER.world).sent.reshape(TRAINER.pipeline, -1)
+    sent = wire_bytes(dealt).sent(TRAINER.world).reshape(TRAINER.pipeline, -1)
     uneven = float((sent.max(axis=1) / sent.mean(axis=1)).max())
     # Not ru_maxrss, which a child inherits from the test process.
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -12,8 +12,7 @@ from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_quantised
 from slimx.extras.convert.formats.safetensors import Tensor, Unit
 from slimx.extras.convert.sources import Reading, Scratch, row_blocks
-from slimx.extras.low_precision import block_fp8, blocks
-from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, Block, scales_shape
+from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, scales_shape
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import Quantisation
 from slimx.layout.table import Table
@@ -87,15 +86,6 @@ def _quantise(
     piece["op"], piece["rule"] = OP.QUANTISE_FP8, RULE[quantisation.rule.upper()]
     kernel.pack(piece, bucket, np.zeros(2, dtype=np.uint64), np.zeros(2, dtype=np.uint32), threads=1)
     return bucket[: rows * cols].view(rows, cols), bucket[at:].view(torch.float32).view(down, across)
-
-
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
-    """Dequantise as `block_fp8.dequantise` does, faster: by the kernels where a block begins at (row, col)."""
-    (rows, cols), (high, wide) = codes.shape, block
-    if row % high or col % wide or codes.stride(1) != 1:
-        return block_fp8.dequantise(codes, scales, block, row, col)
-    own = scales[row // high :, col // wide :][: -(-rows // high), : -(-cols // wide)].clone()
-    return blocks.dequantise(codes, own, block, threads=1)
 
 
 def check_rule(rule: str, dtype: torch.dtype, name: str) -> None:

@@ -71,5 +71,5 @@ def _results(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         *rope(query, key, table, torch.arange(59, 64, device=device)),
         attention(query, key, value, torch.tensor([0, 2, 5]), 0.3),
         *(weights, ids, by_bias, ids_by_bias, moe_combine(x.view(9, 4, 18), weights)),
-        log_softmax(values(2, 1500, seed=7, size=9.0), 0.7),
+        log_softmax(values(2, 1500, seed=7, size=13.0)),
     ]

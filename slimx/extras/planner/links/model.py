@@ -60,8 +60,6 @@ class Links:
     """Processor cores that all ranks share; None: each rank has a device of its own."""
     domain: int | None = None
     """Ranks that such links join; None: any number."""
-    ranks_per_link: int = 1
-    """Ranks that share a link, one after another."""
 
 
 def h100_infiniband() -> Links:
@@ -121,7 +119,6 @@ class Traffic:
     """[buckets, targets] messages."""
     tensors: int
     """Tensors of the engine rank that has most."""
-    engines: int
     engine_ranks: int
     """Ranks of all engines together."""
 
@@ -158,15 +155,14 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
         sends=messages.sum(axis=2) * engines,
         receives=messages.sum(axis=1),
         tensors=max(sum(len(bucket.tensors) for bucket in target) for target in plan.buckets),
-        engines=engines,
         engine_ranks=engines * (engine_ranks if encoding == "hf" else targets),
     )
 
 
-def direct_traffic(plan: Plan, *, sources: int, engines: int, ranks_per_link: int = 1) -> Traffic:
+def direct_traffic(plan: Plan, *, sources: int, engines: int) -> Traffic:
     """Traffic of `plan`, one engine's own bytes, to `engines` engines that are copies of one another, if `sources`
     trainer ranks share the work as in a run (`slimx.extras.direct.dealing`)."""
-    dealt = deal(plan, ranks=sources, engines=engines, links=[rank // ranks_per_link for rank in range(sources)])
+    dealt = deal(plan, engines=engines)
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 
 
@@ -207,7 +203,7 @@ def predict(traffic: Traffic, links: Links) -> Stages:
     if links.link is not None:
         each = np.concatenate(
             [
-                _by_link(nbytes / links.link + messages * links.message, links.ranks_per_link)
+                nbytes / links.link + messages * links.message
                 for nbytes, messages in ((traffic.sent, traffic.sends), (traffic.received, traffic.receives))
             ],
             axis=1,
@@ -253,11 +249,6 @@ def _staged(pack: np.ndarray, transfer: np.ndarray, check: np.ndarray) -> float:
         free = np.maximum(free, packed) + transfer[number]
         before, checked = checked, max(float(free.max()), checked) + check[number]
     return checked
-
-
-def _by_link(seconds: np.ndarray, ranks: int) -> np.ndarray:
-    """[buckets, links] sums of [buckets, ranks], of which so many ranks share a link."""
-    return np.add.reduceat(seconds, np.arange(0, seconds.shape[1], ranks), axis=1)
 
 
 def _shared(work: np.ndarray, cores: int | None) -> np.ndarray:

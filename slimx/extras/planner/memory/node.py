@@ -43,19 +43,18 @@ def host_memory(
     one = [rank] + [record for record in trainers if shared and record.model == "critic" and record.stage == rank.stage]
     ranks = min(machine.per_node, config.trainer.world_size)
     engines = ranks if config.schedule.colocate else 0
-    last = 0
-    buckets = figures.publisher_bytes if figures is not None and not figures.on_gpus else 0
-    here = 0
-    """Machines' shares of engines on the node."""
+    buckets = last = here = 0
     if figures is not None and config.schedule.colocate:
         group = config.rollout.policy_engines[0]
-        here = max(1, ranks // (group.ranks // group.nodes))
-    if figures is not None and config.publish.transport == "disk" and config.publish.changes:
-        last = figures.kept_bytes + here * (figures.held_bytes + figures.landing_bytes)
-    if figures is not None and config.publish.transport == "nixl" and not figures.on_gpus:
-        # Every rank has a ring, every engine here its own.
-        buckets = ranks * figures.publisher_bytes + here * figures.landing_bytes
-        last = ranks * figures.kept_bytes + here * figures.held_bytes
+        here = max(1, ranks // (group.ranks // group.nodes))  # machines' shares of engines on the node
+    if figures is not None and not figures.on_gpus:
+        buckets = figures.publisher_bytes
+        if config.publish.transport == "disk":
+            last = figures.kept_bytes + here * (figures.held_bytes + figures.landing_bytes)
+        if config.publish.transport == "nixl":
+            # Every rank has a ring, every engine here its own.
+            buckets = ranks * figures.publisher_bytes + here * figures.landing_bytes
+            last = ranks * figures.kept_bytes + here * figures.held_bytes
     mirrored = rank.host_checkpoint if config.recovery.mirror_every else 0
     held = {
         "moments": ranks * sum(record.host_optimizer for record in one),

@@ -82,7 +82,7 @@ in, and nothing else: a name that is not here comes last."""
 _ENDS = ("embedding.", "output_layer.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRun:
     """`count` parameters of `elements` elements each, one behind the other in one buffer."""
 
@@ -92,12 +92,12 @@ class ParameterRun:
     elements: int
     count: int
     dtype: str
-    expert: bool
+    expert: bool = False
     """True if gradients are summed over the expert groups."""
-    tied: bool
+    tied: bool = False
     """True if another pipeline stage holds the same parameter: megatron-core gives it a bucket of its own."""
-    trained: bool
-    parameter: bool
+    trained: bool = True
+    parameter: bool = True
     """False: a buffer of its module."""
     quantised: bool = False
     """True if a publication in fp8 makes blocks of it."""
@@ -119,7 +119,7 @@ class Holdings:
         }
         self._kinds: dict[tuple[Stage, int], tuple[tuple[int, ...], tuple[Row, ...]]] = {}
         """Rows of each layer by (stage, layer): a key that tells the same rows apart from others, and the rows."""
-        self._elements: dict[tuple[int, int], int] = {}
+        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
         self._made: dict[tuple[object, ...], tuple[ParameterRun, ...]] = {}
 
     def runs(self, sizes: Sizes, rank: int) -> list[ParameterRun]:
@@ -179,43 +179,36 @@ class Holdings:
         return tuple(replace(run, name=name) for row, name in rows for run in self._run(row, 0, chunk, sizes, 0))
 
     def _run(self, row: Row, layer: int, chunk: int, sizes: Sizes, expert: int) -> Iterator[ParameterRun]:
-        parameter, elements = not row.name.endswith(_BUFFER), self._local(row, sizes)
+        parameter, (rows, cols) = not row.name.endswith(_BUFFER), self._shape(row, sizes)
         adapted = self.lora is not None and adapts(self.lora.targets, row.name)
+        alike = {
+            "chunk": chunk,
+            "dtype": row.dtype or self.dtype,
+            "expert": row.per_expert and sizes.expert > 1,
+        }
         for frozen, count in self._counts(row, layer, sizes, expert):
             yield ParameterRun(
                 name=row.name,
-                chunk=chunk,
-                elements=elements,
+                elements=rows * cols,
                 count=count,
-                dtype=row.dtype or self.dtype,
-                expert=row.per_expert and sizes.expert > 1,
                 tied=bool(row.copies) and sizes.pipeline > 1,
                 trained=parameter and not frozen,
                 parameter=parameter,
                 quantised=row.quantised,
                 adapted=adapted,
                 orthogonalised=_orthogonalised(row),
+                **alike,
             )
-            if adapted:
-                yield from self._adapters(row, chunk, sizes, count)
+            for _ in range(count if adapted else 0):  # A and B beside each matrix
+                yield ParameterRun(name=f"{row.name}.lora_a", elements=self.lora.rank * cols, count=1, **alike)
+                yield ParameterRun(name=f"{row.name}.lora_b", elements=rows * self.lora.rank, count=1, **alike)
 
-    def _adapters(self, row: Row, chunk: int, sizes: Sizes, count: int) -> Iterator[ParameterRun]:
-        """A and B beside `count` matrices, one pair after the other."""
+    def _shape(self, row: Row, sizes: Sizes) -> tuple[int, int]:
+        """Rows and columns of a rank's shard."""
         size = (sizes.expert_tensor if row.per_expert else sizes.tensor) if row.axis is not None else 1
-        (rows, cols), _ = row.map.local([matrix(shape) for _, shape in row.sources], row.axis, 0, size)
-        alike = {"chunk": chunk, "count": 1, "dtype": row.dtype or self.dtype, "tied": False}
-        alike |= {"expert": row.per_expert and sizes.expert > 1, "trained": True, "parameter": True}
-        for _ in range(count):
-            for name, elements in (("lora_a", self.lora.rank * cols), ("lora_b", rows * self.lora.rank)):
-                yield ParameterRun(name=f"{row.name}.{name}", elements=elements, **alike)
-
-    def _local(self, row: Row, sizes: Sizes) -> int:
-        """Elements of a rank's shard."""
-        size = (sizes.expert_tensor if row.per_expert else sizes.tensor) if row.axis is not None else 1
-        if (id(row), size) not in self._elements:
-            (rows, cols), _ = row.map.local([matrix(shape) for _, shape in row.sources], row.axis, 0, size)
-            self._elements[id(row), size] = rows * cols
-        return self._elements[id(row), size]
+        if (id(row), size) not in self._shapes:
+            self._shapes[id(row), size], _ = row.map.local([matrix(s) for _, s in row.sources], row.axis, 0, size)
+        return self._shapes[id(row), size]
 
     def _counts(self, row: Row, layer: int, sizes: Sizes, expert: int) -> list[tuple[bool, int]]:
         """Pairs of frozen or not and how many, in the order of the rank's experts."""

@@ -47,8 +47,6 @@ class StateBytes:
     """fp32 copies that an optimizer step makes of the rank's share of bf16 gradients."""
     elements: int
     """Parameters and buffers that the rank holds, gaps not counted."""
-    largest: int
-    """Elements of its largest parameter."""
     quantised: int
     """Elements of what a publication in fp8 makes blocks of."""
     adapted: int
@@ -116,7 +114,6 @@ class Buffers:
             moments=moments - self._spared,
             copied=copied,
             elements=sum(run.elements * run.count for run in runs),
-            largest=max(run.elements for run in runs),
             quantised=sum(run.elements * run.count for run in runs if run.quantised),
             adapted=sum(run.elements * run.count for run in runs if run.adapted),
             pinned_weights=whole + round((weights - buffers) * share),

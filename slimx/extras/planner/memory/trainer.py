@@ -117,8 +117,7 @@ def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]
     """A critic's head on the last stage, fp32 (`slimx.trainer.model.value_model`)."""
     if stage < sizes.pipeline - 1:
         return []
-    alike = {"chunk": sizes.virtual - 1, "count": 1, "dtype": "float32", "expert": False, "tied": False}
-    alike |= {"trained": True, "parameter": True}
+    alike = {"chunk": sizes.virtual - 1, "count": 1, "dtype": "float32"}
     hidden = spec.transformer["hidden_size"]
     return [ParameterRun(name=f"value_head.{n}", elements=e, **alike) for n, e in (("weight", hidden), ("bias", 1))]
 

@@ -126,7 +126,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
             published = publication_plan(config, spec, sizes, device)
             seconds = time.perf_counter() - began
             if published is not None and config.publish.transport == "nixl":
-                direct = _dealt(published.plan, sizes.world, report.engines, on_gpus=on_gpus)
+                direct = _dealt(published.plan, report.engines, on_gpus=on_gpus)
         except SlimxError as error:
             published = None
             problems.append(error)
@@ -245,12 +245,12 @@ def _group(group: Engines, sizes: EngineSizes) -> PlannedGroup:
     )
 
 
-def _dealt(plan: Plan, ranks: int, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> DealtPlan:
+def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> DealtPlan:
     """`plan` dealt out for all engines of a run, as `slimx.orchestration.publications` has it done."""
     each = [plan.targets if on_gpus and plan.targets > 1 else group.nodes for group in groups]
     receivers = [count for group, count in zip(groups, each, strict=True) for _ in range(group.count)]
     copies, edges = copies_of(plan, receivers)
-    return DealtPlan(deal(plan, ranks=ranks, engines=copies), receivers, edges)
+    return DealtPlan(deal(plan, engines=copies), receivers, edges)
 
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import log2
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from slimx.extras.planner.plan.splits import Fields, divides, sizes_of_split, sp
 from slimx.extras.planner.record import Searched, Suggestion
 from slimx.extras.planner.rules import memory
 from slimx.extras.planner.rules.memory import together
-from slimx.layout.ranks import Sizes, sizes_of
+from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
 from slimx.preflight.hardware import OVERHEAD, Machine
@@ -67,22 +67,14 @@ class Split(NamedTuple):
     """Trained elements of the fullest rank."""
 
 
-@dataclass(slots=True)
-class Way:
+class Way(NamedTuple):
     """A split with one way to keep activations."""
 
     config: Config
     records: tuple[TrainerMemory, ...]
+    critics: tuple[TrainerMemory, ...]
+    """Beside the records, stage by stage."""
     cost: Cost
-    critics: tuple[TrainerMemory, ...] = ()
-    """Beside the records, stage by stage; there where the way was weighed."""
-
-
-class Found(NamedTuple):
-    """A layout that fits."""
-
-    split: Split
-    suggestion: Suggestion
 
 
 def suggest_layouts(
@@ -92,13 +84,13 @@ def suggest_layouts(
     went. Raises SlimxError where the GPUs are not named."""
     search = Search(config, spec, machine, device)
     best: dict[tuple[int, int], Suggestion] = {}
-    for least, found in search.fitting(search.least_cost):
+    for least, sizes, found in search.fitting(search.least_cost):
         costs = sorted(suggestion.cost for suggestion in best.values())
         if len(costs) >= KEPT and least > costs[KEPT - 1]:
             break  # this one and all that follow cost more
         if found is not None:
-            key, suggestion = (found.split.sizes.tensor, found.split.sizes.pipeline), found.suggestion
-            best[key] = min(best.get(key, suggestion), suggestion, key=lambda suggestion: suggestion.cost)
+            key = sizes.tensor, sizes.pipeline
+            best[key] = min(best.get(key, found), found, key=lambda suggestion: suggestion.cost)
     return tuple(sorted(best.values(), key=lambda suggestion: suggestion.cost)[:KEPT]), search.searched
 
 
@@ -109,11 +101,11 @@ def nearest_layout(
     far the search went."""
     search = Search(config, spec, machine, device)
     nearest: tuple[float, Suggestion] | None = None
-    for distance, found in search.fitting(lambda split: _distance(config.trainer, split.fields)):
+    for distance, _, found in search.fitting(lambda split: _distance(config.trainer, split.fields)):
         if nearest is not None and distance > nearest[0]:
             break
-        if found is not None and (nearest is None or found.suggestion.cost < nearest[1].cost):
-            nearest = distance, found.suggestion
+        if found is not None and (nearest is None or found.cost < nearest[1].cost):
+            nearest = distance, found
     return (nearest[1] if nearest else None), search.searched
 
 
@@ -154,7 +146,7 @@ class Search:
         layouts = sum(map(len, self._splits.values()))
         return Searched(layouts=layouts, tried=self._tried, complete=self._tried < TRIALS)
 
-    def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Found | None]]:
+    def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Sizes, Suggestion | None]]:
         """Tries splits in the order of `promise`, the least first, and tells what each turned out to be; those of the
         smallest world in which there are any that fit, and TRIALS of them at most."""
         for world in self._worlds:
@@ -166,7 +158,7 @@ class Search:
                 self._tried += 1
                 found = self.fit(split)
                 some = some or found is not None
-                yield value, found
+                yield value, split.sizes, found
             if some:
                 return
 
@@ -212,30 +204,31 @@ class Search:
             floor = max(floor, training + OVERHEAD, publishing + OVERHEAD + overhead)
         return floor
 
-    def fit(self, split: Split) -> Found | None:
+    def fit(self, split: Split) -> Suggestion | None:
         """The split with the cheapest way to keep activations that fits; None if it does not fit at all."""
         states = self._states(split)
         if states is None:
             return None
         first, *between, _ = KEEPINGS
         kept = self._kept(split, first)
-        if kept is not None and not self._problems(least := self._weigh(split, kept, states), states):
-            return self._found(split, least)
+        if kept is not None and not self._problems(least := self._weigh(split, kept, states)):
+            return self._suggested(least)
         dropped = next(filter(None, (self._kept(split, keeping) for keeping in reversed(KEEPINGS))), None)
         if dropped is None:
             return None
         smallest = self._weigh(split, dropped, states)
-        if any(each.code != "memory.host" for each in self._problems(smallest, states)):
+        problems = self._problems(smallest)
+        if any(each.code != "memory.host" for each in problems):
             return None  # on a GPU nothing is smaller
-        best = smallest if not self._problems(smallest, states) else None
+        best = None if problems else smallest
         # What it costs at least is known before the memory is.
         for promise, tried in sorted(self._promised(split, between, smallest), key=lambda each: each[0]):
             if best is not None and promise >= best.cost.total:
                 break
             way = self._weigh(split, tried, states)
-            if (best is None or way.cost.total < best.cost.total) and not self._problems(way, states):
+            if (best is None or way.cost.total < best.cost.total) and not self._problems(way):
                 best = way
-        return None if best is None else self._found(split, best)
+        return None if best is None else self._suggested(best)
 
     def _promised(self, split: Split, keepings: Sequence[Keeping], like: Way) -> Iterator[tuple[float, Config]]:
         """Seconds that each way costs at least, if nothing waited for the host; `like`: another way of this split."""
@@ -278,48 +271,37 @@ class Search:
             offloaded=max(record.moved for record in records),
             trainer=tried.trainer,
         )
-        return Way(tried, records, cost)
+        critics = ()
+        if self.critic is not None:
+            own = tried.as_critic()
+            critics = trainer_memory(own, self.critic[0], split.sizes, self.device, model="critic", states=states[1])
+        return Way(tried, records, critics, cost)
 
-    def _critics(self, way: Way, states: tuple[tuple[StageState, ...], ...]) -> tuple[TrainerMemory, ...]:
-        if self.critic is None:
-            return ()
-        own = way.config.as_critic()
-        sizes = sizes_of(way.config.trainer)
-        return trainer_memory(own, self.critic[0], sizes, self.device, model="critic", states=states[1])
-
-    def _problems(self, way: Way, states: tuple[tuple[StageState, ...], ...]) -> list[SlimxError]:
-        """Refusals by the rules about memory."""
-        way.critics = self._critics(way, states)
-        facts = {"machine": self.machine, "trainer_memory": way.records + way.critics}
-        facts |= self._weighed(way.config, way.records, way.critics)
-        return broken(MEMORY_RULES, way.config.sections | facts)
-
-    def _found(self, split: Split, way: Way) -> Found:
-        pairs = map(together, way.records, way.critics)
-        peak = max(pairs if way.critics else (record.peak for record in way.records))
-        return Found(split, self._told(way.config, way.cost, peak))
-
-    def _weighed(
-        self, tried: Config, records: tuple[TrainerMemory, ...], critics: tuple[TrainerMemory, ...]
-    ) -> dict[str, Any]:
-        """Facts for the rules about phases and the host. Buckets of a publication are left out: they are not compiled
-        for every layout."""
-        beside = max(record.away for record in records)
-        engines = tuple(beside_trainer(engine, tried, group, self.machine, beside) for group, engine in self.engines)
+    def _problems(self, way: Way) -> list[SlimxError]:
+        """Refusals by the rules about memory. Buckets of a publication are left out: they are not compiled for every
+        layout."""
+        trainers = way.records + way.critics
+        beside = max(record.away for record in way.records)
+        engines = tuple(
+            beside_trainer(engine, way.config, group, self.machine, beside) for group, engine in self.engines
+        )
         phases = phase_memory(
             self.machine,
-            records + critics,
+            trainers,
             engines,
             critic_own=False,
             colocate=bool(engines),
-            offload=tried.trainer.offload,
+            offload=way.config.trainer.offload,
         )
         graphs = max((engine.graphs for engine in engines), default=0)
-        host = host_memory(tried, self.machine, records + critics, None, critic_own=False, graphs=graphs)
-        return {"phases": phases, "host": host, "engine_memory": engines}
+        host = host_memory(way.config, self.machine, trainers, None, critic_own=False, graphs=graphs)
+        weighed = {"trainer_memory": trainers, "engine_memory": engines, "phases": phases, "host": host}
+        return broken(MEMORY_RULES, way.config.sections | weighed | {"machine": self.machine})
 
-    def _told(self, tried: Config, cost: Cost, peak: int) -> Suggestion:
-        trainer = tried.trainer
+    def _suggested(self, way: Way) -> Suggestion:
+        pairs = map(together, way.records, way.critics)
+        peak = max(pairs if way.critics else (record.peak for record in way.records))
+        trainer = way.config.trainer
         names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
         names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}
         layout = " x ".join(f"{name}{size}" for name, size in names.items() if size > 1 or name == "TP")
@@ -332,13 +314,13 @@ class Search:
         share = again(self.spec, length, trainer)
         work = f" that is {share:.1%} of the FLOPs again" if share else ""
         return Suggestion(
-            overrides=_overrides(self.config, tried),
+            overrides=_overrides(self.config, way.config),
             layout=f"{layout}, recompute {recompute.granularity}{modules}{work}{parts}{host}",
             trainer_peak=peak,
             margin=self.machine.memory - peak,
-            cost=round(cost.total, 4),
+            cost=round(way.cost.total, 4),
             again=round(share, 4),
-            why=cost.why,
+            why=way.cost.why,
         )
 
 
@@ -374,7 +356,7 @@ def _yaml(value: Any) -> str:
 
 def _distance(trainer: Trainer, fields: Fields) -> float:
     """By how many doublings and halvings the sizes differ."""
-    sizes = {**fields, "expert_tensor": fields["expert_tensor"] or fields["tensor"]}
-    own = {**{key: getattr(trainer, key) for key in sizes}, "expert_tensor": trainer.expert_tensor_size}
-    keys = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-    return sum(abs(log2(sizes[key] / own[key])) for key in keys)
+    changes = [(fields["expert_tensor"] or fields["tensor"]) / trainer.expert_tensor_size]
+    keys = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
+    changes += [fields[key] / getattr(trainer, key) for key in keys]
+    return sum(abs(log2(change)) for change in changes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.filesize import decimal
 
@@ -22,18 +22,18 @@ from slimx.extras.planner.record import (
 from slimx.layout.ranks import EngineSizes, Sizes
 
 GIB = 2**30
-COLUMNS: tuple[tuple[str, int, Callable[[TrainerMemory], str]], ...] = (
-    ("weights", 9, lambda record: _gib(record.weights)),
-    ("grads", 7, lambda record: _gib(record.gradients)),
-    ("optimizer", 11, lambda record: _gib(record.optimizer)),
-    ("activations", 13, lambda record: _gib(record.activations)),
-    ("on top", 8, lambda record: _gib(max(record.head, record.work) + record.communication + record.copies)),
-    ("overhead", 10, lambda record: _gib(record.overhead + record.dispatcher)),
-    ("peak", 8, lambda record: _gib(record.peak)),
-    ("in flight", 11, lambda record: str(record.in_flight)),
-    ("host", 8, lambda record: _gib(record.host)),
-)
-"""Columns of the memory table behind the rank: title, width, and what stands there."""
+COLUMNS = {
+    "weights": 9,
+    "grads": 7,
+    "optimizer": 11,
+    "activations": 13,
+    "on top": 8,
+    "overhead": 10,
+    "peak": 8,
+    "in flight": 11,
+    "host": 8,
+}
+"""Columns of the memory table behind the rank, and their widths."""
 
 
 def describe(report: PlanReport) -> list[str]:
@@ -117,9 +117,12 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
 def _memory(report: PlanReport) -> Iterator[str]:
     of = f" of {_gib(report.gpu_memory)} ({report.gpu or 'cluster.gpu_memory_gib'})" if report.gpu_memory else ""
     yield f"memory      GiB per GPU{of}; activations estimated, overhead assumed, the rest exact"
-    yield "            rank" + "".join(f"{title:>{width}}" for title, width, _ in COLUMNS)
+    yield f"            rank{_cells(COLUMNS)}"
     for record in report.trainer_memory:
-        cells = "".join(f"{column(record):>{width}}" for _, width, column in COLUMNS)
+        on_top = max(record.head, record.work) + record.communication + record.copies
+        sizes = (record.weights, record.gradients, record.optimizer, record.activations, on_top)
+        sizes += (record.overhead + record.dispatcher, record.peak)
+        cells = _cells([*map(_gib, sizes), str(record.in_flight), _gib(record.host)])
         yield f"  {record.model:8s}{record.rank:6d}{cells}"
     if report.trainer_memory:
         yield from _parts(max(report.trainer_memory, key=lambda record: record.peak), report.host_bandwidth)
@@ -127,6 +130,10 @@ def _memory(report: PlanReport) -> Iterator[str]:
         yield from _engine_memory(record)
     yield from _phases(report)
     yield from _beside(report.host, report.disk)
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(f"{text:>{width}}" for text, width in zip(texts, COLUMNS.values(), strict=True))
 
 
 def _beside(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[str]:

@@ -61,31 +61,30 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
 
 @rule("memory.colocated", "schedule.colocate")
 def takes_turns(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Problems:
-    for worst in _too_full(machine, trainer, phases, "shared"):
+    for group, told in _too_full(machine, trainer, phases, "shared"):
         yield (
-            f"trainer and engine {worst.group} do not fit one GPU in turns (schedule.colocate): phase {_told(worst)}, "
-            f"of {_gib(machine.memory)} GiB; lower mem_fraction_static, split the trainer over more ranks, or set "
-            "publish.staging=bucket"
+            f"trainer and engine {group}, which take turns (schedule.colocate), do not fit {told}; lower "
+            "mem_fraction_static, split the trainer over more ranks, or set publish.staging=bucket"
         )
 
 
 @rule("memory.phase", "trainer")
 def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Problems:
+    others = tuple(each for each in phases if each.phase != "train")  # "memory.trainer" tells of that one
     for gpu in ("trainer", "critic"):
-        others = tuple(each for each in phases if each.phase != "train")  # "memory.trainer" tells of that one
-        for worst in _too_full(machine, trainer, others, gpu):
+        for _, told in _too_full(machine, trainer, others, gpu):
             yield (
-                f"the fullest {gpu} rank does not fit a GPU of {_gib(machine.memory)} GiB in phase {_told(worst)}; use "
-                "more ranks, or smaller buckets (publish.staging=bucket)"
+                f"the fullest {gpu} rank does not fit {told}; use more ranks, or smaller buckets "
+                "(publish.staging=bucket)"
             )
 
 
 @rule("memory.engine_phase", "rollout.engines")
 def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Problems:
-    for worst in _too_full(machine, trainer, phases, "engine"):
+    for group, told in _too_full(machine, trainer, phases, "engine"):
         yield (
-            f"a rank of engine {worst.group} does not fit a GPU of {_gib(machine.memory)} GiB in phase {_told(worst)}; "
-            "lower mem_fraction_static of rollout.engines, or set publish.staging=bucket"
+            f"a rank of engine {group} does not fit {told}; lower mem_fraction_static of rollout.engines, or set "
+            "publish.staging=bucket"
         )
 
 
@@ -117,8 +116,10 @@ def fits_host(machine: Machine, host: HostMemory) -> Problems:
     )
 
 
-def _too_full(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...], gpu: str) -> Iterator[PhaseMemory]:
-    """The fullest phase of GPUs of one kind and group, where it does not fit."""
+def _too_full(
+    machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...], gpu: str
+) -> Iterator[tuple[str, str]]:
+    """Groups of GPUs of one kind, and what the fullest of them does not fit, in words."""
     margin = trainer.memory_margin_mib * MIB
     groups = dict.fromkeys(each.group for each in phases if each.gpu == gpu)
     for group in groups if machine.memory is not None else ():
@@ -126,7 +127,7 @@ def _too_full(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...
         needed = {each.phase: each.nbytes + (margin if each.phase == "train" else 0) for each in own}
         worst = max(own, key=lambda each: needed[each.phase])
         if needed[worst.phase] > machine.memory:
-            yield worst
+            yield group, f"a GPU of {_gib(machine.memory)} GiB in phase {_told(worst)}"
 
 
 def _told(worst: PhaseMemory) -> str:

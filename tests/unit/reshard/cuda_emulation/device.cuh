@@ -87,8 +87,6 @@ inline uint32_t warp_ballot(bool yes) {
 }
 
 inline int highest_bit(uint32_t x) { return 31 - __builtin_clz(x); }
-inline int lowest_bit(uint32_t x) { return __builtin_ctz(x); }
-inline uint32_t count_bits(uint32_t x) { return uint32_t(__builtin_popcount(x)); }
 
 inline uint32_t max_halves(uint32_t a, uint32_t b) {
   return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16;

@@ -8,7 +8,6 @@
 #include <map>
 #include <vector>
 
-#include "delta.cuh"
 #include "interface.cuh"
 #include "kernel.cuh"
 
@@ -74,19 +73,6 @@ void kernel() {
   reshard<kKernel>(pieces_, first_, n_, tiles_, bucket_, sums_, flags_);
 }
 
-// Of the kernels of delta.cuh.
-const uint8_t *base_, *fresh_;
-uint8_t *slots_, *frame_;
-uint32_t* sizes_;
-int64_t bytes_, *length_;
-
-template <int kItem>
-void encode() {
-  delta_encode<kItem>(base_, fresh_, bytes_, slots_, sizes_);
-}
-
-void join() { delta_join(slots_, sizes_, slimx_delta_chunks(bytes_), frame_, length_); }
-
 int failing_;  // the error of the next launch
 }  // namespace
 
@@ -126,18 +112,6 @@ int slimx_cuda_run(const SlimxPiece* pieces, const int64_t* first, int64_t n, co
   body = launch->kernel == int32_t(Kernel::kChecksum) ? kernel<Kernel::kChecksum> : kernel<Kernel::kPack>;
   gridDim.x = launch->blocks;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(kThreads);
-  return 0;
-}
-
-int slimx_cuda_delta(const uint8_t* base, const uint8_t* fresh, int64_t bytes, int item, uint8_t* slots,
-                     uint32_t* sizes, uint8_t* frame, int64_t* length, void* /* stream */) {
-  if (failing_) return failing_;
-  base_ = base, fresh_ = fresh, bytes_ = bytes, slots_ = slots, sizes_ = sizes, frame_ = frame, length_ = length;
-  gridDim.x = unsigned(std::min<int64_t>(slimx_delta_chunks(bytes), 3));
-  for (const auto kernel : {item == 2 ? encode<2> : encode<1>, join}) {
-    body = kernel;
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(kThreads);
-  }
   return 0;
 }
 

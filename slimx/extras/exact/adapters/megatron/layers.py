@@ -19,8 +19,6 @@ from megatron.core.models.gpt.moe_module_specs import _build_shared_experts
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
@@ -46,6 +44,7 @@ from slimx.adapters.megatron.served import serve, served
 from slimx.errors import SlimxError
 from slimx.extras.exact import operations as exact
 from slimx.extras.exact.adapters.megatron.router import ExactRouter
+from slimx.extras.low_precision.megatron import OwnProduct
 from slimx.layout.zigzag import zigzag
 
 WITHOUT_ARITHMETIC = (
@@ -136,25 +135,9 @@ class ExactNorm(Norm):
     norm = staticmethod(exact.rms_norm)
 
 
-class _Column:
-    """The product of a column-parallel layer."""
-
-    def _forward_impl(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        sequence_parallel: bool = False,
-        allreduce_dgrad: bool = False,
-        tp_group: Any = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, group=tp_group)
-        elif allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        return exact.linear(input, served(weight), bias=bias)
+class _Column(OwnProduct):
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return exact.linear(x, served(weight), bias=bias)
 
 
 class ExactColumn(_Column, ColumnParallelLinear):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slimx.extras.exact.adapters.sglang.widener import Widener
+from slimx.extras.low_precision.blocks import dequantise
 
 _MODULE = "sglang.srt.layers.quantization.fp8"
 LINEAR = f"{_MODULE}.Fp8LinearMethod.apply"
@@ -33,11 +33,10 @@ class BlockOperations:
         kept = {LINEAR_LOADED: self.keep, EXPERTS_LOADED: self.keep}
         return {LINEAR: self._linear, EXPERTS: self.experts, **kept}
 
-    def idle(self, model: torch.nn.Module) -> set[str]:
-        """Targets that `model` never calls."""
-        methods = methods_of(model)
-        out = set() if "Fp8LinearMethod" in methods else {LINEAR, LINEAR_LOADED}
-        return out if "Fp8MoEMethod" in methods else out | {EXPERTS, EXPERTS_LOADED}
+    def used(self, model: torch.nn.Module) -> set[str]:
+        """Targets that `model` calls."""
+        targets = {"Fp8LinearMethod": (LINEAR, LINEAR_LOADED), "Fp8MoEMethod": (EXPERTS, EXPERTS_LOADED)}
+        return {target for method in targets.keys() & methods_of(model) for target in targets[method]}
 
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
         """By SGLang's function for unquantised experts on the CPU, in whose place exact mode's operations are."""
@@ -76,7 +75,7 @@ def quantised_otherwise(module: Any) -> str | None:
 def weight_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of a linear layer [rows, cols], in `dtype` where the layer holds codes."""
     held = layer.weight
-    return held if held.dtype != torch.float8_e4m3fn else _widener(layer, "weight", dtype)([0])[0]
+    return held if held.dtype != torch.float8_e4m3fn else _widened(layer, held, layer.weight_scale_inv, dtype)
 
 
 def expert_weights(layer: Any, name: str, counts: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -85,23 +84,10 @@ def expert_weights(layer: Any, name: str, counts: Sequence[int], dtype: torch.dt
     held = getattr(layer, name)
     if held.dtype != torch.float8_e4m3fn:
         return list(held)
-    used = [expert for expert, count in enumerate(counts) if count]
-    wide = _widener(layer, name, dtype)(used)
-    out = [torch.empty(held.shape[1:], dtype=dtype)] * len(held)
-    for expert, weight in zip(used, wide, strict=True):
-        out[expert] = weight
-    return out
+    unread = torch.empty(held.shape[1:], dtype=dtype)
+    stacks = zip(held, getattr(layer, name + "_scale_inv"), counts, strict=True)
+    return [_widened(layer, codes, scales, dtype) if count else unread for codes, scales, count in stacks]
 
 
-def _widener(layer: Any, name: str, dtype: torch.dtype) -> Widener:
-    """It hangs on the layer, so that it lives and ends with it, and is made anew where SGLang puts the weights in other
-    memory."""
-    wideners = layer.__dict__.setdefault("_slimx_wideners", {})
-    codes, scales = getattr(layer, name).data, getattr(layer, name + "_scale_inv").data
-    if codes.dim() == 2:
-        codes, scales = codes[None], scales[None]
-    key = name, dtype
-    if key not in wideners or not wideners[key].reads(codes, scales):
-        high, wide = layer.quant_method.weight_block_size
-        wideners[key] = Widener(codes, scales, (high, wide), dtype)
-    return wideners[key]
+def _widened(layer: Any, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return dequantise(codes, scales, tuple(layer.quant_method.weight_block_size), dtype)

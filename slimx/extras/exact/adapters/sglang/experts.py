@@ -37,12 +37,12 @@ class ExpertOperations:
         blocks = dict.fromkeys(BLOCKS.values(), self.block)
         return {TOP_K: self.top_k, GROUPED_TOP_K: self.grouped_top_k, EXPERTS: self.experts, **blocks}
 
-    def idle(self, kinds: set[str]) -> set[str]:
-        """Targets that a model with modules of these classes never calls."""
+    def used(self, kinds: set[str]) -> set[str]:
+        """Targets that a model with modules of these classes calls."""
+        if "FusedMoE" not in kinds:
+            return set()
         blocks = {target for kind, target in BLOCKS.items() if kind in kinds}
-        used = blocks | {GROUPED_TOP_K} if blocks else {TOP_K}
-        used = used | {EXPERTS} if "FusedMoE" in kinds else set()
-        return {TOP_K, GROUPED_TOP_K, EXPERTS, *BLOCKS.values()} - used
+        return {EXPERTS, GROUPED_TOP_K if blocks else TOP_K} | blocks
 
     def block(self, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """A layer of BLOCKS: the shared experts' output joins the others' before the sum is rounded."""

@@ -36,9 +36,9 @@ class LatentOperations:
         """Replacements for SGLang's HookRegistry, by target."""
         return {PREPARE: self.prepare, CORE: self.attend}
 
-    def idle(self, kinds: set[str]) -> set[str]:
-        """Targets that a model with modules of these classes never calls."""
-        return set() if is_latent(kinds) else {PREPARE, CORE}
+    def used(self, kinds: set[str]) -> set[str]:
+        """Targets that a model with modules of these classes calls."""
+        return {PREPARE, CORE} if is_latent(kinds) else set()
 
     def prepare(self, attention: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, *_: Any) -> tuple:
         """The arguments of `attend`: query [T, heads, content + rotated], cached key [T, 1, latent + rotated]."""

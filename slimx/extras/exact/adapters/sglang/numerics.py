@@ -103,14 +103,13 @@ class ExactServer:
         """By target whether it is replaced and, if the model needs it to generate, has been called: a server is asked
         after its first token."""
         kinds = {type(module).__name__ for module in model.modules()}
-        idle = {LOG_SOFTMAX}  # greedy health checks ask for no log-probs
-        idle |= self.experts.idle(kinds) | self.latent.idle(kinds) | self.blocks.idle(model)
-        idle |= set() if "SiluAndMul" in kinds else {ACTIVATION}
-        idle |= set() if "UnquantizedLinearMethod" in methods_of(model) else {LINEAR}
-        idle |= {ROTARY} if is_latent(kinds) else set()
+        used = {NORM, HEAD} | self.experts.used(kinds) | self.latent.used(kinds) | self.blocks.used(model)
+        used |= {ACTIVATION} if "SiluAndMul" in kinds else set()
+        used |= {LINEAR} if "UnquantizedLinearMethod" in methods_of(model) else set()
+        used |= set() if is_latent(kinds) else {ROTARY}
         return {
-            target: target in registry._patched and (target in idle or self.calls[target] > 0)
-            for target in (*self.replacements(), LOG_SOFTMAX)
+            target: target in registry._patched and (target not in used or self.calls[target] > 0)
+            for target in (*self.replacements(), LOG_SOFTMAX)  # greedy health checks ask for no log-probs
         } | {ATTENTION: self.calls[ATTENTION] > 0}
 
     # Operations, with the signatures of what they replace -----------------------------------------------------------

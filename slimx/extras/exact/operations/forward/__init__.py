@@ -1,7 +1,9 @@
 """The forward of exact mode, three times with the same functions and bits: in torch (`reference`), by CPU kernels
 (`kernel`) and by CUDA kernels (`kernel_cuda`). `forward_on` chooses by device."""
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -12,3 +14,25 @@ from slimx.extras.exact.ordered import chosen
 def forward_on(device: torch.device) -> ModuleType:
     """The module with the forward functions of `reference.py` for tensors on `device`: kernels where there are any."""
     return chosen(device, kernel, kernel_cuda, reference)
+
+
+class Computed(torch.autograd.Function):
+    """The exact result of `inputs`, with the gradients of a plain torch function of the same inputs, computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exact: Callable[..., torch.Tensor],
+        plain: Callable[..., torch.Tensor],
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.plain = plain
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.plain(*inputs).to(gradient.dtype)
+        return None, None, *torch.autograd.grad(out, inputs, gradient)

@@ -14,7 +14,7 @@ from slimx.errors import SlimxError
 from slimx.extras.exact.operations.forward.reference import Gathered
 from slimx.extras.exact.operations.forward.reference import combine as combine
 from slimx.extras.exact.operations.forward.reference import rotate as rotate
-from slimx.extras.exact.ordered.kernel import ISAS, Group, isas, load
+from slimx.extras.exact.ordered.kernel import ISAS, Group, load
 
 MOST_LEAVES = 64
 """SLIMX_MOST_LEAVES in csrc/exact.h."""
@@ -33,7 +33,7 @@ class AttentionCall(ctypes.Structure):
 
     @classmethod
     def of(
-        cls, query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, out: torch.Tensor, wide: int
+        cls, query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> AttentionCall:
         """Build the call's record from contiguous tensors, which the caller keeps alive."""
         key, value, index, begin, length = read
@@ -48,7 +48,7 @@ class AttentionCall(ctypes.Structure):
         check_dtype("length", length, torch.int64)
         inputs = (t.data_ptr() for t in (query, *read))
         sizes = *query.shape[:2], key.shape[1], query.shape[2], value.shape[2]
-        return cls(*inputs, None if sinks is None else sinks.data_ptr(), out.data_ptr(), *sizes, scale, wide)
+        return cls(*inputs, None if sinks is None else sinks.data_ptr(), out.data_ptr(), *sizes, scale, wide_of(query))
 
 
 def linear(
@@ -72,7 +72,7 @@ def linear(
     out = x.new_empty(len(x), columns, dtype=dtype)
     groups = (Group * len(held))(*((w.data_ptr(), n) for w, n in zip(held, counts, strict=True)))
     sizes = len(held), columns, x.shape[1], leaves
-    _call("linear", isa, x.data_ptr(), groups, *sizes, _wide(x), out.data_ptr(), _wide(out))
+    _call("linear", isa, x.data_ptr(), groups, *sizes, wide_of(x), out.data_ptr(), wide_of(out))
     return out
 
 
@@ -100,7 +100,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "b
         return rms_norm(x.float(), weight.float(), eps, isa=isa).to(x.dtype)
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
-    _call("rms_norm", isa, x.data_ptr(), weight.data_ptr(), *x.shape, ctypes.c_float(eps), _wide(x), out.data_ptr())
+    _call("rms_norm", isa, x.data_ptr(), weight.data_ptr(), *x.shape, ctypes.c_float(eps), wide_of(x), out.data_ptr())
     return out
 
 
@@ -108,7 +108,7 @@ def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
     """Compute `reference.silu_and_mul`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    _call("silu_and_mul", isa, x.data_ptr(), *out.shape, _wide(x), out.data_ptr())
+    _call("silu_and_mul", isa, x.data_ptr(), *out.shape, wide_of(x), out.data_ptr())
     return out
 
 
@@ -120,7 +120,7 @@ def log_normaliser(
     logits, temperature = logits.contiguous(), temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits)).unbind()
     found = most.data_ptr(), log_sum.data_ptr()
-    _call("log_normaliser", isa, logits.data_ptr(), temperature.data_ptr(), *logits.shape, _wide(logits), *found)
+    _call("log_normaliser", isa, logits.data_ptr(), temperature.data_ptr(), *logits.shape, wide_of(logits), *found)
     return most, log_sum
 
 
@@ -130,7 +130,7 @@ def attend(
     """Compute `reference.attend`; all tensors but `sinks` are contiguous."""
     sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
-    record = AttentionCall.of(query, read, scale, sinks, out, _wide(query))
+    record = AttentionCall.of(query, read, scale, sinks, out)
     _call("attend", isa, ctypes.byref(record))
     return out
 
@@ -147,8 +147,9 @@ def _declare() -> None:
     library.slimx_exact_attend.argtypes = [address, code, code]
 
 
-def _wide(t: torch.Tensor) -> int:
-    if t.dtype not in _WIDE or t.device.type != "cpu":
+def wide_of(t: torch.Tensor) -> int:
+    """The number of the dtype of `t` in calls of kernels. Raises SlimxError for one that they do not compute in."""
+    if t.dtype not in _WIDE:
         raise SlimxError(
             f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
             code="exact.dtype",
@@ -158,21 +159,11 @@ def _wide(t: torch.Tensor) -> int:
 
 
 def _call(name: str, isa: str, *arguments: object) -> None:
-    if isa not in ISAS:
-        raise SlimxError(
-            f"the instruction set {isa!r} is not known: use {', '.join(ISAS)}", code="exact.isa", about=isa
-        )
     _declare()
     status = getattr(load(), f"slimx_exact_{name}")(*arguments, ISAS[isa], torch.get_num_threads())
-    if status == 1:
+    if status:
         raise SlimxError(
             f"there is no memory for the scratch of exact mode's {name}: use smaller microbatches",
             code="exact.scratch",
             about=name,
-        )
-    if status:
-        raise SlimxError(
-            f"this processor lacks the instruction set {isa}: use one of {', '.join(isas()) or 'none'}",
-            code="exact.isa",
-            about=isa,
         )

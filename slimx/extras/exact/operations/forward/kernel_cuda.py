@@ -14,7 +14,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.exact.operations.forward.elementary import tree
-from slimx.extras.exact.operations.forward.kernel import AttentionCall, check_dtype, check_weights
+from slimx.extras.exact.operations.forward.kernel import AttentionCall, check_dtype, check_weights, wide_of
 
 # Elementwise operations: torch rounds as the contract does.
 from slimx.extras.exact.operations.forward.reference import Gathered
@@ -26,7 +26,6 @@ MOST_WIDTH = 524288
 """SLIMX_EXACT_MOST_WIDTH in csrc/exact_interface.cuh."""
 _MOST_SCORES = 2**26
 """Scores of an attention that are held at once: 256 MiB; rows are taken in parts that stay below it."""
-_WIDE = {torch.float32: 1, torch.bfloat16: 0}
 
 
 def linear(
@@ -46,8 +45,8 @@ def linear(
     for first in range(0, width, leaf):
         out = x.new_empty(len(x), columns, dtype=dtype if leaves == 1 else torch.float32)
         if out.numel():
-            given = x.data_ptr(), addresses.data_ptr(), starts.data_ptr(), *sizes, first, leaf, _wide(x)
-            _call("linear", x, *given, out.data_ptr(), _wide(out))
+            given = x.data_ptr(), addresses.data_ptr(), starts.data_ptr(), *sizes, first, leaf, wide_of(x)
+            _call("linear", x, *given, out.data_ptr(), wide_of(out))
         parts.append(out)
     return tree(parts).to(dtype)
 
@@ -59,7 +58,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
     if len(x):
-        given = x.data_ptr(), weight.data_ptr(), *_summed(x), ctypes.c_float(eps), _wide(x)
+        given = x.data_ptr(), weight.data_ptr(), *_summed(x), ctypes.c_float(eps), wide_of(x)
         _call("rms_norm", x, *given, out.data_ptr())
     return out
 
@@ -69,7 +68,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     if len(x):
-        _call("silu_and_mul", x, x.data_ptr(), *out.shape, _wide(x), out.data_ptr())
+        _call("silu_and_mul", x, x.data_ptr(), *out.shape, wide_of(x), out.data_ptr())
     return out
 
 
@@ -79,7 +78,7 @@ def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
     logits, temperature = logits.contiguous(), temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits), device=logits.device).unbind()
     if len(logits):
-        given = logits.data_ptr(), temperature.data_ptr(), *_summed(logits), _wide(logits)
+        given = logits.data_ptr(), temperature.data_ptr(), *_summed(logits), wide_of(logits)
         _call("log_normaliser", logits, *given, most.data_ptr(), log_sum.data_ptr())
     return most, log_sum
 
@@ -98,7 +97,7 @@ def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tenso
     for first in range(0, len(query), rows):
         own = slice(first, first + rows)
         part = read._replace(begin=read.begin[own], length=read.length[own])
-        record = AttentionCall.of(query[own], part, scale, sinks, out[own], _wide(query))
+        record = AttentionCall.of(query[own], part, scale, sinks, out[own])
         _call("attend", query, ctypes.byref(record), scores.data_ptr(), longest, together)
     return out
 
@@ -133,16 +132,6 @@ def _summed(x: torch.Tensor) -> tuple[int, int]:
             about=str(x.shape[1]),
         )
     return x.shape[0], x.shape[1]
-
-
-def _wide(t: torch.Tensor) -> int:
-    if t.dtype not in _WIDE:
-        raise SlimxError(
-            f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
-            code="exact.dtype",
-            about=str(t.dtype),
-        )
-    return _WIDE[t.dtype]
 
 
 def _call(name: str, on: torch.Tensor, *arguments: object) -> None:
