@@ -11,10 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimx.data.whole import as_whole
 from slimx.extras.agents.proxy.answer import AnswerReader
-from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message, overridden_by_run, read_choice, read_message, typed
+from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
+from slimx.extras.agents.proxy.request import (
+    ChatRequest,
+    Message,
+    as_object,
+    fields_of,
+    most_tokens,
+    overridden_by_run,
+    read_choice,
+    read_message,
+    required,
+    type_of,
+    typed,
+)
 from slimx.extras.agents.proxy.wire import AnswerWriter
 from slimx.rollout.client.completion import Completion
 
@@ -32,12 +43,8 @@ IGNORED = frozenset(
     }
 )
 """Parameters that change nothing: they are about OpenAI's service."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-"""Parameters of which only these values (and null) can be carried out."""
+NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
+"""Parameters of which only this value (and null) can be carried out."""
 CARRIED_OUT = frozenset(
     {
         "input",
@@ -52,7 +59,7 @@ CARRIED_OUT = frozenset(
         "top_p",
     }
 )
-NOT_DONE = ("include", "reasoning", "text")
+NOT_DONE = {"include", "reasoning", "text"}
 """Parameters that agents send by default. Of some of their values nothing is done, of which the rollout is told."""
 SERVICE_TOOLS = ("web_search", "web_search_preview")
 """Tools of OpenAI's service that agents offer by default. The model is not told of them."""
@@ -63,18 +70,8 @@ class OpenaiResponses:
 
     def read(self, body: Any, sampling: Mapping[str, Any], *, strict: bool) -> ChatRequest:
         """The request in a JSON body. Raises ApiError for what cannot be carried out."""
-        if not isinstance(body, dict):
-            raise ApiError("the body is no JSON object", code="invalid_json")
-        given = {name: value for name, value in body.items() if value is not None}
-        for name in sorted(given.keys() - IGNORED - NEUTRAL.keys() - CARRIED_OUT - set(NOT_DONE)):
-            raise ApiError(f"{name} is not supported by this server", code="unsupported_parameter", param=name)
-        for name, allowed in NEUTRAL.items():
-            if given.get(name, allowed[0]) not in allowed:
-                text = f"{name} {json.dumps(given[name])} is not supported; leave it out"
-                raise ApiError(text, code="unsupported_value", param=name)
-        asked = given.get("tools", [])
-        if not isinstance(asked, list):
-            raise ApiError("tools is no list", code="invalid_value", param="tools")
+        given = fields_of(body, IGNORED | CARRIED_OUT | NOT_DONE, NEUTRAL)
+        asked = typed(given, "tools", list, [])
         tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked) if not _of_service(tool)]
         calls_tools, forced = read_choice(given, tools)
         return ChatRequest(
@@ -83,7 +80,7 @@ class OpenaiResponses:
             tools=tools or None,
             calls_tools=bool(tools) and calls_tools,
             forced=forced,
-            max_tokens=_max_tokens(given),
+            max_tokens=most_tokens(given, "max_output_tokens"),
             stream=typed(given, "stream", bool, False),
             overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given, asked),
         )
@@ -245,21 +242,17 @@ class ResponseWriter:
 
 
 def _of_service(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type") in SERVICE_TOOLS
+    return type_of(tool) in SERVICE_TOOLS
 
 
 def _not_done(given: dict[str, Any], tools: list[Any]) -> tuple[str, ...]:
     """Names of what agents ask for by default and nobody does here: a reasoning effort, a summary or encrypted
     reasoning, a verbosity, a search by the service. Raises ApiError for what an agent would miss."""
-    include, text, reasoning = given.get("include", []), given.get("text", {}), given.get("reasoning", {})
+    include, text, reasoning = given.get("include", []), given.get("text", {}), typed(given, "reasoning", dict, {})
     if include not in ([], ["reasoning.encrypted_content"]):
-        told = f"include {json.dumps(include)} is not supported; leave it out"
-        raise ApiError(told, code="unsupported_value", param="include")
+        raise unsupported("include", f"{json.dumps(include)} is not supported; leave it out")
     if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
-        told = f"text {json.dumps(text)} is not supported; only plain text is"
-        raise ApiError(told, code="unsupported_value", param="text")
-    if not isinstance(reasoning, dict):
-        raise ApiError("reasoning is no object", code="invalid_value", param="reasoning")
+        raise unsupported("text", f"{json.dumps(text)} is not supported; only plain text is")
     asked = {
         "include": bool(include),
         "reasoning": any(value is not None for value in reasoning.values()),
@@ -274,14 +267,14 @@ def _messages(given: dict[str, Any]) -> list[Message]:
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise ApiError("input is no string or list", code="invalid_value", param="input")
+        raise invalid("input", "is no string or list")
     out: list[Message] = []
     if "instructions" in given:
         out.append(_message({"role": "system", "content": given["instructions"]}, "instructions"))
     for number, item in enumerate(items):
         _add(out, item, f"input[{number}]")
     if not items or out[-1]["role"] == "assistant":
-        raise ApiError("input must end with an item that the assistant answers", code="invalid_value", param="input")
+        raise invalid("input", "must end with an item that the assistant answers")
     return out
 
 
@@ -294,17 +287,16 @@ def _add(out: list[Message], item: Any, where: str) -> None:
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "function": {name: item.get(name) for name in ("name", "arguments")}}
         if not all(isinstance(text, str) for text in (call["id"], *call["function"].values())):
-            raise ApiError(f"{where} has no call_id, name, arguments", code="invalid_value", param=where)
+            raise invalid(where, "has no call_id, name, arguments")
         if not out or out[-1]["role"] != "assistant":
             out.append({"role": "assistant", "content": ""})
         read = read_message({"role": "assistant", "tool_calls": [call]}, where)["tool_calls"]
         out[-1]["tool_calls"] = [*out[-1].get("tool_calls", []), *read]
     elif kind == "function_call_output":
-        if not isinstance(item.get("call_id"), str):
-            raise ApiError(f"{where}.call_id is no string", code="invalid_value", param=f"{where}.call_id")
-        out.append(_message({"role": "tool", "content": item.get("output")}, where) | {"tool_call_id": item["call_id"]})
+        answered = {"tool_call_id": required(item, "call_id", str, where)}
+        out.append(_message({"role": "tool", "content": item.get("output")}, where) | answered)
     elif kind != "reasoning":
-        raise ApiError(f"{where} is of type {kind}, which is not supported", code="unsupported_value", param=where)
+        raise unsupported(where, f"is of type {kind}, which is not supported")
 
 
 def _message(item: dict[str, Any], where: str) -> Message:
@@ -312,34 +304,23 @@ def _message(item: dict[str, Any], where: str) -> Message:
     if isinstance(content, list):
         content = [_part(part) for part in content]
     elif not isinstance(content, str):
-        raise ApiError(f"{where}.content is no text", code="invalid_value", param=f"{where}.content")
+        raise invalid(f"{where}.content", "is no text")
     return read_message({"role": item.get("role"), "content": content}, where)
 
 
 def _part(part: Any) -> Any:
     """A part of text as chat completions tell it; others are left for these to refuse."""
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+    if type_of(part) in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
     return part
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     """A tool as chat templates want it."""
-    if not isinstance(tool, dict):
-        raise ApiError(f"{where} is no object", code="invalid_value", param=where)
-    if tool.get("type") != "function":
-        text = f"{where} has type {tool.get('type')}; only functions, which the agent itself carries out, are supported"
-        raise ApiError(text, code="unsupported_value", param=f"{where}.type")
+    if type_of(as_object(tool, where)) != "function":
+        what = f"is {type_of(tool)}; only functions, which the agent itself carries out, are supported"
+        raise unsupported(f"{where}.type", what)
+    required(tool, "name", str, where)
+    typed(tool, "parameters", dict, {}, where)
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    for name, kind in (("name", str), ("parameters", dict)):
-        if not isinstance(function.get(name, None if name == "name" else {}), kind):
-            raise ApiError(f"{where}.{name} is missing or wrong", code="invalid_value", param=f"{where}.{name}")
     return {"type": "function", "function": function}
-
-
-def _max_tokens(given: dict[str, Any]) -> int | None:
-    count = as_whole(given.get("max_output_tokens"))
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        text = f"max_output_tokens is {count!r}; give a positive number"
-        raise ApiError(text, code="invalid_value", param="max_output_tokens")
-    return count

@@ -18,6 +18,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -97,10 +98,13 @@ class ChatProxy:
             if self._server is None:
                 self._open = Connections(most=self.connections, idle=self.idle_deadline)
                 app = web.Application(client_max_size=self._most)
-                app.router.add_post("/{session}/v1/chat/completions", self._chat)
-                app.router.add_post("/{session}/v1/responses", self._responses)
-                app.router.add_post("/{session}/v1/messages", self._messages)
-                app.router.add_post("/{session}/v1/messages/count_tokens", self._count)
+                for path, wire, answer in (
+                    ("chat/completions", OpenaiChat(), self._answer),
+                    ("responses", OpenaiResponses(), self._answer),
+                    ("messages", AnthropicMessages(), self._answer),
+                    ("messages/count_tokens", AnthropicMessages(counts=True), self._count),
+                ):
+                    app.router.add_post(f"/{{session}}/v1/{path}", partial(self._served, wire, answer))
                 app.router.add_get("/{session}/v1/models", self._models)
                 app.router.add_route("*", "/{path:.*}", self._unknown)
                 try:
@@ -118,29 +122,17 @@ class ChatProxy:
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
             return f"http://{address(self._host, self._server.port)}"
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._served(OpenaiChat(), http, self._answer)
-
-    async def _responses(self, http: web.Request) -> web.StreamResponse:
-        return await self._served(OpenaiResponses(), http, self._answer)
-
-    async def _messages(self, http: web.Request) -> web.StreamResponse:
-        return await self._served(AnthropicMessages(), http, self._answer)
-
-    async def _count(self, http: web.Request) -> web.StreamResponse:
-        return await self._served(AnthropicMessages(counts=True), http, self._counted)
-
     async def _answer(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
         return await session.answer(wire, await self._body(http), http, self._tokenizing)
 
-    async def _counted(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
+    async def _count(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
         return web.json_response({"input_tokens": await session.count(wire, await self._body(http), self._tokenizing)})
 
     async def _served(
         self,
         wire: Wire,
-        http: web.Request,
         answer: Callable[[Session, Wire, web.Request], Awaitable[web.StreamResponse]],
+        http: web.Request,
     ) -> web.StreamResponse:
         """The response of a session; an error in the words of its API."""
         name = http.match_info["session"]
