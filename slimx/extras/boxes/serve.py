@@ -35,6 +35,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from slimx.errors import SlimxError, raised
@@ -295,7 +296,7 @@ async def serve(
     options.sweep()
 
     def make(source: str | Path, limits: Limits) -> Box:
-        return dataclasses.replace(options, limits=limits).make(source)
+        return msgspec.structs.replace(options, limits=limits).make(source)
 
     stop = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):

@@ -79,7 +79,7 @@ class Terminal:
         """Seconds that opening, and the longest judgement of these prompts, may take when nothing is wrong."""
         made = cls(**options)
         waits = made._options.patience if made._options.backend == "remote" else 0.0
-        tests = max((Task.of(prompt, made._base).seconds for prompt in prompts), default=0.0)
+        tests = max((Task.of(prompt, made._base).tests.seconds for prompt in prompts), default=0.0)
         return waits + COPY_S, waits + made._options.limits.seconds + tests + COPY_S
 
     @classmethod
@@ -141,7 +141,7 @@ class Terminal:
         task = self._task
         try:
             left = packed(self._box, task.directory, self._most)
-            fresh = self._begin(task, seconds=task.seconds)
+            fresh = self._begin(task, seconds=task.tests.seconds)
             try:
                 archive = judged(left, self._as_it_began(fresh, task), task, self._most)
                 return verdict(fresh, archive, task, stop)[0]
@@ -174,7 +174,7 @@ class Terminal:
 
     def _try(self, task: Task) -> None:
         """Refuse a task in whose box no shell runs. It has the tests' time: a busy machine is slow."""
-        box = self._begin(task, seconds=max(task.seconds, self._options.limits.seconds))
+        box = self._begin(task, seconds=max(task.tests.seconds, self._options.limits.seconds))
         try:
             ran = box.run(["sh", "-c", "tar --help"], cwd=task.directory)
         finally:
