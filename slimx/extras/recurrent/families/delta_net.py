@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.extras.recurrent.delta_nets import SIZES, DeltaNet
 from slimx.layout.maps import Cut, Sections
 from slimx.layout.table import Group, Row, Table
 from slimx.models import decoder, engine_rows
@@ -19,63 +20,6 @@ from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 _DELTA_NET = "linear_attention"
 _KINDS = {_DELTA_NET, "full_attention"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
-    """Sizes of a gated delta net. Every key head serves `values // keys` value heads that follow each other."""
-
-    hidden: int
-    keys: int
-    """Key heads; there are as many of queries."""
-    values: int
-    """Value heads."""
-    key_head: int
-    value_head: int
-    """Dimension of each."""
-    width: int
-    """Tokens that the convolution sees."""
-
-    @classmethod
-    def of(cls, hf: dict[str, Any]) -> Self:
-        return cls(
-            hidden=hf["hidden_size"],
-            keys=hf["linear_num_key_heads"],
-            values=hf["linear_num_value_heads"],
-            key_head=hf["linear_key_head_dim"],
-            value_head=hf["linear_value_head_dim"],
-            width=hf["linear_conv_kernel_dim"],
-        )
-
-    def __post_init__(self) -> None:
-        if self.values % self.keys:
-            raise ValueError(f"{self.keys} key heads of a delta net cannot serve {self.values} value heads")
-
-    @property
-    def key(self) -> int:
-        """Rows of all queries, and of all keys."""
-        return self.keys * self.key_head
-
-    @property
-    def value(self) -> int:
-        """Rows of all values, and of all output gates."""
-        return self.values * self.value_head
-
-    @property
-    def share(self) -> int:
-        """Rows of the values that belong to one key head."""
-        return self.value // self.keys
-
-    @property
-    def rates(self) -> int:
-        """Learning rates, and decays, that belong to one key head."""
-        return self.values // self.keys
-
-    @property
-    def mixed(self) -> tuple[Cut, Cut, Cut]:
-        """Queries, keys and values, one kind behind the other in the first source."""
-        head = self.key_head
-        return Cut(0, 0, head, head), Cut(0, self.key, head, head), Cut(0, 2 * self.key, self.share, self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +53,7 @@ def by_kind(net: DeltaNet) -> Projections:
     others = (("z", net.share), ("b", net.rates), ("a", net.rates))
     return Projections(
         (
-            ("in_proj_qkv", 2 * net.key + net.value),
+            ("in_proj_qkv", net.channels),
             *((f"in_proj_{kind}", net.keys * rows) for kind, rows in others),
         ),
         (*net.mixed, *(Cut(number, 0, rows, rows) for number, (_, rows) in enumerate(others, 1))),
@@ -154,7 +98,7 @@ def layers_of(hf: dict[str, Any], kind: str) -> tuple[int, ...]:
 
 def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define a model without experts."""
-    net, linear = DeltaNet.of(hf), layers_of(hf, _DELTA_NET)
+    linear = layers_of(hf, _DELTA_NET)
     return {
         # Files of models with experts alone may leave out the size of an MLP, which they have not.
         **decoder.decoder_fields(
@@ -163,11 +107,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(layer in linear) for layer in range(hf["num_hidden_layers"])],
-        "linear_conv_kernel_dim": net.width,
-        "linear_key_head_dim": net.key_head,
-        "linear_value_head_dim": net.value_head,
-        "linear_num_key_heads": net.keys,
-        "linear_num_value_heads": net.values,
+        **{name: hf[name] for name in SIZES.values()},
     }
 
 
@@ -236,7 +176,7 @@ def _trained(at: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
     """The norm before a delta net and the net, as megatron-core's GatedDeltaNet holds it."""
     here, there, stored = "self_attention.", "linear_attn.", store(net)
     inputs = [(there + name, (rows, net.hidden)) for name, rows in stored.sources]
-    mixed = [(there + "conv1d", (2 * net.key + net.value, 1, net.width))]
+    mixed = [(there + "conv1d", (net.channels, 1, net.width))]
     return (
         at.norm(here + "in_proj.layer_norm_weight", "input_layernorm", net.hidden),
         at.row(
@@ -374,7 +314,7 @@ def _served(at: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
         )
         for name, made in served(net).items()
     ]
-    conv = [(there + "conv1d", (2 * net.key + net.value, 1, net.width))]
+    conv = [(there + "conv1d", (net.channels, 1, net.width))]
     decay, bias = _of_heads(at, there, there, net)
     return (
         engine_rows.same(at, "input_layernorm", net.hidden),
