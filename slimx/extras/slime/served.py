@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import statistics
-import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,17 +99,8 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
             code="slime.async",
             about="slime.utils.async_utils.run",
         )
-    result: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(asyncio.run(coroutine))
-        except BaseException as error:
-            result.set_exception(error)
-
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(work,), daemon=True).start()
-    return result.result()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, asyncio.run, coroutine).result()
 
 
 def load_function(path: str) -> Any:

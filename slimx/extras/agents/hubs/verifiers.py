@@ -98,11 +98,7 @@ async def _post(url: str, body: Mapping[str, Any], token_env: str | None) -> tup
         ):
             return answer.status, await text_of(answer)
     except (aiohttp.ClientError, OSError) as error:
-        raise _lost(url, raised(error)) from error
-
-
-def _lost(url: str, what: str) -> SlimxError:
-    return SlimxError(f"the server of verifiers: {url} {what}", code="verifiers.lost", about=url)
+        raise SlimxError(f"the server of verifiers: {url} {raised(error)}", code="verifiers.lost", about=url) from error
 
 
 def _is_finite(value: Any) -> bool:

@@ -127,7 +127,7 @@ class ResponseWriter:
             return b""
         out = b"" if self._open else self._begin_text(0)
         self._open = True
-        return out + self._text_event("delta", 0, delta=shown, logprobs=[])
+        return out + self._text_event("output_text.delta", 0, delta=shown, logprobs=[])
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
         """The items that are left, and the whole response."""
@@ -138,9 +138,9 @@ class ResponseWriter:
                 part = item["content"][0]
                 if not self._open:
                     out += self._begin_text(index)
-                    out += self._text_event("delta", index, delta=part["text"], logprobs=[])
-                out += self._text_event("done", index, text=part["text"], logprobs=[])
-                out += self._part_event("done", index, part)
+                    out += self._text_event("output_text.delta", index, delta=part["text"], logprobs=[])
+                out += self._text_event("output_text.done", index, text=part["text"], logprobs=[])
+                out += self._text_event("content_part.done", index, part=part)
             else:
                 out += self._begin_item(index, item)
             out += self._event("response.output_item.done", output_index=index, item=item)
@@ -169,15 +169,11 @@ class ResponseWriter:
         item = self._text_item("", "in_progress")
         part = item["content"][0]
         added = self._event("response.output_item.added", output_index=index, item={**item, "content": []})
-        return added + self._part_event("added", index, part)
+        return added + self._text_event("content_part.added", index, part=part)
 
     def _text_event(self, what: str, index: int, **data: Any) -> bytes:
         place = {"output_index": index, "item_id": self._text_id, "content_index": 0}
-        return self._event(f"response.output_text.{what}", **place, **data)
-
-    def _part_event(self, what: str, index: int, part: dict[str, Any]) -> bytes:
-        place = {"output_index": index, "item_id": self._text_id, "content_index": 0}
-        return self._event(f"response.content_part.{what}", **place, part=part)
+        return self._event(f"response.{what}", **place, **data)
 
     def _event(self, kind: str, **data: Any) -> bytes:
         told = {"type": kind, "sequence_number": self._events, **data}

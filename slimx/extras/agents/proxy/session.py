@@ -106,7 +106,9 @@ class Session:
             self.last_error = None
             writer = wire.writer(request, number, len(place.token_ids), self._reading)
             exchange = Exchange(request, place, sampling, number, writer)
-            return await (self._stream(exchange, http) if request.stream else self._whole(exchange))
+            if request.stream:
+                return await self._stream(exchange, http)
+            return web.json_response(writer.whole(*await self._whole(exchange)))
         except ApiError as error:
             self._count_error(error)
             self.limited |= error.code == "context_length_exceeded"
@@ -176,14 +178,11 @@ class Session:
             place.parent.stopped = True
         raise ApiError(text, code=code, param="messages")
 
-    async def _whole(self, exchange: Exchange) -> web.StreamResponse:
-        completion = await self._sample(exchange)
-        message = self._keep(exchange, completion, await self._message(exchange, completion))
-        return web.json_response(exchange.writer.whole(message, completion))
-
-    async def _sample(self, exchange: Exchange) -> Completion:
+    async def _whole(self, exchange: Exchange) -> tuple[Message, Completion]:
         with _engine_errors():
-            return await self._ctx.engine.generate(exchange.place.token_ids, exchange.sampling, turn=exchange.number)
+            tokens, sampling = exchange.place.token_ids, exchange.sampling
+            completion = await self._ctx.engine.generate(tokens, sampling, turn=exchange.number)
+        return await self._keep(exchange, completion), completion
 
     async def _stream(self, exchange: Exchange, http: web.Request) -> web.StreamResponse:
         """Server-sent events; an error in their middle is one of them."""
@@ -206,8 +205,7 @@ class Session:
         """The events of a streamed answer. One that has to be read as a whole first comes at its end."""
         writer, pieces = exchange.writer, self._reading.pieces(exchange.request)
         if exchange.request.forced is not None:  # asked for whole: a stream that broke off could not be continued
-            completion = await self._sample(exchange)
-            message = self._keep(exchange, completion, await self._message(exchange, completion))
+            message, completion = await self._whole(exchange)
             yield writer.begin()
             yield writer.end(message, None, completion)
             return
@@ -223,10 +221,7 @@ class Session:
                         yield event
                 completion = tokens.completion
         rest = pieces.end() if pieces is not None else None
-        if pieces is not None:
-            message = self._keep(exchange, completion, {"role": "assistant", "content": pieces.shown})
-        else:
-            message = self._keep(exchange, completion, await self._message(exchange, completion))
+        message = await self._keep(exchange, completion, pieces.shown if pieces is not None else None)
         if first:
             yield writer.begin()
         yield writer.end(message, rest, completion)
@@ -239,8 +234,13 @@ class Session:
             text = f"rollout.options.tool_parser raised {raised(error)}"
             raise ApiError(text, code="tool_parser_failed", status=500) from error
 
-    def _keep(self, exchange: Exchange, completion: Completion, message: Message) -> Message:
-        """The message for the agent, whose answer is a part of the rollout from now on."""
+    async def _keep(self, exchange: Exchange, completion: Completion, shown: str | None = None) -> Message:
+        """The message for the agent, whose answer is a part of the rollout from now on. `shown`: its text, if that
+        went to the agent in pieces."""
+        if shown is None:
+            message = await self._message(exchange, completion)
+        else:
+            message = {"role": "assistant", "content": shown}
         if completion.finish_reason == "abort":
             raise ApiError("the engine aborted the request", code="aborted", status=503)
         request, calls = exchange.request, len(message.get("tool_calls", []))
