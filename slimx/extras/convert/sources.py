@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import prod
 from typing import Protocol
 
@@ -11,6 +11,9 @@ import torch
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 
+Shape = tuple[int, ...]
+Advance = Callable[[int], None]
+"""Called with the number of bytes that are done after the call before."""
 BLOCK_BYTES = 32 * 2**20
 """About what is held of one tensor at a time."""
 MAPPED_BYTES = 128 * 2**20
@@ -44,7 +47,7 @@ class Scratch:
     def __init__(self) -> None:
         self._memory = bytearray()
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised; the one before is overwritten. Its storage ends where it ends."""
         count = prod(shape)
         if count * dtype.itemsize > len(self._memory):
@@ -105,7 +108,7 @@ class Overlay:
         return self.original, name
 
 
-def row_blocks(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> Iterator[Rect]:
+def row_blocks(shape: Shape, itemsize: int, multiple: int = 1) -> Iterator[Rect]:
     """The rows of a tensor from first to last in blocks of about BLOCK_BYTES that hold a `multiple` of rows, or end
     with their matrix; none reaches from one matrix of a stack into the next."""
     rows, cols = matrix(shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +19,7 @@ import xxhash
 from slimx.digest import FileRecord, record
 from slimx.errors import SlimxError
 from slimx.extras.convert.partial import Done, Partial
+from slimx.extras.convert.sources import Advance
 
 _SPARE_BYTES = 64 * 2**20
 """Beyond the planned tensors: headers, metadata, tokenizer."""
@@ -57,7 +58,7 @@ class Conversion(Protocol):
         """Add the small files that complete the output; `notes` by file name."""
         ...
 
-    def compare(self, directory: Path, advance: Callable[[int], None]) -> None:
+    def compare(self, directory: Path, advance: Advance) -> None:
         """Read the complete output and compare its values with the source's. Raises SlimxError naming a tensor that
         differs."""
         ...
@@ -70,7 +71,7 @@ class _Stopped(Exception):
 class Stream:
     """A file that is written from front to back; it takes the digest on the way."""
 
-    def __init__(self, file: BinaryIO, advance: Callable[[int], None], stop: threading.Event):
+    def __init__(self, file: BinaryIO, advance: Advance, stop: threading.Event):
         self._file, self._advance, self._stop = file, advance, stop
         self._digest, self._size = xxhash.xxh3_128(), 0
         self.failure: BaseException | None = None
@@ -206,7 +207,7 @@ def _failure(future: Future[Done]) -> BaseException | None:
     return None if isinstance(error, _Stopped) else error
 
 
-def _write_one(file: PlannedFile, partial: Partial, advance: Callable[[int], None], stop: threading.Event) -> Done:
+def _write_one(file: PlannedFile, partial: Partial, advance: Advance, stop: threading.Event) -> Done:
     if stop.is_set():
         raise _Stopped
     path = partial.path / file.name

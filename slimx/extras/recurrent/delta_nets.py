@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from slimx.extras.recurrent.numerics.chunk_sizes import CHUNK
 from slimx.layout.maps import Cut
+from slimx.models.fields import Fields
 from slimx.models.layer_kind import LayerKind, LayerParts, mlps
 
 FP32 = 4
@@ -157,6 +158,6 @@ class DeltaNets(LayerKind):
         return decoder_spec(transformer, chunk)
 
 
-def layer_kind(hf: Mapping[str, Any]) -> LayerKind:
+def layer_kind(hf: Fields) -> LayerKind:
     """Returns the kind of a model of Qwen3-Next's shape."""
     return DeltaNets()

@@ -9,7 +9,7 @@ from typing import Any
 
 from slimx.data.chat.responses import THOUGHT_BEGINS, THOUGHT_ENDS
 from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message
+from slimx.extras.agents.proxy.request import ChatRequest, Json, Message
 from slimx.extras.agents.proxy.tool_calls import ATTEMPT, ToolCall, ToolParser
 from slimx.extras.agents.proxy.tool_choice import GRAMMARS, grammar
 
@@ -50,12 +50,12 @@ class AnswerReader:
             self.tokenizer.decode(list(after[-OPEN_TAIL:]), skip_special_tokens=False).rstrip().endswith(THOUGHT_BEGINS)
         )
 
-    async def calls(self, token_ids: Sequence[int], tools: list[dict[str, Any]], *, after: Sequence[int]) -> Calls:
+    async def calls(self, token_ids: Sequence[int], tools: list[Json], *, after: Sequence[int]) -> Calls:
         """The calls behind an answer's thinking: one that the model only thinks of is not made. `after`: the tokens
         before the answer."""
         return await self._calls(self.raw(token_ids, ()), tools, after)
 
-    async def _calls(self, text: str, tools: list[dict[str, Any]], after: Sequence[int]) -> Calls:
+    async def _calls(self, text: str, tools: list[Json], after: Sequence[int]) -> Calls:
         thought, answer = spoken(text, opened=self.opened(after))
         content, calls = await self.parse_tools(answer, tools)
         return Calls(thought, content, calls, not calls and ATTEMPT.search(answer) is not None)
@@ -223,7 +223,7 @@ def _begun(text: str, stop: str) -> int:
     return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def written(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any]]:
+def written(calls: Sequence[ToolCall], number: int) -> list[Json]:
     """Calls as an assistant's message has them. Ids that the model wrote are kept if they tell its calls apart;
     `number` makes others unique."""
     ids = [call.id for call in calls]

@@ -14,6 +14,7 @@ from slimx.extras.agents.proxy.answer import AnswerReader
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
+    Json,
     Message,
     as_object,
     check_stop,
@@ -79,7 +80,7 @@ class AnthropicMessages:
             overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given),
         )
 
-    def refusal(self, error: ApiError) -> dict[str, Any]:
+    def refusal(self, error: ApiError) -> Json:
         """The body of an error; `code` and `param` are those that chat completions tell."""
         kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         told = {"type": kind, "message": str(error), "code": error.code, "param": error.param}
@@ -102,7 +103,7 @@ class MessageWriter:
     _open: bool = field(default=False, init=False)
     """True while the block of text is not ended."""
 
-    def whole(self, message: Message, completion: Completion) -> dict[str, Any]:
+    def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
         return self._frame(_blocks(message), self._usage(completion)) | self._stop(message, completion)
 
@@ -134,11 +135,11 @@ class MessageWriter:
         """The event error."""
         return _event("error", error=self.api.refusal(error)["error"])
 
-    def _frame(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+    def _frame(self, content: list[Json], usage: dict[str, int]) -> Json:
         out = {"id": f"msg_{self.number}", "type": "message", "role": "assistant", "model": self.request.model}
         return out | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
-    def _stop(self, message: Message, completion: Completion) -> dict[str, Any]:
+    def _stop(self, message: Message, completion: Completion) -> Json:
         by = self.reading.stopped_by(completion.token_ids.tolist(), self.request.stop)
         if message.get("tool_calls"):
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -158,8 +159,8 @@ class MessageWriter:
         }
 
 
-def _blocks(message: Message) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
+def _blocks(message: Message) -> list[Json]:
+    out: list[Json] = []
     if message.get("reasoning_content"):
         out.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     if message.get("content"):
@@ -170,7 +171,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return out
 
 
-def _block_events(index: int, block: dict[str, Any]) -> bytes:
+def _block_events(index: int, block: Json) -> bytes:
     name, delta = {
         "thinking": ("thinking", "thinking_delta"),
         "text": ("text", "text_delta"),
@@ -191,7 +192,7 @@ def _event(kind: str, **data: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
 
 
-def _messages(given: dict[str, Any]) -> list[Message]:
+def _messages(given: Json) -> list[Message]:
     out: list[Message] = []
     if given.get("system"):
         out.append({"role": "system", "content": text_of(given["system"], "system")})
@@ -238,26 +239,26 @@ def _assistant(blocks: list[Any], where: str) -> Message:
     return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: Any, where: str) -> Json:
     """A tool as chat templates want it."""
     kind = as_object(tool, where).get("type", "custom")
     if kind not in (None, "custom"):
         raise unsupported(f"{where}.type", f"is {kind}; only tools that the agent itself carries out are supported")
-    function: dict[str, Any] = {"name": required(tool, "name", str, where)}
+    function: Json = {"name": required(tool, "name", str, where)}
     function["parameters"] = required(tool, "input_schema", dict, where)
     if description := typed(tool, "description", str, "", where):
         function["description"] = description
     return {"type": "function", "function": function}
 
 
-def _only(given: dict[str, Any], name: str, allowed: tuple[str, ...]) -> str:
+def _only(given: Json, name: str, allowed: tuple[str, ...]) -> str:
     value = given.get(name, {"type": allowed[0]})
     if type_of(value) not in allowed:
         raise unsupported(name, f"{json.dumps(value)} is not supported; leave it out")
     return type_of(value)
 
 
-def _choice(given: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, Forced | None]:
+def _choice(given: Json, tools: list[Json]) -> tuple[str, Forced | None]:
     """`tool_choice`, and the calls that it forces."""
     choice = _only(given, "tool_choice", ("auto", "none", "any", "tool"))
     if choice in ("auto", "none"):
@@ -267,7 +268,7 @@ def _choice(given: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, Fo
     return choice, forced_by(tools, name, once=typed(value, "disable_parallel_tool_use", bool, False, "tool_choice"))
 
 
-def _not_done(given: dict[str, Any]) -> tuple[str, ...]:
+def _not_done(given: Json) -> tuple[str, ...]:
     """Names of what agents ask for by default and nobody does here: thinking to a budget, an effort. Raises ApiError
     for what an agent would miss."""
     thinking = _only(given, "thinking", ("disabled", "enabled", "adaptive"))
@@ -284,7 +285,7 @@ def _not_done(given: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
-def _stop(given: dict[str, Any]) -> list[str]:
+def _stop(given: Json) -> list[str]:
     stop = typed(given, "stop_sequences", list, [])
     if not all(isinstance(text, str) and text for text in stop):
         raise invalid("stop_sequences", "is a list of strings")

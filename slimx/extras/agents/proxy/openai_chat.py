@@ -10,7 +10,7 @@ from typing import Any
 
 from slimx.extras.agents.proxy.answer import AnswerReader
 from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message, read_request
+from slimx.extras.agents.proxy.request import ChatRequest, Json, Message, read_request
 from slimx.extras.agents.proxy.wire import AnswerWriter
 from slimx.rollout.client.completion import Completion
 
@@ -22,7 +22,7 @@ class OpenaiChat:
         """The request in a JSON body."""
         return read_request(body, sampling, strict=strict)
 
-    def refusal(self, error: ApiError) -> dict[str, Any]:
+    def refusal(self, error: ApiError) -> Json:
         """The body of an error."""
         return error.body
 
@@ -42,7 +42,7 @@ class ChatWriter:
     tokenizer: Any
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, message: Message, completion: Completion) -> dict[str, Any]:
+    def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
         choice = {"message": message, "finish_reason": _finish_reason(message, completion)}
         frame = self._frame("chat.completion", choice, self._logprobs(completion))
@@ -59,7 +59,7 @@ class ChatWriter:
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
         """The rest of the message, the finish reason, and the usage if it was asked for."""
-        delta: dict[str, Any] = {"content": rest}
+        delta: Json = {"content": rest}
         if rest is None:
             delta = {name: value for name, value in message.items() if name != "role"}
             calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", []))]
@@ -74,13 +74,11 @@ class ChatWriter:
         """The error as the last event."""
         return _event(error.body) + DONE
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: list[Any] | None = None) -> bytes:
+    def _chunk(self, delta: Json, finish: str | None = None, logprobs: list[Any] | None = None) -> bytes:
         """A part of a streamed answer."""
         return _event(self._frame("chat.completion.chunk", {"delta": delta, "finish_reason": finish}, logprobs))
 
-    def _frame(
-        self, kind: str, choice: dict[str, Any] | None = None, logprobs: list[Any] | None = None
-    ) -> dict[str, Any]:
+    def _frame(self, kind: str, choice: Json | None = None, logprobs: list[Any] | None = None) -> Json:
         """What all parts of an answer have in common, around its choice."""
         told = {"content": logprobs} if logprobs is not None else None
         choices = [] if choice is None else [{"index": 0, **choice, "logprobs": told}]
@@ -92,7 +90,7 @@ class ChatWriter:
             "choices": choices,
         }
 
-    def _usage(self, completion: Completion) -> dict[str, Any]:
+    def _usage(self, completion: Completion) -> Json:
         """Numbers of tokens."""
         sampled = len(completion.token_ids)
         return {
@@ -102,7 +100,7 @@ class ChatWriter:
             "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
         }
 
-    def _logprobs(self, completion: Completion) -> list[dict[str, Any]] | None:
+    def _logprobs(self, completion: Completion) -> list[Json] | None:
         """Log-probs of each sampled token in the API's form, if they were asked for; alternatives are left out."""
         if not self.request.logprobs:
             return None
@@ -116,7 +114,7 @@ class ChatWriter:
 DONE = b"data: [DONE]\n\n"
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def _event(data: Json) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 

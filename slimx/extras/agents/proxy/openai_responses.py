@@ -15,6 +15,7 @@ from slimx.extras.agents.proxy.answer import AnswerReader
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
+    Json,
     Message,
     as_object,
     fields_of,
@@ -85,7 +86,7 @@ class OpenaiResponses:
             overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given, asked),
         )
 
-    def refusal(self, error: ApiError) -> dict[str, Any]:
+    def refusal(self, error: ApiError) -> Json:
         """The body of an error."""
         return error.body
 
@@ -107,7 +108,7 @@ class ResponseWriter:
     _open: bool = field(default=False, init=False)
     """True while the item of text is not ended."""
 
-    def whole(self, message: Message, completion: Completion) -> dict[str, Any]:
+    def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
         cut = completion.finish_reason == "length"
         return self._frame("incomplete" if cut else "completed") | {
@@ -151,7 +152,7 @@ class ResponseWriter:
         told = {"error": {"code": error.code, "message": str(error)}}
         return self._event("response.failed", response=self._frame("failed") | told)
 
-    def _begin_item(self, index: int, item: dict[str, Any]) -> bytes:
+    def _begin_item(self, index: int, item: Json) -> bytes:
         """An item other than text, up to its end."""
         if item["type"] == "reasoning":
             return self._event("response.output_item.added", output_index=index, item=item)
@@ -180,7 +181,7 @@ class ResponseWriter:
         self._events += 1
         return f"event: {kind}\ndata: {json.dumps(told)}\n\n".encode()
 
-    def _frame(self, status: str) -> dict[str, Any]:
+    def _frame(self, status: str) -> Json:
         request = self.request
         tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools or []]
         return {
@@ -209,12 +210,12 @@ class ResponseWriter:
     def _text_id(self) -> str:
         return f"msg_{self.number}"
 
-    def _text_item(self, text: str, status: str) -> dict[str, Any]:
+    def _text_item(self, text: str, status: str) -> Json:
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
         return {"type": "message", "id": self._text_id, "role": "assistant", "status": status, "content": content}
 
-    def _items(self, message: Message, status: str) -> list[dict[str, Any]]:
-        out: list[dict[str, Any]] = []
+    def _items(self, message: Message, status: str) -> list[Json]:
+        out: list[Json] = []
         if thought := message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": thought}]
             out.append({"type": "reasoning", "id": f"rs_{self.number}", "summary": [], "content": content})
@@ -226,7 +227,7 @@ class ResponseWriter:
             out.append({**told, **call["function"], "status": "completed"})
         return out
 
-    def _usage(self, completion: Completion) -> dict[str, Any]:
+    def _usage(self, completion: Completion) -> Json:
         sampled = len(completion.token_ids)
         return {
             "input_tokens": self.prompt,
@@ -241,7 +242,7 @@ def _of_service(tool: Any) -> bool:
     return type_of(tool) in SERVICE_TOOLS
 
 
-def _not_done(given: dict[str, Any], tools: list[Any]) -> tuple[str, ...]:
+def _not_done(given: Json, tools: list[Any]) -> tuple[str, ...]:
     """Names of what agents ask for by default and nobody does here: a reasoning effort, a summary or encrypted
     reasoning, a verbosity, a search by the service. Raises ApiError for what an agent would miss."""
     include, text, reasoning = given.get("include", []), given.get("text", {}), typed(given, "reasoning", dict, {})
@@ -258,7 +259,7 @@ def _not_done(given: dict[str, Any], tools: list[Any]) -> tuple[str, ...]:
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
-def _messages(given: dict[str, Any]) -> list[Message]:
+def _messages(given: Json) -> list[Message]:
     items = given.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -295,7 +296,7 @@ def _add(out: list[Message], item: Any, where: str) -> None:
         raise unsupported(where, f"is of type {kind}, which is not supported")
 
 
-def _message(item: dict[str, Any], where: str) -> Message:
+def _message(item: Json, where: str) -> Message:
     content = item.get("content")
     if isinstance(content, list):
         content = [_part(part) for part in content]
@@ -311,7 +312,7 @@ def _part(part: Any) -> Any:
     return part
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: Any, where: str) -> Json:
     """A tool as chat templates want it."""
     if type_of(as_object(tool, where)) != "function":
         what = f"is {type_of(tool)}; only functions, which the agent itself carries out, are supported"

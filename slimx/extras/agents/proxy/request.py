@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimx.data.whole import as_whole
+from slimx.engines.server.wire import Json
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 
-Message = dict[str, Any]
+Message = Json
 
 IGNORED = frozenset(
     {
@@ -74,7 +75,7 @@ class ChatRequest:
     """As chat templates want them: content is text, a tool call's arguments are an object."""
     model: str
     """As the agent calls it; it goes back in the answer and means nothing else."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Json] | None = None
     calls_tools: bool = False
     """True if tool calls are looked for in the answer."""
     forced: Forced | None = None
@@ -123,7 +124,7 @@ def read_request(body: Any, sampling: Mapping[str, Any], *, strict: bool = False
     )
 
 
-def fields_of(body: Any, known: Collection[str], neutral: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(body: Any, known: Collection[str], neutral: Mapping[str, Any]) -> Json:
     """The fields of a request's body that are not null. Raises ApiError for one that is neither `known` nor has its
     only value of `neutral`."""
     if not isinstance(body, dict):
@@ -163,7 +164,7 @@ def overridden_by_run(given: Mapping[str, Any], sampling: Mapping[str, Any], *, 
     return overridden
 
 
-def _messages(given: dict[str, Any]) -> list[Message]:
+def _messages(given: Json) -> list[Message]:
     messages = [
         read_message(message, f"messages[{number}]")
         for number, message in enumerate(typed(given, "messages", list, []))
@@ -205,7 +206,7 @@ def type_of(part: Any) -> str:
     return str(part.get("type")) if isinstance(part, dict) else type(part).__name__
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str) -> Json:
     function = required(as_object(call, where), "function", dict, where)
     name, id = required(function, "name", str, where), typed(call, "id", str, "", where)
     arguments = function.get("arguments") or "{}"
@@ -224,7 +225,7 @@ def most_tokens(given: Mapping[str, Any], name: str) -> int | None:
     return count
 
 
-def _stop(given: dict[str, Any]) -> list[str]:
+def _stop(given: Json) -> list[str]:
     stop = given.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
@@ -268,7 +269,7 @@ def required[T](given: Mapping[str, Any], name: str, kind: type[T], where: str =
     return value
 
 
-def as_object(value: Any, where: str) -> dict[str, Any]:
+def as_object(value: Any, where: str) -> Json:
     """The object at `where`. Raises ApiError for anything else."""
     if not isinstance(value, dict):
         raise invalid(where, "is no object")

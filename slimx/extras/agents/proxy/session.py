@@ -17,7 +17,7 @@ from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader
 from slimx.extras.agents.proxy.conversations import Conversations, Position
 from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message, characters, parts, read_message
+from slimx.extras.agents.proxy.request import ChatRequest, Json, Message, characters, parts, read_message
 from slimx.extras.agents.proxy.wire import AnswerWriter, Wire
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
@@ -48,7 +48,7 @@ class Exchange:
 
     request: ChatRequest
     place: Position
-    sampling: dict[str, Any]
+    sampling: Json
     """Sampling parameters that differ from the run's."""
     number: int
     """Number of the request in its session: the turn by which it is seeded."""
@@ -77,9 +77,9 @@ class Session:
         self.limited = False
         """True if a limit was reached."""
 
-    def trajectories(self, metadata: dict[str, Any]) -> list[Trajectory]:
+    def trajectories(self, metadata: Json) -> list[Trajectory]:
         """The trajectories that were sampled; [] if none were."""
-        told: dict[str, Any] = {"requests": self._requests, "overridden": sorted(self._overridden)}
+        told: Json = {"requests": self._requests, "overridden": sorted(self._overridden)}
         if self._forced:
             told["forced"] = self._forced
         if self._errors:
@@ -122,7 +122,7 @@ class Session:
         self.last_error = error
         self._errors[error.code] += 1
 
-    def _admit(self, request: ChatRequest, place: Position, grammar: str | None) -> dict[str, Any]:
+    def _admit(self, request: ChatRequest, place: Position, grammar: str | None) -> Json:
         """The sampling for the request's answer at `place`; ApiError if a limit is reached."""
         limits = self._limits
         length = len(place.token_ids)
@@ -139,7 +139,7 @@ class Session:
         if left < 1:
             self._refuse(place, "token_budget_exceeded", f"this session has had its {limits.sampled} sampled tokens")
         most = self._ctx.engine.sampling["max_new_tokens"]
-        sampling: dict[str, Any] = {"max_new_tokens": min(room, left, most, request.max_tokens or most)}
+        sampling: Json = {"max_new_tokens": min(room, left, most, request.max_tokens or most)}
         if request.stop:
             sampling["stop"] = request.stop
         if grammar is not None:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slimx.engines.server.wire import Json
 from slimx.extras.agents.proxy.errors import invalid
 
 GRAMMARS = ("hermes", "qwen")
 """Tool parsers whose format has a grammar here: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 DEPTH, LENGTH = 32, 65536
 """Levels and bytes of a schema, at most: the engine compiles it, beside which all other requests wait."""
-Tools = Sequence[dict[str, Any]]
+Tools = Sequence[Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
     from xgrammar import Grammar  # takes seconds, and hardly any agent forces a tool
 
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    calls: dict[str, Any] = {
+    calls: Json = {
         "type": "tags_with_separator",
         "tags": [_tag(name, schemas[name]) for name in forced.names],
         "separator": "\n",
@@ -89,7 +90,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _tag(name: str, schema: Any) -> dict[str, Any]:
+def _tag(name: str, schema: Any) -> Json:
     return {
         "type": "tag",
         "begin": f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',

@@ -16,6 +16,7 @@ from slimx.extras.recurrent.delta_nets import SIZES, DeltaNet
 from slimx.layout.maps import Cut, Sections
 from slimx.layout.table import Group, Row, Table
 from slimx.models import decoder, engine_rows
+from slimx.models.fields import Fields
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 _DELTA_NET = "linear_attention"
@@ -80,12 +81,12 @@ def merged(net: DeltaNet) -> dict[str, Projections]:
     }
 
 
-def attention_of(hf: dict[str, Any]) -> Attention:
+def attention_of(hf: Fields) -> Attention:
     """The attention of the other layers."""
     return Attention.of(hf, qk_norm=True, output_gate=True)
 
 
-def layers_of(hf: dict[str, Any], kind: str) -> tuple[int, ...]:
+def layers_of(hf: Fields, kind: str) -> tuple[int, ...]:
     """Layers of one kind, "linear_attention" or "full_attention", counted from 0."""
     every = hf.get("full_attention_interval") or 4
     kinds = hf.get("layer_types") or [
@@ -96,7 +97,7 @@ def layers_of(hf: dict[str, Any], kind: str) -> tuple[int, ...]:
     return tuple(layer for layer, other in enumerate(kinds) if other == kind)
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define a model without experts."""
     linear = layers_of(hf, _DELTA_NET)
     return {
@@ -111,7 +112,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
+def moe_fields(hf: Fields) -> dict[str, Any]:
     """Those that experts add."""
     return {
         "num_moe_experts": hf["num_experts"],
@@ -126,12 +127,12 @@ def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_share(hf, default=0.25)}
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     if scaled := decoder.scaled_otherwise(hf, "default"):
         return scaled
@@ -155,7 +156,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     )
 
 
-def weight_table(hf: dict[str, Any], store: Store, frozen: dict[str, tuple[int, ...]] | None = None) -> Table:
+def weight_table(hf: Fields, store: Store, frozen: dict[str, tuple[int, ...]] | None = None) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
     linear = Layer(layers=layers_of(hf, _DELTA_NET))
@@ -208,7 +209,7 @@ def _of_heads(at: Layer, here: str, there: str, net: DeltaNet) -> tuple[Row, Row
     return decay, bias
 
 
-def _experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
+def _experts(at: Layer, hf: Fields) -> tuple[Row, ...]:
     """The norm before them, a router, experts, and a shared one behind a gate."""
     hidden, inner, shared = hf["hidden_size"], hf["moe_intermediate_size"], hf["shared_expert_intermediate_size"]
     return (
@@ -223,7 +224,7 @@ def _plain(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(replace(row, quantised=False) for row in rows)
 
 
-def prediction_tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def prediction_tensors(hf: Fields) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the layer of multi-token prediction, which published files hold and config.json need not
     declare: a layer of gated attention of its own."""
     hidden, at = hf["hidden_size"], Layer("mtp.layers.{layer}.", "mtp.layers.{layer}.")
@@ -239,7 +240,7 @@ def prediction_tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return Table(rows, layers=1, experts=hf.get("num_experts") or 0).checkpoint_shapes()
 
 
-def check_served(hf: dict[str, Any], architecture: str, *, fused_shared_experts: bool) -> None:
+def check_served(hf: Fields, architecture: str, *, fused_shared_experts: bool) -> None:
     """Raises SlimxError for what SGLang 0.5.23 would build otherwise, in every family of this shape."""
     if hf.get("full_attention_interval") is None:
         raise unserved(
@@ -270,7 +271,7 @@ def unserved(architecture: str, key: str, why: str) -> SlimxError:
     return SlimxError(f"{architecture}: {key} {why}", code="model.served_field", about=key)
 
 
-def engine_table(hf: dict[str, Any], served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
+def engine_table(hf: Fields, served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor. `embedding`: the ranks that share the word embedding; `tied`:
     it is the output layer too."""
     layers, experts = hf["num_hidden_layers"], hf.get("num_experts") or 0
@@ -291,7 +292,7 @@ def _beside_the_layer(row: Row) -> Row:
     return replace(row, name=row.name.replace("self_attn.", ""))
 
 
-def _served_experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
+def _served_experts(at: Layer, hf: Fields) -> tuple[Row, ...]:
     """A router, experts, and a shared one behind a gate (`Qwen2MoeSparseMoeBlock`)."""
     hidden = hf["hidden_size"]
     return (
