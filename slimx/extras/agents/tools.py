@@ -224,7 +224,7 @@ class _Talk:
             found = await self.reader.calls(ids, self.shown, after=before)
             if not found.calls:
                 self.messages.append({"role": "assistant", "content": self.reader.text(ids, ())})
-                if not found.unreadable:
+                if not found.attempted:
                     return "done"
                 self.unreadable += 1
                 in_a_row += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Protocol
 
@@ -23,9 +23,6 @@ memory until they are closed."""
 
 class TensorSource(Protocol):
     """Tensors by their Hugging Face names."""
-
-    @property
-    def names(self) -> Collection[str]: ...
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which `read` returns a tensor."""
@@ -76,36 +73,6 @@ class Reading:
         part = self._source.read(name, rect)
         self._bytes += part.nbytes
         return part
-
-
-class Overlay:
-    """Tensors of `trained`; those that only `original` has, from there; `aliases` are other names of `trained`'s."""
-
-    def __init__(self, trained: TensorSource, original: TensorSource | None, aliases: Mapping[str, str]):
-        self.trained, self.original, self.aliases = trained, original, dict(aliases)
-
-    @property
-    def names(self) -> Collection[str]:
-        """Aliases only where the original has them too, as exports of a run do it."""
-        theirs = frozenset(self.original.names) if self.original is not None else frozenset()
-        return frozenset(self.trained.names) | theirs
-
-    def dtype(self, name: str) -> torch.dtype:
-        source, name = self._of(name)
-        return source.dtype(name)
-
-    def read(self, name: str, rect: Rect) -> torch.Tensor:
-        source, name = self._of(name)
-        return source.read(name, rect)
-
-    def reopened(self) -> Overlay:
-        return Overlay(self.trained.reopened(), self.original.reopened() if self.original else None, self.aliases)
-
-    def _of(self, name: str) -> tuple[TensorSource, str]:
-        name = self.aliases.get(name, name)
-        if name in self.trained.names or self.original is None:
-            return self.trained, name
-        return self.original, name
 
 
 def row_blocks(shape: Shape, itemsize: int, multiple: int = 1) -> Iterator[Rect]:

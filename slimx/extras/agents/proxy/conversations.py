@@ -65,10 +65,6 @@ class Conversations:
         self._answers: list[Answer] = []
         self._by_digest: dict[bytes, Answer] = {}
 
-    def __len__(self) -> int:
-        """Answers that were sampled."""
-        return len(self._answers)
-
     def place(self, messages: Sequence[Message], tools: list[Json] | None) -> Position:
         """The position at which these messages are answered: after the longest conversation that they begin with."""
         digests = [_digest(b"", tools)]

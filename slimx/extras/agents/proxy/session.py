@@ -226,7 +226,7 @@ class Session:
             yield writer.begin()
         yield writer.end(message, rest, completion)
 
-    async def _message(self, exchange: Exchange, completion: Completion) -> Message:
+    async def _message(self, exchange: Exchange, completion: Completion) -> tuple[Message, bool]:
         ids = completion.token_ids.tolist()
         try:
             return await self._reading.message(ids, exchange.request, exchange.number, after=exchange.place.token_ids)
@@ -237,10 +237,10 @@ class Session:
     async def _keep(self, exchange: Exchange, completion: Completion, shown: str | None = None) -> Message:
         """The message for the agent, whose answer is a part of the rollout from now on. `shown`: its text, if that
         went to the agent in pieces."""
+        message: Message = {"role": "assistant", "content": shown}
+        attempted = False
         if shown is None:
-            message = await self._message(exchange, completion)
-        else:
-            message = {"role": "assistant", "content": shown}
+            message, attempted = await self._message(exchange, completion)
         if completion.finish_reason == "abort":
             raise ApiError("the engine aborted the request", code="aborted", status=503)
         request, calls = exchange.request, len(message.get("tool_calls", []))
@@ -253,9 +253,7 @@ class Session:
         self._sampled += len(completion.token_ids)
         self._forced += request.forced is not None
         self.tool_calls += calls
-        if not calls:
-            ids, after = completion.token_ids.tolist(), exchange.place.token_ids
-            self.unreadable_calls += self._reading.attempts(ids, request, after=after)
+        self.unreadable_calls += attempted and not calls
         return message
 
 
