@@ -22,6 +22,7 @@ from typing import Any
 from slimx.data.chat.tokens import encode_turns
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser
@@ -41,9 +42,7 @@ MAX_DEADLINES = 2
 """Calls of a rollout that may run past their deadline; with the last of them the rollout is given up."""
 
 
-def check(
-    *, toolbox: str, toolbox_options: dict[str, Any] | None = None, tool_parser: str = "hermes", **limits: Any
-) -> None:
+def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str = "hermes", **limits: Any) -> None:
     """Refuse tools that cannot be made, a parser that nobody knows, and limits that are no positive numbers."""
     for name, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, int | float | None) or (value is not None and value <= 0):
@@ -76,7 +75,7 @@ def check_prompts(
     prompts: Iterable[Prompt],
     *,
     toolbox: str,
-    toolbox_options: dict[str, Any] | None = None,
+    toolbox_options: Json | None = None,
     open_deadline: float = OPEN_S,
     call_deadline: float = CALL_S,
     **_: Any,
@@ -109,7 +108,7 @@ async def generate(
     prompt: Prompt,
     *,
     toolbox: str,
-    toolbox_options: dict[str, Any] | None = None,
+    toolbox_options: Json | None = None,
     tool_parser: str = "hermes",
     max_turns: int = 16,
     max_calls: int = 64,
@@ -158,7 +157,7 @@ async def generate(
     ctx.add("tool_errors", talk.errors.total())
     ctx.add("unreadable_calls", talk.unreadable)
     ctx.add("left_out", talk.left_out)
-    told: dict[str, Any] = {
+    told: Json = {
         "ended": ended,
         "turns": draft.turn,
         "tool_calls": talk.calls,
@@ -189,7 +188,7 @@ class _Talk:
     box: Toolbox
     reader: AnswerReader
     draft: Draft
-    shown: list[dict[str, Any]]
+    shown: list[Json]
     """Tools in the chat template."""
     name: str
     context: int | None
@@ -197,7 +196,7 @@ class _Talk:
     max_unreadable: int
     max_result: int
     call_s: float
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Json] = field(default_factory=list)
     calls: int = 0
     unreadable: int = 0
     left_out: int = 0
@@ -245,20 +244,20 @@ class _Talk:
             self._insert(results, calls)
         return "turns"
 
-    def _sampling(self) -> dict[str, Any] | None:
+    def _sampling(self) -> Json | None:
         """Parameters of the next turn; None where the context has no room for it."""
         if self.context is None:
             return {}
         room = self.context - len(self.draft.token_ids)
         return {"max_new_tokens": min(room, self.ctx.engine.sampling["max_new_tokens"])} if room > 0 else None
 
-    def _insert(self, turns: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]] = ()) -> None:
+    def _insert(self, turns: Sequence[Json], calls: Sequence[Json] = ()) -> None:
         """Insert turns behind the model's, which made `calls`."""
         self.messages += [dict(each) for each in turns]
         after = self.draft.token_ids
         self.draft.add_inserted(encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.shown, calls=calls))
 
-    async def _answered(self, call: ToolCall, id: str, callable_: set[str]) -> dict[str, Any]:
+    async def _answered(self, call: ToolCall, id: str, callable_: set[str]) -> Json:
         """The turn that holds the result of a call."""
         self.calls += 1
         result = await self._result(call, callable_)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,7 +14,6 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -204,29 +203,19 @@ def _work(
     )
 
 
-class Bar:
-    """A `slimx.extras.convert.work.Progress` on a console; silent where that is no terminal."""
+class Bar(Progress):
+    """A `slimx.extras.convert.work.Account` on a console; silent where that is no terminal."""
 
     def __init__(self, console: Console):
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        what = TextColumn("{task.description}")
-        self._progress = Progress(what, *columns, console=console, disable=not console.is_terminal)
-        self._task: TaskID | None = None
+        super().__init__(TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def start(self, what: str, total: int, done: int) -> None:
+    def begin(self, what: str, total: int, done: int) -> None:
         """Begin; what an earlier try has done counts as done, not as fast."""
-        self._task = self._progress.add_task(what, total=total)
+        self._part = self.add_task(what, total=total)
         if done:
-            self._progress.update(self._task, completed=done)
-            self._progress.reset(self._task, completed=done)
+            self.update(self._part, completed=done)
+            self.reset(self._part, completed=done)
 
-    def advance(self, nbytes: int) -> None:
-        if self._task is not None:
-            self._progress.advance(self._task, nbytes)
+    def add(self, nbytes: int) -> None:
+        self.advance(self._part, nbytes)

@@ -17,6 +17,7 @@ import numpy as np
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.saved.codec import encode
 from slimx.data.whole import as_ids
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.slime.arguments import RunFacts
 from slimx.extras.slime.sample import OWN, Sample, Status
@@ -38,7 +39,7 @@ UNSERVED = {
 _STATUS = {Status.COMPLETED: "completed", Status.TRUNCATED: "truncated", Status.FAILED: "failed"}
 
 
-def begin(prompt: Prompt, text: str | list[dict[str, Any]], *, index: int, group: str, run: RunFacts) -> Sample:
+def begin(prompt: Prompt, text: str | list[Json], *, index: int, group: str, run: RunFacts) -> Sample:
     """The sample that a generate hook receives for rollout `index` of a group."""
     group_index, number = run.indices(group, index)
     return Sample(
@@ -229,7 +230,7 @@ def _check_logprobs(sample: Sample, found: Any, position: int, start: int, mask:
             )
 
 
-def _metadata(sample: Sample, name: str) -> dict[str, Any]:
+def _metadata(sample: Sample, name: str) -> Json:
     """The trajectory's: the sample's, and under `KEY` what else a reward will look for."""
     own: Mapping[str, Any] = {key: value for key, value in vars(sample).items() if key not in OWN}
     metadata = {**sample.metadata, KEY: {**{key: getattr(sample, key) for key in KEPT}, "attributes": dict(own)}}

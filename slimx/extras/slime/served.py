@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from slimx.data.chat.tokens import load_tokenizer as load_from_directory
 from slimx.dotted import imported
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared import http
 from slimx.extras.slime.sample import Sample
@@ -68,7 +69,7 @@ class GenerateState:
         """Semaphore of slimx's own limit, which requests obey without it."""
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
     """`sglang_rollout.generate`: one request."""
     scene = current("slime.rollout.sglang_rollout.generate")
     if not sample.tokens:

@@ -6,7 +6,6 @@ The names are those of Anthropic's API reference for /v1/messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +59,7 @@ class AnthropicMessages:
 
     counts: bool = False
 
-    def read(self, body: Any, sampling: Mapping[str, Any], *, strict: bool) -> ChatRequest:
+    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
         """The request in a JSON body. Raises ApiError for what cannot be carried out."""
         given = fields_of(body, IGNORED | CARRIED_OUT, {})
         if not self.counts and "max_tokens" not in given:

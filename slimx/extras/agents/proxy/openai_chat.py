@@ -1,26 +1,96 @@
-"""OpenAI's chat completions as agents get them: whole, in chunks, with usage and log-probs."""
+"""OpenAI's chat completions as agents ask for them and get them: whole, in chunks, with usage and log-probs.
+
+The names are those of OpenAI's API reference for chat completions.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from slimx.extras.agents.proxy.answer import AnswerReader
-from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Json, Message, read_request
+from slimx.extras.agents.proxy.errors import ApiError, invalid
+from slimx.extras.agents.proxy.request import (
+    ChatRequest,
+    Json,
+    Message,
+    check_stop,
+    fields_of,
+    most_tokens,
+    overridden_by_run,
+    read_choice,
+    read_message,
+    typed,
+)
 from slimx.extras.agents.proxy.wire import AnswerWriter
 from slimx.rollout.client.completion import Completion
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "safety_identifier",
+        "seed",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Parameters that change nothing: they are about OpenAI's service, or (seed) the run has its own."""
+NEUTRAL = {
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "n": 1,
+    "presence_penalty": 0,
+    "response_format": {"type": "text"},
+    "top_logprobs": 0,
+}
+"""Parameters of which only this value (and null) can be carried out."""
+CARRIED_OUT = frozenset(
+    {
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "model",
+        "parallel_tool_calls",
+        "stop",
+        "stream",
+        "stream_options",
+        "temperature",
+        "tool_choice",
+        "tools",
+        "top_p",
+    }
+)
 
 
 class OpenaiChat:
     """The API /v1/chat/completions."""
 
-    def read(self, body: Any, sampling: Mapping[str, Any], *, strict: bool) -> ChatRequest:
-        """The request in a JSON body."""
-        return read_request(body, sampling, strict=strict)
+    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
+        """The request in a JSON body. Raises ApiError for what cannot be carried out."""
+        given = fields_of(body, IGNORED | CARRIED_OUT, NEUTRAL)
+        overridden = overridden_by_run(given, sampling, strict=strict)
+        tools = typed(given, "tools", list, []) or None
+        stream_options = typed(given, "stream_options", dict, {})
+        calls_tools, forced = read_choice(given, tools or [])
+        most = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+        return ChatRequest(
+            messages=_messages(given),
+            model=typed(given, "model", str, ""),
+            tools=tools,
+            calls_tools=tools is not None and calls_tools,
+            forced=forced,
+            max_tokens=most_tokens(given, most),
+            stop=_stop(given),
+            stream=typed(given, "stream", bool, False),
+            usage=typed(stream_options, "include_usage", bool, False),
+            logprobs=typed(given, "logprobs", bool, False),
+            overridden=overridden,
+        )
 
     def refusal(self, error: ApiError) -> Json:
         """The body of an error."""
@@ -121,3 +191,22 @@ def _event(data: Json) -> bytes:
 def _finish_reason(message: Message, completion: Completion) -> str:
     """The finish reason in the API's words: stop, length or tool_calls."""
     return "tool_calls" if message.get("tool_calls") else completion.finish_reason
+
+
+def _messages(given: Json) -> list[Message]:
+    messages = [
+        read_message(message, f"messages[{number}]")
+        for number, message in enumerate(typed(given, "messages", list, []))
+    ]
+    if not messages or messages[-1]["role"] == "assistant":
+        raise invalid("messages", "must end with a message that the assistant answers")
+    return messages
+
+
+def _stop(given: Json) -> list[str]:
+    stop = given.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
+        raise invalid("stop", "is a string or a list of up to four")
+    check_stop(stop, "stop")
+    return stop

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +68,7 @@ SERVICE_TOOLS = ("web_search", "web_search_preview")
 class OpenaiResponses:
     """The API /v1/responses."""
 
-    def read(self, body: Any, sampling: Mapping[str, Any], *, strict: bool) -> ChatRequest:
+    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
         """The request in a JSON body. Raises ApiError for what cannot be carried out."""
         given = fields_of(body, IGNORED | CARRIED_OUT | NOT_DONE, NEUTRAL)
         asked = typed(given, "tools", list, [])

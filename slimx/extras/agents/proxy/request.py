@@ -1,13 +1,10 @@
-"""Requests to /v1/chat/completions as the proxy takes them: what is carried out, what is ignored, what is refused.
-
-The names are those of OpenAI's API reference for chat completions.
-"""
+"""Requests to the proxy, checked: what the three APIs have in common."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,46 +15,8 @@ from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 
 Message = Json
 
-IGNORED = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "safety_identifier",
-        "seed",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-"""Parameters that change nothing: they are about OpenAI's service, or (seed) the run has its own."""
-NEUTRAL = {
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "n": 1,
-    "presence_penalty": 0,
-    "response_format": {"type": "text"},
-    "top_logprobs": 0,
-}
-"""Parameters of which only this value (and null) can be carried out."""
 RUN = ("temperature", "top_p")
 """Parameters that the run decides: the trainer has to know them, and one trajectory has one temperature."""
-CARRIED_OUT = frozenset(
-    {
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
-        "model",
-        "parallel_tool_calls",
-        "stop",
-        "stream",
-        "stream_options",
-        "temperature",
-        "tool_choice",
-        "tools",
-        "top_p",
-    }
-)
 MODEL_CHARACTERS = 1000
 """Characters of a model's name, at most: each chunk of an answer repeats it."""
 KINDS = {bool: "boolean", float: "number", str: "string", list: "list", dict: "object"}
@@ -99,32 +58,7 @@ class ChatRequest:
             raise invalid("model", f"has {length} characters; at most {MODEL_CHARACTERS} are repeated")
 
 
-def read_request(body: Any, sampling: Mapping[str, Any], *, strict: bool = False) -> ChatRequest:
-    """The request in a JSON body. Raises ApiError for what cannot be carried out.
-
-    `sampling`: the run's parameters. An agent that asks for others gets the run's, or with `strict` is refused.
-    """
-    given = fields_of(body, IGNORED | CARRIED_OUT, NEUTRAL)
-    overridden = overridden_by_run(given, sampling, strict=strict)
-    tools = typed(given, "tools", list, []) or None
-    stream_options = typed(given, "stream_options", dict, {})
-    calls_tools, forced = read_choice(given, tools or [])
-    return ChatRequest(
-        messages=_messages(given),
-        model=typed(given, "model", str, ""),
-        tools=tools,
-        calls_tools=tools is not None and calls_tools,
-        forced=forced,
-        max_tokens=most_tokens(given, "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"),
-        stop=_stop(given),
-        stream=typed(given, "stream", bool, False),
-        usage=typed(stream_options, "include_usage", bool, False),
-        logprobs=typed(given, "logprobs", bool, False),
-        overridden=overridden,
-    )
-
-
-def fields_of(body: Any, known: Collection[str], neutral: Mapping[str, Any]) -> Json:
+def fields_of(body: Any, known: Collection[str], neutral: Json) -> Json:
     """The fields of a request's body that are not null. Raises ApiError for one that is neither `known` nor has its
     only value of `neutral`."""
     if not isinstance(body, dict):
@@ -138,7 +72,7 @@ def fields_of(body: Any, known: Collection[str], neutral: Mapping[str, Any]) -> 
     return given
 
 
-def read_choice(given: Mapping[str, Any], tools: list[Any]) -> tuple[bool, Forced | None]:
+def read_choice(given: Json, tools: list[Any]) -> tuple[bool, Forced | None]:
     """`tool_choice` in the words of OpenAI's APIs: whether calls are looked for, and which are forced."""
     choice = given.get("tool_choice", "auto")
     if choice in ("auto", "none"):
@@ -154,7 +88,7 @@ def read_choice(given: Mapping[str, Any], tools: list[Any]) -> tuple[bool, Force
     )
 
 
-def overridden_by_run(given: Mapping[str, Any], sampling: Mapping[str, Any], *, strict: bool) -> tuple[str, ...]:
+def overridden_by_run(given: Json, sampling: Json, *, strict: bool) -> tuple[str, ...]:
     """Parameters of `RUN` that a request gives otherwise than the run samples; with `strict` ApiError for the first."""
     asked = {name: typed(given, name, float, sampling.get(name, 1.0)) for name in RUN}
     overridden = tuple(name for name in RUN if asked[name] != sampling.get(name, 1.0))
@@ -162,16 +96,6 @@ def overridden_by_run(given: Mapping[str, Any], sampling: Mapping[str, Any], *, 
         name = overridden[0]
         raise unsupported(name, f"{given[name]} is not the run's {sampling.get(name, 1.0)}; leave it out")
     return overridden
-
-
-def _messages(given: Json) -> list[Message]:
-    messages = [
-        read_message(message, f"messages[{number}]")
-        for number, message in enumerate(typed(given, "messages", list, []))
-    ]
-    if not messages or messages[-1]["role"] == "assistant":
-        raise invalid("messages", "must end with a message that the assistant answers")
-    return messages
 
 
 def read_message(message: Any, where: str = "the message") -> Message:
@@ -216,22 +140,13 @@ def _tool_call(call: Any, where: str) -> Json:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def most_tokens(given: Mapping[str, Any], name: str) -> int | None:
+def most_tokens(given: Json, name: str) -> int | None:
     """Tokens of the answer at most, by the field of this name; None without it. Raises ApiError for no whole number
     above 0."""
     count = as_whole(given.get(name))
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
         raise invalid(name, f"is {count!r}; give a positive number")
     return count
-
-
-def _stop(given: Json) -> list[str]:
-    stop = given.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
-        raise invalid("stop", "is a string or a list of up to four")
-    check_stop(stop, "stop")
-    return stop
 
 
 def check_stop(stop: list[str], param: str) -> None:
@@ -255,13 +170,13 @@ def characters(request: ChatRequest) -> int:
     ) + sum(len(str(tool)) for tool in request.tools or ())
 
 
-def typed[T](given: Mapping[str, Any], name: str, kind: type[T], default: T, where: str = "") -> T:
+def typed[T](given: Json, name: str, kind: type[T], default: T, where: str = "") -> T:
     """Returns field `name` of the object at `where`, or `default` where it is missing or null. Raises ApiError for a
     value that is no `kind`."""
     return default if given.get(name) is None else required(given, name, kind, where)
 
 
-def required[T](given: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T:
+def required[T](given: Json, name: str, kind: type[T], where: str = "") -> T:
     """Returns field `name` of the object at `where`. Raises ApiError for a value that is no `kind`, null among them."""
     value = given.get(name)
     if not (isinstance(value, kind) or (kind is float and type(value) is int)):

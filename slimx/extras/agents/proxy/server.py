@@ -57,9 +57,8 @@ class ChatProxy:
         """`port` 0: any that is free. `context`: tokens of a trajectory that can be trained, at most."""
         self.context = context
         self._host, self._port = host, port
-        self._sessions: dict[str, Session] = {}
-        self._running: dict[str, set[asyncio.Task[Any]]] = {}
-        """Tasks that answer, by session."""
+        self._sessions: dict[str, tuple[Session, set[asyncio.Task[Any]]]] = {}
+        """Sessions by name, each with the tasks that answer."""
         self._server: Listening | None = None
         self._starting = asyncio.Lock()
         self._open: Connections
@@ -74,12 +73,12 @@ class ChatProxy:
         """Serve `session` inside the block; gives its base URL. Answers unfinished at its end are cancelled."""
         url = await self._start()
         name = secrets.token_urlsafe(16)
-        self._sessions[name], self._running[name] = session, set()
+        running: set[asyncio.Task[Any]] = set()
+        self._sessions[name] = session, running
         try:
             yield f"{url}/{name}/v1"
         finally:
             del self._sessions[name]
-            running = self._running.pop(name)
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -135,18 +134,17 @@ class ChatProxy:
         http: web.Request,
     ) -> web.StreamResponse:
         """The response of a session; an error in the words of its API."""
-        name = http.match_info["session"]
+        session, running = self._sessions.get(http.match_info["session"], (None, set()))
         task = asyncio.current_task()
+        running.add(task)
         try:
-            session = self._sessions.get(name)
             if session is None:
                 raise ApiError("this session does not exist, or has ended", code="session_not_found", status=404)
-            self._running[name].add(task)
             return await answer(session, wire, http)
         except ApiError as error:
             return web.json_response(wire.refusal(error), status=error.status)
         finally:
-            self._running.get(name, set()).discard(task)
+            running.discard(task)
 
     async def _body(self, http: web.Request) -> Any:
         """The request's body, read as JSON. Raises ApiError for one that is too long, too slow, or no JSON."""

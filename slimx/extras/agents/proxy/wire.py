@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from slimx.extras.agents.proxy.answer import AnswerReader
@@ -33,7 +32,7 @@ class AnswerWriter(Protocol):
 class Wire(Protocol):
     """One API."""
 
-    def read(self, body: Any, sampling: Mapping[str, Any], *, strict: bool) -> ChatRequest:
+    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
         """The request in a JSON body. Raises ApiError for what cannot be carried out."""
 
     def refusal(self, error: ApiError) -> Json:
