@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from slimx.data.records import Prompt
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 
 
@@ -37,16 +38,16 @@ class Toolbox(Protocol):
     may take. An attribute `unjudged`, if `judge` sets it, says why what the model left got no verdict; it is counted in
     `tool_errors`."""
 
-    async def open(self, prompt: Prompt, seed: int) -> list[dict[str, Any]]:
+    async def open(self, prompt: Prompt, seed: int) -> list[Json]:
         """Begin; the tools as the chat template shows them, {"type": "function", "function": {"name", ...}}. `seed` is
         the rollout's own, the same in a resumed run. Raises ToolsLost."""
         ...
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def call(self, name: str, arguments: Json) -> ToolResult:
         """Call one of the tools that `open` named. It may be cancelled at a deadline. Raises ToolsLost."""
         ...
 
-    async def judge(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
         """Parts of the rollout's reward by name, {} for none; a reward hook adds them.
 
         `messages`: what came after the prompt, in OpenAI's form. Raises ToolsLost."""

@@ -22,6 +22,7 @@ from typing import Any
 from slimx.data.chat.tokens import encode_turns
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser
@@ -41,9 +42,7 @@ MAX_DEADLINES = 2
 """Calls of a rollout that may run past their deadline; with the last of them the rollout is given up."""
 
 
-def check(
-    *, toolbox: str, toolbox_options: dict[str, Any] | None = None, tool_parser: str = "hermes", **limits: Any
-) -> None:
+def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str = "hermes", **limits: Any) -> None:
     """Refuse tools that cannot be made, a parser that nobody knows, and limits that are no positive numbers."""
     for name, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, int | float | None) or (value is not None and value <= 0):
@@ -76,7 +75,7 @@ def check_prompts(
     prompts: Iterable[Prompt],
     *,
     toolbox: str,
-    toolbox_options: dict[str, Any] | None = None,
+    toolbox_options: Json | None = None,
     open_deadline: float = OPEN_S,
     call_deadline: float = CALL_S,
     **_: Any,
@@ -102,16 +101,6 @@ def check_prompts(
                 )
 
 
-@dataclass(slots=True)
-class _Count:
-    """Numbers of one rollout."""
-
-    calls: int = 0
-    unreadable: int = 0
-    left_out: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-
-
 @checks_prompts(check_prompts)
 @checked_by(check)
 async def generate(
@@ -119,7 +108,7 @@ async def generate(
     prompt: Prompt,
     *,
     toolbox: str,
-    toolbox_options: dict[str, Any] | None = None,
+    toolbox_options: Json | None = None,
     tool_parser: str = "hermes",
     max_turns: int = 16,
     max_calls: int = 64,
@@ -145,34 +134,34 @@ async def generate(
     "context" where the prompt and its tools leave no room for a turn."""
     box: Toolbox = imported("rollout.options.toolbox", toolbox, TOOLBOXES)(**(toolbox_options or {}))
     name = f"{toolbox} of rollout {ctx.group_id}/{ctx.index}"
-    count, messages = _Count(), list[dict[str, Any]]()
     reader = AnswerReader(ctx.tokenizer, find_parser(tool_parser, ctx.address, ctx.headers))
     trained = ctx.proxy.context if ctx.proxy is not None else None
     context = min((each for each in (max_context, trained) if each is not None), default=None)
-    limits = _Limits(max_turns, max_calls, max_unreadable, max_result, context, call_deadline)
     try:
         tools = await _within(box.open(prompt, ctx.seed), open_deadline, f"{name}: it was not open")
         shown = [*(prompt.tools or []), *tools]
         draft = ctx.draft(replace(prompt, tools=shown or None))
-        talk = _Talk(ctx, box, reader, draft, shown, limits, count, messages, name)
-        ended = await talk.run({each["function"]["name"] for each in tools})
-        judged = await _within(box.judge(messages), call_deadline, f"{name}: it had not judged")
+        talk = _Talk(
+            ctx, box, reader, draft, shown, name, context, max_calls, max_unreadable, max_result, call_deadline
+        )
+        ended = await talk.run(max_turns, {each["function"]["name"] for each in tools})
+        judged = await _within(box.judge(talk.messages), call_deadline, f"{name}: it had not judged")
     except ToolsLost as error:
         raise GivenUp("tools lost", f"{name}: {error}") from error
     finally:
         await asyncio.shield(_end(box))
     unjudged = getattr(box, "unjudged", None)
     if unjudged is not None:
-        count.errors["unjudged"] += 1
-    ctx.add("tool_calls", count.calls)
-    ctx.add("tool_errors", count.errors.total())
-    ctx.add("unreadable_calls", count.unreadable)
-    ctx.add("left_out", count.left_out)
-    told: dict[str, Any] = {
+        talk.errors["unjudged"] += 1
+    ctx.add("tool_calls", talk.calls)
+    ctx.add("tool_errors", talk.errors.total())
+    ctx.add("unreadable_calls", talk.unreadable)
+    ctx.add("left_out", talk.left_out)
+    told: Json = {
         "ended": ended,
         "turns": draft.turn,
-        "tool_calls": count.calls,
-        "tool_errors": dict(sorted(count.errors.items())),
+        "tool_calls": talk.calls,
+        "tool_errors": dict(sorted(talk.errors.items())),
     }
     if unjudged is not None:
         told["unjudged"] = unjudged
@@ -191,16 +180,6 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
     return judged
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    turns: int
-    calls: int
-    unreadable: int
-    result: int
-    context: int | None
-    call_s: float
-
-
 @dataclass(slots=True)
 class _Talk:
     """The turns of one rollout."""
@@ -209,22 +188,29 @@ class _Talk:
     box: Toolbox
     reader: AnswerReader
     draft: Draft
-    shown: list[dict[str, Any]]
+    shown: list[Json]
     """Tools in the chat template."""
-    limits: _Limits
-    count: _Count
-    messages: list[dict[str, Any]]
     name: str
+    context: int | None
+    max_calls: int
+    max_unreadable: int
+    max_result: int
+    call_s: float
+    messages: list[Json] = field(default_factory=list)
+    calls: int = 0
+    unreadable: int = 0
+    left_out: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
 
-    async def run(self, callable_: set[str]) -> str:
+    async def run(self, max_turns: int, callable_: set[str]) -> str:
         """Take turns until there is nothing to call, or a limit is reached; returns which."""
         in_a_row = 0
-        for turn in range(self.limits.turns):
+        for turn in range(max_turns):
             sampling = self._sampling()
             if sampling is None:
                 if not turn:
                     used = len(self.draft.token_ids)
-                    text = f"{self.name}: the prompt and its tools have {used} tokens of {self.limits.context}"
+                    text = f"{self.name}: the prompt and its tools have {used} tokens of {self.context}"
                     raise GivenUp("context", text)
                 return "context"
             completion = await self.ctx.engine.generate(self.draft.token_ids, sampling, turn=turn)
@@ -237,11 +223,11 @@ class _Talk:
             found = await self.reader.calls(ids, self.shown, after=before)
             if not found.calls:
                 self.messages.append({"role": "assistant", "content": self.reader.text(ids, ())})
-                if not found.unreadable:
+                if not found.attempted:
                     return "done"
-                self.count.unreadable += 1
+                self.unreadable += 1
                 in_a_row += 1
-                if in_a_row >= self.limits.unreadable:
+                if in_a_row >= self.max_unreadable:
                     return "unreadable"
                 # No tool has answered: templates that know the calls of results have none to show this with.
                 self._insert([{"role": "user", "content": UNREADABLE}])
@@ -250,7 +236,7 @@ class _Talk:
             del before, completion, ids  # thousands of rollouts wait for their tools, and a list takes 40 bytes a token
             calls = written(found.calls, turn)
             self.messages.append({"role": "assistant", "content": found.text, "tool_calls": calls})
-            if self.count.calls + len(calls) > self.limits.calls:
+            if self.calls + len(calls) > self.max_calls:
                 return "calls"
             results = [
                 await self._answered(call, each["id"], callable_) for call, each in zip(found.calls, calls, strict=True)
@@ -258,27 +244,27 @@ class _Talk:
             self._insert(results, calls)
         return "turns"
 
-    def _sampling(self) -> dict[str, Any] | None:
+    def _sampling(self) -> Json | None:
         """Parameters of the next turn; None where the context has no room for it."""
-        if self.limits.context is None:
+        if self.context is None:
             return {}
-        room = self.limits.context - len(self.draft.token_ids)
+        room = self.context - len(self.draft.token_ids)
         return {"max_new_tokens": min(room, self.ctx.engine.sampling["max_new_tokens"])} if room > 0 else None
 
-    def _insert(self, turns: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]] = ()) -> None:
+    def _insert(self, turns: Sequence[Json], calls: Sequence[Json] = ()) -> None:
         """Insert turns behind the model's, which made `calls`."""
         self.messages += [dict(each) for each in turns]
         after = self.draft.token_ids
         self.draft.add_inserted(encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.shown, calls=calls))
 
-    async def _answered(self, call: ToolCall, id: str, callable_: set[str]) -> dict[str, Any]:
+    async def _answered(self, call: ToolCall, id: str, callable_: set[str]) -> Json:
         """The turn that holds the result of a call."""
-        self.count.calls += 1
+        self.calls += 1
         result = await self._result(call, callable_)
-        self.count.left_out += result.left_out
+        self.left_out += result.left_out
         if result.error is not None:
-            self.count.errors[result.error] += 1
-        text, most = result.text, self.limits.result
+            self.errors[result.error] += 1
+        text, most = result.text, self.max_result
         if len(text) > most:
             text = f"{text[:most]}\n({len(text) - most} characters left out)"
         return {"role": "tool", "content": text, "name": call.name, "tool_call_id": id}
@@ -293,7 +279,7 @@ class _Talk:
             arguments = None
         if not isinstance(arguments, dict):
             return ToolResult(text="The arguments are no JSON object.", error="bad_arguments")
-        seconds = self.limits.call_s
+        seconds = self.call_s
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await self.box.call(call.name, arguments)
@@ -302,7 +288,7 @@ class _Talk:
         except TimeoutError:
             if not limit.expired():
                 raise
-        if self.count.errors["deadline"] + 1 >= MAX_DEADLINES:
+        if self.errors["deadline"] + 1 >= MAX_DEADLINES:
             raise GivenUp(
                 "tools deadline", f"{self.name}: {call.name} took longer than {seconds:g} s for the second time"
             )

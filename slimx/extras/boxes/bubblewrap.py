@@ -12,14 +12,14 @@ from pathlib import Path
 from slimx.extras.boxes import roots
 from slimx.extras.boxes.programs.enclosure import MIB, NOBODY, Enclosure, NotStarted, Ran
 from slimx.extras.boxes.programs.watch import Limits
-from slimx.extras.boxes.protocol import BoxRefusal, Either, check_run, names_of, not_plain, too_large
+from slimx.extras.boxes.protocol import Box, BoxRefusal, Either, check_run, names_of, not_plain, too_large
 
 NOT_FOUND = 127
 """Exit status of a shell for a program that is not there."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
-class BubblewrapBox:
+class BubblewrapBox(Box):
     """A `Box` that begins as a copy of `source`, a tar archive or a directory.
 
     `Limits.disk_mib` bounds what it adds to that. Its /dev, /proc and, with `host_usr`, its /usr are not its own."""
@@ -35,11 +35,11 @@ class BubblewrapBox:
     ):
         """`host_usr`: the box reads this machine's /usr, for roots that bring no programs. `base`: the directory of
         its files. Raises SlimxError for a program that is missing, BoxRefusal for a source that is no root."""
-        self.limits = limits or Limits()
+        super().__init__(limits)
         self._enclosure = Enclosure(self.limits)
         self._host_usr = host_usr
-        self._turn, self._given_up = threading.Lock(), threading.Event()
-        self._root: roots.Root | None = roots.make(source, base, image_mib, host_usr=host_usr)
+        self._removed = False
+        self._root = roots.make(source, base, image_mib, host_usr=host_usr)
         self._began_with = roots.used(self._root.path)
 
     def run(
@@ -48,8 +48,8 @@ class BubblewrapBox:
         """Run a program, as `Box.run` says. Ended is "disk" where the box holds more than its limit;
         the status is 127 where it lacks the program or `cwd`."""
         check_run(command, stdin, cwd)
-        with self._turn:
-            root = self._living()
+        with self._living():
+            root = self._root.path
             most = self._began_with + self.limits.disk_mib * MIB
             words = ["--bind", str(root), "/", "--proc", "/proc", "--dev", "/dev"]
             words += ["--size", str(MIB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
@@ -75,7 +75,7 @@ class BubblewrapBox:
                 return Ran("", error.said, "exit", NOT_FOUND, 0.0)
 
     def put(self, path: str, content: bytes) -> None:
-        with self._turn, self._above(path, make=True) as (directory, name):
+        with self._living(), self._above(path, make=True) as (directory, name):
             try:
                 file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644, dir_fd=directory)
             except OSError as error:
@@ -87,7 +87,7 @@ class BubblewrapBox:
                 self._own(file)
 
     def get(self, path: str, most: int) -> bytes:
-        with self._turn, self._above(path, make=False) as (directory, name):
+        with self._living(), self._above(path, make=False) as (directory, name):
             try:
                 file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
             except OSError as error:
@@ -99,20 +99,13 @@ class BubblewrapBox:
                 return opened.read(most)
 
     def snapshot(self, to: Path) -> None:
-        with self._turn:
-            roots.copy(self._living(), to)
+        with self._living():
+            roots.copy(self._root.path, to)
 
-    def end(self) -> None:
-        self._given_up.set()
-        with self._turn:
-            if self._root is not None:
-                root, self._root = self._root, None
-                root.remove()
-
-    def _living(self) -> Path:
-        if self._root is None or self._given_up.is_set():
-            raise BoxRefusal("the box has ended; begin another one", code="ended", about="box")
-        return self._root.path
+    def _end(self) -> None:
+        if not self._removed:
+            self._removed = True
+            self._root.remove()
 
     def _mount_point(self, root: Path, name: str) -> None:
         """A directory to mount on: what the box put in its place goes, so that no link leads bubblewrap elsewhere."""
@@ -129,7 +122,7 @@ class BubblewrapBox:
     def _above(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
         """The directory that holds `path`, reached without following a link, and the last name of the path."""
         *names, last = names_of(path)
-        at = os.open(self._living(), _DIRECTORY)
+        at = os.open(self._root.path, _DIRECTORY)
         try:
             for name in names:
                 if make:

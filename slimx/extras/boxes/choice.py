@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from slimx.data.whole import as_whole
 from slimx.errors import SlimxError
@@ -21,8 +24,8 @@ from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxRefusal
 from slimx.extras.boxes.remote import RemoteBox, RemoteServer
 
-BACKENDS = ("bubblewrap", "container", "remote")
 LIMITS = tuple(each.name for each in dataclasses.fields(Limits))
+Above0 = Annotated[float, Meta(gt=0)]
 ONLY = {
     "engine": ("container",),
     "user": ("container",),
@@ -37,56 +40,51 @@ ONLY = {
 """Options that only some back ends have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoxOptions:
+class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the boxes of a run."""
 
-    backend: str = "bubblewrap"
-    limits: Limits = field(default_factory=Limits)
+    backend: Literal["bubblewrap", "container", "remote"] = "bubblewrap"
+    limits: Limits = Limits()
+    """Among the others in a configuration."""
     host_usr: bool = False
     """Boxes read this machine's /usr, for roots that bring no programs."""
     engine: tuple[str, ...] = ()
     """Words that start the container engine; () for the first of podman and docker that answers."""
     user: str | None = None
-    cpus: float = 1.0
+    cpus: Above0 = 1.0
     base: Path | None = None
     """Directory of the roots; None for the one for temporary files."""
-    image_mib: int = 4096
+    image_mib: Annotated[int, Meta(gt=0)] = 4096
     url: str = ""
     token_env: str | None = None
     """Variable that holds the server's token."""
-    patience: float = 30.0
+    patience: Above0 = 30.0
     """Seconds to wait for a box while the server has none to give."""
-    again: float = 30.0
+    again: Above0 = 30.0
     """Seconds for which a call is made again that the server does not answer."""
 
     @classmethod
     def read(cls, options: Mapping[str, Any], key: str) -> BoxOptions:
         """Options as a configuration writes them, the limits among the others. Raises SlimxError naming `key` and the
         option."""
-        backend = options.get("backend", "bubblewrap")
-        if backend not in BACKENDS:
-            raise _refusal(f"{backend!r} is no back end; known are {', '.join(BACKENDS)}", f"{key}.backend")
-        known = {each.name for each in dataclasses.fields(cls)} - {"limits"} | {*LIMITS}
-        for name, value in options.items():
-            if name not in known:
-                raise _refusal(f"boxes have no such option; known are {', '.join(sorted(known))}", f"{key}.{name}")
-            if backend not in ONLY.get(name, BACKENDS):
-                raise _refusal(f"boxes of {backend} have no {name}; leave it out", f"{key}.{name}")
-            number = name in (*LIMITS, "cpus", "image_mib", "patience", "again")
-            if number and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-                raise _refusal(f"{value!r} is no number above 0", f"{key}.{name}")
         given = {name: as_whole(value) for name, value in options.items()}
-        limits = Limits(**{name: given.pop(name) for name in LIMITS if name in given})
-        if backend == "remote" and not str(given.get("url", "")).startswith(("http://", "https://")):
-            raise _refusal(f"{given.get('url')!r} is no URL with http or https", f"{key}.url")
-        if (variable := given.get("token_env")) is not None and not os.environ.get(variable):
-            raise _refusal(f"{variable} is not set, or empty; export it where the run is started", f"{key}.token_env")
-        if "engine" in given:
-            given["engine"] = tuple([given["engine"]] if isinstance(given["engine"], str) else given["engine"])
-        if given.get("base") is not None:
-            given["base"] = Path(given["base"])
-        return cls(**given, limits=limits)
+        if isinstance(given.get("engine"), str):
+            given["engine"] = [given["engine"]]
+        given["limits"] = {name: given.pop(name) for name in LIMITS if name in given}
+        try:
+            read = msgspec.convert(given, cls, dec_hook=lambda kind, value: kind(value))
+        except msgspec.ValidationError as error:
+            where, what = place_of(error)
+            raise _refusal(what, f"{key}.{where.removeprefix('limits.')}") from error
+        for name, backends in ONLY.items():
+            if name in given and read.backend not in backends:
+                raise _refusal(f"boxes of {read.backend} have no {name}; leave it out", f"{key}.{name}")
+        if read.backend == "remote" and not read.url.startswith(("http://", "https://")):
+            raise _refusal(f"{read.url!r} is no URL with http or https", f"{key}.url")
+        if read.token_env is not None and not os.environ.get(read.token_env):
+            what = f"{read.token_env} is not set, or empty; export it where the run is started"
+            raise _refusal(what, f"{key}.token_env")
+        return read
 
     def make(self, source: str | Path, *, seconds: float | None = None) -> Box:
         """A box that begins from an image's name or a path of this machine. `seconds`: for one program, instead of its
@@ -152,6 +150,15 @@ def merged(root: Path | None, files: Path | None, directory: str, most: int) -> 
         if files is not None:
             roots.copy(files, place)
         yield whole
+
+
+def place_of(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Dotted name of the field that a conversion has refused, and what is wrong with it."""
+    what, _, path = str(error).partition(" - at `$.")
+    if (field := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", what)) is not None:
+        said = "is missing" if field[1] == "missing required" else "is unknown; docs/sandboxes.md lists what there is"
+        return ".".join(filter(None, (path[:-1], field[2]))), said
+    return re.sub(r"\[.*", "", path.rstrip("`")), what
 
 
 def _refusal(what: str, key: str) -> SlimxError:

@@ -27,7 +27,7 @@ from slimx.extras.boxes.engines import MAX_SAID, OWNER, ContainerEngine, owner
 from slimx.extras.boxes.programs import memory_group, seccomp
 from slimx.extras.boxes.programs.enclosure import MIB, NOBODY, Ran
 from slimx.extras.boxes.programs.watch import Ended, Limits, SandboxWatch
-from slimx.extras.boxes.protocol import BoxLost, BoxRefusal, Either, check_run, names_of, not_plain, too_large
+from slimx.extras.boxes.protocol import Box, BoxLost, BoxRefusal, Either, check_run, names_of, not_plain, too_large
 from slimx.runtime.logs import how_ended
 
 OWN_PROCESSES = 16
@@ -56,7 +56,7 @@ _GET = f"""{_WALK}
 """
 
 
-class ContainerBox:
+class ContainerBox(Box):
     """A `Box` that begins as an image, or as a copy of a tar archive or directory of this machine.
 
     The image needs `sleep` and, for `put` and `get`, `sh`, `mkdir` and `cat`. `Limits.disk_mib` bounds what it adds."""
@@ -77,9 +77,9 @@ class ContainerBox:
         `image_mib`: size of a path at most, and with `Limits.disk_mib` that of a snapshot. `user`: of its programs, as
         UID:GID; None: the image's, or 65534 where it began as a path. Raises BoxRefusal for an image that is not
         there or has volumes, BoxLost if the engine fails."""
-        self.limits, self._engine = limits or Limits(), engine
+        super().__init__(limits)
+        self._engine = engine
         self._largest = (image_mib + self.limits.disk_mib) * MIB
-        self._turn, self._given_up = threading.Lock(), threading.Event()
         self._imported: str | None = None
         self._name: str | None = None
         if isinstance(source, Path):
@@ -105,19 +105,19 @@ class ContainerBox:
     ) -> Ran:
         """Run a program, as `Box.run` says. The status is 126 or 127 where the box lacks the program or `cwd`."""
         check_run(command, stdin, cwd)
-        with self._turn:
+        with self._living():
             return self._run(command, stdin.encode(), cwd, stop, self.limits)[0]
 
     def put(self, path: str, content: bytes) -> None:
         names_of(path)
-        with self._turn:
+        with self._living():
             ran, _ = self._run(["sh", "-c", _PUT, "put", path], content, "/", None, self._for_copies(0))
         if not ran.ok:
             raise not_plain(path, ran.stderr.strip()[-MAX_SAID:] or ran.ending)
 
     def get(self, path: str, most: int) -> bytes:
         names_of(path)
-        with self._turn:
+        with self._living():
             ran, content = self._run(["sh", "-c", _GET, "get", path], b"", "/", None, self._for_copies(most))
         if ran.ended == "output" or len(content) > most:
             raise too_large(path, f"more than {most}", most)
@@ -126,26 +126,20 @@ class ContainerBox:
         return content
 
     def snapshot(self, to: Path) -> None:
-        with self._turn, roots.scratch(to.parent) as place:
-            archive = place.holder / "root.tar"
+        with self._living(), roots.unpacked(to) as archive:
             # Engines write holes of sparse files out.
-            if not self._engine.save("export", self._living(), to=archive, most=self._largest, seconds=roots.COPY_S):
+            if not self._engine.save("export", self._name, to=archive, most=self._largest, seconds=roots.COPY_S):
                 raise roots.too_large(archive, self._largest)
-            place.path.mkdir()
-            roots.unpack(archive, place.path, archive.stat().st_size * roots.UNPACKED)
-            place.path.rename(to)
 
-    def end(self) -> None:
-        self._given_up.set()
-        with self._turn:
-            name, self._name = self._name, None
-            imported, self._imported = self._imported, None
-            try:
-                if name is not None:
-                    self._engine.call("rm", "--force", "--volumes", name)
-            finally:
-                if imported is not None:
-                    self._engine.call("rmi", "--force", imported)
+    def _end(self) -> None:
+        name, self._name = self._name, None
+        imported, self._imported = self._imported, None
+        try:
+            if name is not None:
+                self._engine.call("rm", "--force", "--volumes", name)
+        finally:
+            if imported is not None:
+                self._engine.call("rmi", "--force", imported)
 
     def _created(self, image: str, host_usr: bool, user: str | None, cpus: float, profile: str) -> list[str]:
         """The command that makes the container."""
@@ -197,7 +191,7 @@ class ContainerBox:
         self, command: Sequence[str], stdin: bytes, cwd: str, stop: threading.Event | None, limits: Limits
     ) -> tuple[Ran, bytes]:
         """Run a program between start and stop of the container; the second is its standard output as it was."""
-        name = self._living()
+        name = self._name
         try:
             self._engine.call("start", name)
             pid = int(self._engine.call("inspect", "--format", "{{.State.Pid}}", name))
@@ -261,16 +255,11 @@ class ContainerBox:
         if os.path.isdir(self._layer):
             return roots.used(Path(self._layer), most=most) + open_ones
         words = ("container", "inspect", "--size", "--format", "{{.SizeRw}}")
-        return int(self._engine.call(*words, self._living())) + open_ones
+        return int(self._engine.call(*words, self._name)) + open_ones
 
     def _for_copies(self, most: int) -> Limits:
         """Limits of a program that copies one file of up to `most` bytes."""
         return dataclasses.replace(self.limits, seconds=COPY_SECONDS, output_kib=most // 1024 + 1)
-
-    def _living(self) -> str:
-        if self._name is None or self._given_up.is_set():
-            raise BoxRefusal("the box has ended; begin another one", code="ended", about="box")
-        return self._name
 
 
 def _may_raise_limits() -> bool:

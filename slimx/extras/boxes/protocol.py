@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from slimx.errors import SlimxError
 from slimx.extras.boxes.programs.enclosure import Ran
+from slimx.extras.boxes.programs.watch import Limits
 
 MAX_WORD, MAX_WORDS = 2**17 - 1, 2**20
 """Bytes of a word of a command, for which Linux allows no more, and of the whole command."""
@@ -35,33 +37,51 @@ class BoxBusy(SlimxError):
         super().__init__(text, code="box.busy", about=about)
 
 
-class Box(Protocol):
+class Box(ABC):
     """One per rollout; its files stay from one program to the next, its processes do not. Calls block and take turns:
     make them by `slimx.extras.boxes.programs.enclosure.in_thread`. Any call may raise BoxLost."""
 
+    def __init__(self, limits: Limits | None) -> None:
+        self.limits = limits or Limits()
+        self._turn, self._given_up = threading.Lock(), threading.Event()
+
+    @contextmanager
+    def _living(self) -> Iterator[None]:
+        """Take a turn. Raises BoxRefusal if the box has ended."""
+        with self._turn:
+            if self._given_up.is_set():
+                raise BoxRefusal("the box has ended; begin another one", code="ended", about="box")
+            yield
+
+    @abstractmethod
     def run(
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
     ) -> Ran:
         """Run a program within the box's limits; everything that it started has ended when this returns. `cwd`: the
         directory in the box that it begins in. `stop`: ends it."""
-        ...
 
+    @abstractmethod
     def put(self, path: str, content: bytes) -> None:
         """Write a file, and the directories above it where they are missing. Raises BoxRefusal for a link, or
         something else that is no plain file, in the way."""
-        ...
 
+    @abstractmethod
     def get(self, path: str, most: int) -> bytes:
         """Read a file of up to `most` bytes. Raises BoxRefusal for anything else."""
-        ...
 
+    @abstractmethod
     def snapshot(self, to: Path) -> None:
         """Copy the root to the directory `to`, which must not exist; another box can begin from it."""
-        ...
 
     def end(self) -> None:
         """End what runs and remove the root; a second call does nothing."""
-        ...
+        self._given_up.set()
+        with self._turn:
+            self._end()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Do it, in turn."""
 
 
 def names_of(path: str) -> list[str]:

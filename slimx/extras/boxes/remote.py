@@ -27,7 +27,7 @@ import requests
 from slimx.extras.boxes import roots
 from slimx.extras.boxes.programs.enclosure import MIB, Ran
 from slimx.extras.boxes.programs.watch import Limits
-from slimx.extras.boxes.protocol import BoxBusy, BoxLost, BoxRefusal, Either, names_of, too_large
+from slimx.extras.boxes.protocol import Box, BoxBusy, BoxLost, BoxRefusal, Either, names_of, too_large
 
 PROTOCOL = 1
 CONNECT_S, ANSWER_S, MAKE_S = 10.0, 60.0, 600.0
@@ -135,7 +135,7 @@ class RemoteServer:
         raise BoxRefusal(text, code=code.removeprefix("box."), about=about)
 
 
-class RemoteBox:
+class RemoteBox(Box):
     """A `Box` of a server, which begins as an image that the server has, or as a copy of a path of this machine."""
 
     def __init__(
@@ -149,8 +149,8 @@ class RemoteBox:
     ):
         """`patience`: seconds to wait while the server has no box to give. `image_mib`: of an archive that is made of a
         directory. Raises BoxBusy, BoxLost, BoxRefusal."""
-        self.limits, self._server = limits or Limits(), server
-        self._turn, self._given_up = threading.Lock(), threading.Event()
+        super().__init__(limits)
+        self._server = server
         self._path = f"boxes/{secrets.token_hex(16)}"
         self._ended = False
         try:
@@ -166,8 +166,7 @@ class RemoteBox:
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
     ) -> Ran:
         """Run a program, as `Box.run` says: it is started once, and asked for until it has ended."""
-        with self._turn:
-            self._living()
+        with self._living():
             run, told = f"{self._path}/runs/{secrets.token_hex(8)}", Either(self._given_up, stop)
             body = {"command": list(command), "stdin": stdin, "cwd": cwd}
             self._ask("PUT", run, body=body)
@@ -186,14 +185,12 @@ class RemoteBox:
 
     def put(self, path: str, content: bytes) -> None:
         names_of(path)
-        with self._turn:
-            self._living()
+        with self._living():
             self._ask("PUT", f"{self._path}/file?path={requests.utils.quote(path, safe='')}", data=content)
 
     def get(self, path: str, most: int) -> bytes:
         names_of(path)
-        with self._turn:
-            self._living()
+        with self._living():
             asked = f"{self._path}/file?path={requests.utils.quote(path, safe='')}&most={most}"
             content = self._ask("GET", asked, most=most + 1)[1]
         if len(content) > most:
@@ -201,21 +198,13 @@ class RemoteBox:
         return content
 
     def snapshot(self, to: Path) -> None:
-        with self._turn, roots.scratch(to.parent) as place:
-            self._living()
-            archive = place.holder / "root.tar"
-            with archive.open("w+b") as file:
-                self._ask("GET", f"{self._path}/snapshot", most=2**40, seconds=MAKE_S, to=file)
-            place.path.mkdir()
-            roots.unpack(archive, place.path, archive.stat().st_size * roots.UNPACKED)
-            place.path.rename(to)
+        with self._living(), roots.unpacked(to) as archive, archive.open("w+b") as file:
+            self._ask("GET", f"{self._path}/snapshot", most=2**40, seconds=MAKE_S, to=file)
 
-    def end(self) -> None:
-        self._given_up.set()
-        with self._turn:
-            if not self._ended:
-                self._ended = True
-                self._server.ask("DELETE", self._path)
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._server.ask("DELETE", self._path)
 
     def _begin(self, name: str, archive: IO[bytes] | None, patience: float) -> float:
         """Ask for the box until there is one; seconds of its lease."""
@@ -266,10 +255,6 @@ class RemoteBox:
                 self._server.ask("POST", f"{self._path}/lease", again=False)
             except (BoxLost, BoxRefusal):
                 continue  # the next call of the rollout says so
-
-    def _living(self) -> None:
-        if self._ended or self._given_up.is_set():
-            raise BoxRefusal("the box has ended; begin another one", code="ended", about="box")
 
 
 def _read(answer: requests.Response, most: int, to: IO[bytes] | None) -> bytes:

@@ -185,6 +185,17 @@ def scratch(base: Path) -> Iterator[Root]:
         made.remove()
 
 
+@contextlib.contextmanager
+def unpacked(to: Path) -> Iterator[Path]:
+    """A path to write a tar archive to inside the block, which is then unpacked to the new directory `to`."""
+    with scratch(to.parent) as place:
+        archive = place.holder / "root.tar"
+        yield archive
+        place.path.mkdir()
+        unpack(archive, place.path, archive.stat().st_size * UNPACKED)
+        place.path.rename(to)
+
+
 def unpack(archive: Path, to: Path, most: int) -> None:
     """Unpack a tar archive, also a compressed one, of up to `most` bytes. Raises BoxRefusal."""
     taken = 0

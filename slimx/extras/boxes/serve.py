@@ -22,8 +22,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import hmac
-import ipaddress
 import json
 import os
 import re
@@ -35,6 +33,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from slimx.errors import SlimxError, raised
@@ -46,6 +45,7 @@ from slimx.extras.boxes.programs.enclosure import MIB, Ran
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxRefusal, check_run
 from slimx.extras.boxes.remote import MAX_FILE, PROTOCOL
+from slimx.extras.http.access import permitted, token_of
 from slimx.extras.http.connections import Connections
 from slimx.runtime.ports import address
 
@@ -102,10 +102,7 @@ class Service:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if self._token is not None and not hmac.compare_digest(
-            given.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
-        ):
+        if not permitted(request.headers.get("Authorization", ""), self._token):
             return _refused(401, "box.token", "the token is wrong or missing", "Authorization")
         try:
             return await handler(request)
@@ -295,7 +292,7 @@ async def serve(
     options.sweep()
 
     def make(source: str | Path, limits: Limits) -> Box:
-        return dataclasses.replace(options, limits=limits).make(source)
+        return msgspec.structs.replace(options, limits=limits).make(source)
 
     stop = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
@@ -349,10 +346,7 @@ def main(words: list[str] | None = None) -> None:
             help="the most that clients may ask for",
         )
     arguments = parser.parse_args(words)
-    if arguments.token_env is None and not _loopback(arguments.host):
-        parser.error(f"--host {arguments.host} is open to others: give --token-env")
-    if arguments.token_env is not None and not os.environ.get(arguments.token_env):
-        parser.error(f"--token-env: {arguments.token_env} is not set")
+    token_of(parser, arguments)
     if arguments.images is not None and not arguments.images.is_dir():
         parser.error(f"--images: there is no directory {arguments.images}")
     if arguments.boxes < 1 or not arguments.lease > 0:
@@ -361,13 +355,6 @@ def main(words: list[str] | None = None) -> None:
         asyncio.run(serve(arguments))
     except SlimxError as error:
         parser.error(str(error))
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":

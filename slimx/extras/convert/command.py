@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,7 +14,6 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -25,7 +24,6 @@ from slimx.errors import SlimxError
 
 if TYPE_CHECKING:  # torch takes seconds to import, --help must not
     from slimx.extras.convert.work import Conversion
-    from slimx.models.families import Family
 
 app = typer.Typer(
     cls=Group,
@@ -80,18 +78,12 @@ def hf_to_megatron(
 ) -> None:
     """Hugging Face SOURCE to OUT, a torch_dist checkpoint of megatron-core (docs/conversion.md: which system loads
     which family)."""
-    from slimx.extras.convert import run
-
     _work(
-        lambda: run.hf_to_megatron(
-            source,
-            dtype=_torch(dtype),
-            layout=layout,
-            layers=layers,
-            file_bytes=_bytes(file_size),
-            family=_family(family),
-        ),
+        lambda run, given: run.hf_to_megatron(source, layout=layout, layers=layers, **given),
         out,
+        dtype,
+        file_size,
+        family,
         threads,
         verify,
     )
@@ -112,15 +104,8 @@ def megatron_to_hf(
     debug: Debug = False,
 ) -> None:
     """Megatron's torch_dist SOURCE, saved under any layout, to a Hugging Face directory OUT."""
-    from slimx.extras.convert import run
-
     _work(
-        lambda: run.megatron_to_hf(
-            source, original, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
-        ),
-        out,
-        threads,
-        verify,
+        lambda run, given: run.megatron_to_hf(source, original, **given), out, dtype, file_size, family, threads, verify
     )
 
 
@@ -140,16 +125,7 @@ def hf_to_fp8(
     debug: Debug = False,
 ) -> None:
     """Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, which SGLang loads."""
-    from slimx.extras.convert import run
-
-    _work(
-        lambda: run.hf_to_fp8(
-            source, rule=rule, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
-        ),
-        out,
-        threads,
-        verify,
-    )
+    _work(lambda run, given: run.hf_to_fp8(source, rule=rule, **given), out, dtype, file_size, family, threads, verify)
 
 
 @app.command()
@@ -164,14 +140,7 @@ def hf_to_int4(
     debug: Debug = False,
 ) -> None:
     """Hugging Face SOURCE to OUT with routed experts in INT4, groups of 32, as compressed-tensors stores them."""
-    from slimx.extras.convert import run
-
-    _work(
-        lambda: run.hf_to_int4(source, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)),
-        out,
-        threads,
-        verify,
-    )
+    _work(lambda run, given: run.hf_to_int4(source, **given), out, dtype, file_size, family, threads, verify)
 
 
 @app.command()
@@ -199,31 +168,25 @@ def adapters_to_peft(
     Console(soft_wrap=True).print(f"{out}: {count:,} parameters of adapters, rank {lora['rank']}", highlight=False)
 
 
-def _bytes(gigabytes: float) -> int:
-    return int(gigabytes * 1e9)
+def _work(
+    plan: Callable[..., Conversion], out: Path, dtype: str, file_size: float, family: str, threads: int, verify: bool
+) -> None:
+    """Plan and run a conversion; `plan` gets the module `run`, and the options that all have. What the system refuses
+    of its input is said in one sentence, as of its output."""
+    import torch
 
-
-def _family(path: str) -> Family | None:
+    from slimx.extras.convert import run
+    from slimx.extras.convert.work import convert
     from slimx.models.families import load_family
 
-    return load_family(path, "--family") if path else None
-
-
-def _torch(dtype: str) -> Any:
-    import torch
-
-    return None if dtype == "stored" else getattr(torch, dtype)
-
-
-def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool) -> None:
-    """Plan and run a conversion. What the system refuses of its input is said in one sentence, as of its output."""
-    import torch
-
-    from slimx.extras.convert.work import convert
-
+    given = {
+        "dtype": None if dtype == "stored" else getattr(torch, dtype),
+        "file_bytes": int(file_size * 1e9),
+        "family": load_family(family, "--family") if family else None,
+    }
     torch.set_num_threads(1)  # files are written by threads of our own
     try:
-        conversion = plan()
+        conversion = plan(run, given)
     except OSError as error:
         raise SlimxError(
             f"{error.filename}: cannot be read ({error.strerror})", code="convert.system", about=str(error.filename)
@@ -240,29 +203,19 @@ def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool)
     )
 
 
-class Bar:
-    """A `slimx.extras.convert.work.Progress` on a console; silent where that is no terminal."""
+class Bar(Progress):
+    """A `slimx.extras.convert.work.Account` on a console; silent where that is no terminal."""
 
     def __init__(self, console: Console):
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        what = TextColumn("{task.description}")
-        self._progress = Progress(what, *columns, console=console, disable=not console.is_terminal)
-        self._task: TaskID | None = None
+        super().__init__(TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def start(self, what: str, total: int, done: int) -> None:
+    def begin(self, what: str, total: int, done: int) -> None:
         """Begin; what an earlier try has done counts as done, not as fast."""
-        self._task = self._progress.add_task(what, total=total)
+        self._part = self.add_task(what, total=total)
         if done:
-            self._progress.update(self._task, completed=done)
-            self._progress.reset(self._task, completed=done)
+            self.update(self._part, completed=done)
+            self.reset(self._part, completed=done)
 
-    def advance(self, nbytes: int) -> None:
-        if self._task is not None:
-            self._progress.advance(self._task, nbytes)
+    def add(self, nbytes: int) -> None:
+        self.advance(self._part, nbytes)

@@ -6,12 +6,10 @@ here is shared with the writers: outputs are read by their own headers, and code
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from slimx.errors import SlimxError
-from slimx.extras.convert.sources import Reading, row_blocks
+from slimx.extras.convert.sources import Advance, Reading, Shape, row_blocks
 from slimx.extras.low_precision.int4 import GROUP
 from slimx.models.files.reader import bits
 
@@ -29,11 +27,11 @@ _LEAST_BF16 = 2.0**-123
 
 def compare_copied(
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     dtype: torch.dtype,
     source: Reading,
     written: Reading,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> None:
     """Raises SlimxError unless `written` has tensor `name` in `dtype`, each value the source's, rounded if it must."""
     if (found := written.dtype(name)) != dtype:
@@ -47,12 +45,12 @@ def compare_copied(
 
 def compare_quantised(
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     block: tuple[int, int],
     source: Reading,
     written: Reading,
     scales: torch.Tensor,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> None:
     """Raises SlimxError unless every value of the quantised tensor `name`, with `scales` [block rows, block cols], is
     within a rounding to e4m3 of the source's."""
@@ -66,9 +64,7 @@ def compare_quantised(
         advance(rect.rows * rect.cols)
 
 
-def compare_int4(
-    name: str, shape: tuple[int, ...], source: Reading, written: Reading, advance: Callable[[int], None]
-) -> None:
+def compare_int4(name: str, shape: Shape, source: Reading, written: Reading, advance: Advance) -> None:
     """Raises SlimxError unless every value of the tensor `name` in INT4 is within a rounding of the source's: half a
     scale, and what bf16 rounds of an element, of its quotient and of its value."""
     for rect in row_blocks(shape, 4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,11 @@ from slimx.extras.convert.formats.fp8 import check_rule, quantised, quantised_na
 from slimx.extras.convert.formats.safetensors import ToHuggingFace, Unit, copied, stacked
 from slimx.extras.convert.formats.torch_dist import ToMegatron
 from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader
-from slimx.extras.convert.sources import Overlay
+from slimx.extras.convert.sources import TensorSource
 from slimx.extras.convert.target import Target, parse_layout
 from slimx.extras.low_precision import block_fp8
 from slimx.extras.megatron_files.directory import find_checkpoint, numbers_layers
+from slimx.layout.maps import Rect
 from slimx.layout.table import stored
 from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.fields import without_quantisation
@@ -28,6 +29,30 @@ from slimx.models.files.safe_pickle import read_metadata
 
 Layers = Literal["auto", "numbered", "stacked"]
 _PREDICTION = "mtp.layers."
+
+
+class Overlay:
+    """Tensors of `trained`; those that only `original` has, from there; `aliases` are other names of `trained`'s."""
+
+    def __init__(self, trained: TorchDistReader, original: TensorSource | None, aliases: Mapping[str, str]):
+        self.trained, self.original, self.aliases = trained, original, dict(aliases)
+
+    def dtype(self, name: str) -> torch.dtype:
+        source, name = self._of(name)
+        return source.dtype(name)
+
+    def read(self, name: str, rect: Rect) -> torch.Tensor:
+        source, name = self._of(name)
+        return source.read(name, rect)
+
+    def reopened(self) -> Overlay:
+        return Overlay(self.trained.reopened(), self.original.reopened() if self.original else None, self.aliases)
+
+    def _of(self, name: str) -> tuple[TensorSource, str]:
+        name = self.aliases.get(name, name)
+        if name in self.trained.names or self.original is None:
+            return self.trained, name
+        return self.original, name
 
 
 def hf_to_megatron(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Protocol
 
@@ -11,6 +11,9 @@ import torch
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 
+Shape = tuple[int, ...]
+Advance = Callable[[int], None]
+"""Called with the number of bytes that are done after the call before."""
 BLOCK_BYTES = 32 * 2**20
 """About what is held of one tensor at a time."""
 MAPPED_BYTES = 128 * 2**20
@@ -20,9 +23,6 @@ memory until they are closed."""
 
 class TensorSource(Protocol):
     """Tensors by their Hugging Face names."""
-
-    @property
-    def names(self) -> Collection[str]: ...
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which `read` returns a tensor."""
@@ -44,7 +44,7 @@ class Scratch:
     def __init__(self) -> None:
         self._memory = bytearray()
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised; the one before is overwritten. Its storage ends where it ends."""
         count = prod(shape)
         if count * dtype.itemsize > len(self._memory):
@@ -75,37 +75,7 @@ class Reading:
         return part
 
 
-class Overlay:
-    """Tensors of `trained`; those that only `original` has, from there; `aliases` are other names of `trained`'s."""
-
-    def __init__(self, trained: TensorSource, original: TensorSource | None, aliases: Mapping[str, str]):
-        self.trained, self.original, self.aliases = trained, original, dict(aliases)
-
-    @property
-    def names(self) -> Collection[str]:
-        """Aliases only where the original has them too, as exports of a run do it."""
-        theirs = frozenset(self.original.names) if self.original is not None else frozenset()
-        return frozenset(self.trained.names) | theirs
-
-    def dtype(self, name: str) -> torch.dtype:
-        source, name = self._of(name)
-        return source.dtype(name)
-
-    def read(self, name: str, rect: Rect) -> torch.Tensor:
-        source, name = self._of(name)
-        return source.read(name, rect)
-
-    def reopened(self) -> Overlay:
-        return Overlay(self.trained.reopened(), self.original.reopened() if self.original else None, self.aliases)
-
-    def _of(self, name: str) -> tuple[TensorSource, str]:
-        name = self.aliases.get(name, name)
-        if name in self.trained.names or self.original is None:
-            return self.trained, name
-        return self.original, name
-
-
-def row_blocks(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> Iterator[Rect]:
+def row_blocks(shape: Shape, itemsize: int, multiple: int = 1) -> Iterator[Rect]:
     """The rows of a tensor from first to last in blocks of about BLOCK_BYTES that hold a `multiple` of rows, or end
     with their matrix; none reaches from one matrix of a stack into the next."""
     rows, cols = matrix(shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +19,7 @@ import xxhash
 from slimx.digest import FileRecord, record
 from slimx.errors import SlimxError
 from slimx.extras.convert.partial import Done, Partial
+from slimx.extras.convert.sources import Advance
 
 _SPARE_BYTES = 64 * 2**20
 """Beyond the planned tensors: headers, metadata, tokenizer."""
@@ -57,7 +58,7 @@ class Conversion(Protocol):
         """Add the small files that complete the output; `notes` by file name."""
         ...
 
-    def compare(self, directory: Path, advance: Callable[[int], None]) -> None:
+    def compare(self, directory: Path, advance: Advance) -> None:
         """Read the complete output and compare its values with the source's. Raises SlimxError naming a tensor that
         differs."""
         ...
@@ -70,7 +71,7 @@ class _Stopped(Exception):
 class Stream:
     """A file that is written from front to back; it takes the digest on the way."""
 
-    def __init__(self, file: BinaryIO, advance: Callable[[int], None], stop: threading.Event):
+    def __init__(self, file: BinaryIO, advance: Advance, stop: threading.Event):
         self._file, self._advance, self._stop = file, advance, stop
         self._digest, self._size = xxhash.xxh3_128(), 0
         self.failure: BaseException | None = None
@@ -106,18 +107,18 @@ class Stream:
         return FileRecord(self._size, self._digest.hexdigest())
 
 
-class Progress:
+class Account:
     """Hears how far the work is; this one tells nobody."""
 
-    def start(self, what: str, total: int, done: int) -> None:
+    def begin(self, what: str, total: int, done: int) -> None:
         """Begin a part of the work: `total` bytes, of which `done` were done before."""
 
-    def advance(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
         """Say that so many more bytes are done."""
 
 
 def convert(
-    conversion: Conversion, out: Path, *, threads: int, verify: bool, progress: Progress | None = None
+    conversion: Conversion, out: Path, *, threads: int, verify: bool, progress: Account | None = None
 ) -> dict[str, FileRecord]:
     """Write `conversion` into the new directory `out`; returns its tensor files.
 
@@ -125,7 +126,7 @@ def convert(
     SlimxError if it cannot; `out` is then not there, and finished files wait in OUT.partial for another try.
     """
     names = [file.name for file in conversion.files]
-    partial, progress = Partial(out, names, conversion.small), progress or Progress()
+    partial, progress = Partial(out, names, conversion.small), progress or Account()
     try:
         with partial.owned(conversion.fingerprint):
             done: dict[str, Done] = {}
@@ -144,12 +145,12 @@ def convert(
     return {name: one.record for name, one in done.items()}
 
 
-def _fill(conversion: Conversion, partial: Partial, done: dict[str, Done], threads: int, progress: Progress) -> None:
+def _fill(conversion: Conversion, partial: Partial, done: dict[str, Done], threads: int, progress: Account) -> None:
     """Write what is not in `done`, add it there, and complete the output."""
     total = sum(file.nbytes for file in conversion.files)
     before = sum(file.nbytes for file in conversion.files if file.name in done)
     _check_space(partial.path, total - before)
-    progress.start("converting", total, before)
+    progress.begin("converting", total, before)
     with conversion.writing():
         _write_all(conversion.files, partial, done, threads, progress)
     conversion.finish(partial.path, {name: one.notes for name, one in done.items()})
@@ -169,14 +170,14 @@ def _check_space(partial: Path, wanted: int) -> None:
 
 
 def _write_all(
-    files: Sequence[PlannedFile], partial: Partial, done: dict[str, Done], threads: int, progress: Progress
+    files: Sequence[PlannedFile], partial: Partial, done: dict[str, Done], threads: int, progress: Account
 ) -> None:
     """Write the files that are not in `done`, largest first, and add them to it."""
     stop, lock = threading.Event(), threading.Lock()
 
     def advance(nbytes: int) -> None:
         with lock:
-            progress.advance(nbytes)
+            progress.add(nbytes)
 
     waiting = sorted((file for file in files if file.name not in done), key=lambda file: -file.nbytes)
     with ThreadPoolExecutor(threads, thread_name_prefix="convert") as pool:
@@ -206,7 +207,7 @@ def _failure(future: Future[Done]) -> BaseException | None:
     return None if isinstance(error, _Stopped) else error
 
 
-def _write_one(file: PlannedFile, partial: Partial, advance: Callable[[int], None], stop: threading.Event) -> Done:
+def _write_one(file: PlannedFile, partial: Partial, advance: Advance, stop: threading.Event) -> Done:
     if stop.is_set():
         raise _Stopped
     path = partial.path / file.name
@@ -232,8 +233,8 @@ def _write_one(file: PlannedFile, partial: Partial, advance: Callable[[int], Non
     return done
 
 
-def _verify(conversion: Conversion, partial: Partial, done: Mapping[str, Done], progress: Progress) -> None:
-    progress.start("verifying bytes", sum(one.record.size for one in done.values()), 0)
+def _verify(conversion: Conversion, partial: Partial, done: Mapping[str, Done], progress: Account) -> None:
+    progress.begin("verifying bytes", sum(one.record.size for one in done.values()), 0)
     for name, one in sorted(done.items()):
         if record(partial.path / name) != one.record:
             partial.told(name).unlink()
@@ -243,6 +244,6 @@ def _verify(conversion: Conversion, partial: Partial, done: Mapping[str, Done], 
                 code="convert.bytes",
                 about=name,
             )
-        progress.advance(one.record.size)
-    progress.start("verifying values", sum(file.nbytes for file in conversion.files), 0)
-    conversion.compare(partial.path, progress.advance)
+        progress.add(one.record.size)
+    progress.begin("verifying values", sum(file.nbytes for file in conversion.files), 0)
+    conversion.compare(partial.path, progress.add)

@@ -17,6 +17,7 @@ from slimx.extras.rewards.shared.boxes import last_box
 
 BOXED = "Put your final answer within \\boxed{}."
 LETTERS = "ABCD"
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,13 @@ class Known:
 
     hub: str
     """hf://OWNER/NAME/SUBSET/SPLIT."""
-    convert: Callable[[Mapping[str, Any], str, int], dict[str, Any]]
+    convert: Callable[[Row, str, int], dict[str, Any]]
     """(row, where it stands, seed) -> the fields of a prompt."""
     reward: str
     """Dotted path of the reward that fits its answers."""
 
 
-def _gsm8k(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+def _gsm8k(row: Row, where: str, seed: int) -> dict[str, Any]:
     solution = str(_column(row, "answer", where))
     _, mark, answer = solution.rpartition("####")
     if not mark:
@@ -39,7 +40,7 @@ def _gsm8k(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     return _task(_column(row, "question", where), answer.strip().replace(",", ""))
 
 
-def _math(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+def _math(row: Row, where: str, seed: int) -> dict[str, Any]:
     answer = row.get("answer")
     if answer is None:
         answer = last_box(str(_column(row, "solution", where)))
@@ -49,7 +50,7 @@ def _math(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     return _task(_column(row, "problem", where), answer, metadata, row.get("unique_id"))
 
 
-def _dapo(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+def _dapo(row: Row, where: str, seed: int) -> dict[str, Any]:
     messages = _column(row, "prompt", where)
     if not isinstance(messages, list):
         raise _unfit(where, "its prompt is no list of messages")
@@ -61,7 +62,7 @@ def _dapo(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     return out if index is None else out | {"id": str(index)}
 
 
-def _aime(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+def _aime(row: Row, where: str, seed: int) -> dict[str, Any]:
     columns = {str(name).lower(): name for name in row}
     if not {"problem", "answer"} <= columns.keys():
         raise _unfit(where, f"it has {', '.join(map(str, row))}, and no problem and answer")
@@ -73,7 +74,7 @@ def _aime(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     return _task(row[columns["problem"]], str(int(number[1])), {}, None if own is None else as_text(own))
 
 
-def _gpqa(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+def _gpqa(row: Row, where: str, seed: int) -> dict[str, Any]:
     question = str(_column(row, "Question", where)).strip()
     names = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
     choices = [str(_column(row, name, where)).strip() for name in names]
@@ -86,7 +87,7 @@ def _gpqa(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
     return _message(text, LETTERS[order.index(0)], {}, None if own is None else str(own))
 
 
-def _ifeval(row: Mapping[str, Any], where: str, seed: int) -> dict[str, Any]:
+def _ifeval(row: Row, where: str, seed: int) -> dict[str, Any]:
     ids = list(_column(row, "instruction_id_list", where))
     given = _column(row, "kwargs", where)
     given = msgspec.json.decode(given) if isinstance(given, str) else given
@@ -121,7 +122,7 @@ def _message(text: str, answer: str | None, metadata: dict[str, Any], own: str |
     return out | ({"metadata": metadata} if metadata else {})
 
 
-def _column(row: Mapping[str, Any], path: str, where: str) -> Any:
+def _column(row: Row, path: str, where: str) -> Any:
     value = value_at(row, path, "the published data set", where)
     if value is None:
         raise _unfit(where, f"its {path} is null")

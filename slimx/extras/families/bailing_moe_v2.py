@@ -14,6 +14,7 @@ from slimx.layout.maps import Fused
 from slimx.layout.table import Row, Table
 from slimx.models import decoder
 from slimx.models.decoder import layer_kind as layer_kind
+from slimx.models.fields import Fields
 from slimx.models.rows import Attention
 
 ARCHITECTURE = "BailingMoeV2ForCausalLM"
@@ -33,17 +34,17 @@ _NAMES = {
 """GLM-4.5's names -> those of the same tensors here, in checkpoints and in SGLang."""
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return glm4_moe.transformer_config(_glm(hf))
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotating_share(hf, Attention.of(hf).head)}
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     for key in ("max_window_layers", "mtp_loss_scaling_factor"):
         hf.get(key)  # read: layers have no windows, and a run has a key of its own for the weight of that loss
@@ -62,7 +63,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     return other or decoder.contradicting_share(hf, Attention.of(hf).head) or glm4_moe.unsupported(_glm(hf))
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction; those
     that the checkpoint declares beyond are frozen."""
     trained, whole = (_own(glm4_moe.weight_table(_glm(hf), layers)) for layers in (mtp, mtp_layers(hf)))
@@ -72,7 +73,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     return replace(trained, frozen=frozen)
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.bailing_moe`), which never fuses the shared
     expert with the others; its router weighs in fp32.
 
@@ -88,7 +89,7 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
     return _own(glm4_moe.engine_table(_glm(hf)))
 
 
-def _glm(hf: dict[str, Any]) -> ChainMap[str, Any]:
+def _glm(hf: Fields) -> ChainMap[str, Any]:
     """`hf` with the fields that GLM-4.5's config.json has."""
     return ChainMap(hf, {theirs: hf[name] for theirs, name in _FIELDS.items()}, {"use_qk_norm": True})
 

@@ -18,12 +18,13 @@ from slimx.extras.families.sigmoid_router import moe_fields, unsupported_router
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import quantised_otherwise, rotary, scaled_otherwise, unusual
+from slimx.models.fields import Fields
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
     return {
         "multi_latent_attention": True,
@@ -48,7 +49,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rotary(hf: dict[str, Any]) -> dict[str, Any]:
+def _rotary(hf: Fields) -> dict[str, Any]:
     kind, scaling = rotary(hf)
     fields = {"rope_type": "rope", "rotary_base": scaling["rope_theta"]}
     if kind == "yarn":
@@ -64,7 +65,7 @@ def _rotary(hf: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return {
         "vocab_size": hf["vocab_size"],
@@ -74,17 +75,17 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     return unsupported_model(hf) or quantised_otherwise(hf)
 
 
-def unsupported_model(hf: dict[str, Any]) -> str | None:
+def unsupported_model(hf: Fields) -> str | None:
     """The same whatever the checkpoint is stored in."""
     return _unsupported_rotary(hf) or unsupported_router(hf) or _unsupported_rest(hf)
 
 
-def _unsupported_rotary(hf: dict[str, Any]) -> str | None:
+def _unsupported_rotary(hf: Fields) -> str | None:
     if scaled := scaled_otherwise(hf, "default", "yarn"):
         return scaled
     kind, scaling = rotary(hf)
@@ -103,7 +104,7 @@ def _unsupported_rotary(hf: dict[str, Any]) -> str | None:
     return None
 
 
-def _unsupported_rest(hf: dict[str, Any]) -> str | None:
+def _unsupported_rest(hf: Fields) -> str | None:
     rotating = hf["qk_rope_head_dim"]
     only = (
         ("attention_bias", False),
@@ -117,14 +118,14 @@ def _unsupported_rest(hf: dict[str, Any]) -> str | None:
     return unusual(hf, *only)
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction.
 
     Layers of multi-token prediction that the checkpoint has beyond are the table's `frozen` tensors."""
     return table_with_prediction(hf, partial(attention, hf), mtp=mtp)
 
 
-def attention(hf: dict[str, Any], at: Layer, *, fused: bool = True) -> tuple[Row, ...]:
+def attention(hf: Fields, at: Layer, *, fused: bool = True) -> tuple[Row, ...]:
     """Rows of latent attention with the norm before it. Every tensor-parallel rank makes the whole latents and its own
     heads of them. `fused`: the norms of the latents are one module with the products behind them."""
     hidden, heads, query, latent = (

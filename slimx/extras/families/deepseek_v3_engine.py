@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from slimx.extras.families.sigmoid_router import engine_draft_rows, engine_moe_table
 from slimx.layout.maps import Concat
 from slimx.layout.table import Group, Row, Table
 from slimx.models import engine_rows
+from slimx.models.fields import Fields
 from slimx.models.rows import Layer
 
 
 def engine_table(
-    hf: dict[str, Any],
+    hf: Fields,
     *,
     fused_shared_experts: bool = False,
     gate_dtype: str | None = None,
@@ -28,12 +28,12 @@ def engine_table(
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype=gate_dtype)
 
 
-def draft_rows(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
+def draft_rows(hf: Fields, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
     """Layout of the layer of multi-token prediction in SGLang's draft model (`sglang.srt.models.deepseek_nextn`)."""
     return engine_draft_rows(hf, partial(_attention, hf), fused=fused_shared_experts)
 
 
-def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
+def _attention(hf: Fields, at: Layer) -> tuple[Row, ...]:
     """Norms and latent attention; the first projections of query and key-value are one tensor."""
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     query, latent, rope = hf["q_lora_rank"], hf["kv_lora_rank"], hf["qk_rope_head_dim"]

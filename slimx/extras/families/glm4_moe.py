@@ -12,6 +12,7 @@ from slimx.extras.families.sigmoid_router import engine_draft_rows, engine_moe_t
 from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.decoder import layer_kind as layer_kind
+from slimx.models.fields import Fields
 from slimx.models.rows import Attention
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
@@ -20,39 +21,39 @@ FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
 (`shared_experts_fusion_disable_reason` in `sglang.srt.models.glm4_moe`)."""
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {**decoder.decoder_fields(hf, _attention(hf)), **moe_fields(hf)}
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_share(hf, default=0.5)}
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     other = decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
     scaled = decoder.scaled_otherwise(hf, "default")
     return scaled or unsupported_router(hf) or decoder.quantised_otherwise(hf) or other
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction."""
     return table_with_prediction(hf, lambda at: at.attention(_attention(hf)), mtp=mtp)
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe`); its router weighs in fp32."""
     attention = engine_rows.attention(engine_rows.layer(), _attention(hf))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 
 
-def draft_rows(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
+def draft_rows(hf: Fields, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
     """Layout of the layer of multi-token prediction in SGLang's draft model (`sglang.srt.models.glm4_moe_nextn`)."""
     attention = partial(engine_rows.attention, sizes=_attention(hf))
     return engine_draft_rows(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 
 
-def _attention(hf: dict[str, Any]) -> Attention:
+def _attention(hf: Fields) -> Attention:
     return Attention.of(hf, qkv_bias=hf.get("attention_bias", False), qk_norm=hf.get("use_qk_norm", False))

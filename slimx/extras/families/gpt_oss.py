@@ -16,6 +16,7 @@ from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
+from slimx.models.fields import Fields
 from slimx.models.rows import Attention, Layer, embedding, head
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -28,7 +29,7 @@ NO_CPU_ENGINE = (
 _WINDOWED = {"sliding_attention": 1, "full_attention": 0}
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     scaling = decoder.rotary(hf)[1]
     return {
@@ -57,12 +58,12 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "position_embedding_type": "yarn"}
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     if scaled := decoder.scaled_otherwise(hf, "yarn"):
         return scaled
@@ -80,7 +81,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     return decoder.unusual(hf, *only)
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     sizes, layer = _attention(hf), Layer()
     hidden, inner, experts = sizes.hidden, hf["intermediate_size"], hf["num_local_experts"]
@@ -104,7 +105,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     return _table(hf, rows)
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.gpt_oss`) with the experts' kernel `triton`
     and an attention backend other than trtllm_mha, whose sinks are fp32. There are no shared experts to fuse."""
     sizes, layer = _attention(hf), engine_rows.layer()
@@ -134,13 +135,13 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
     return _table(hf, rows)
 
 
-def _table(hf: dict[str, Any], rows: tuple[Row, ...]) -> Table:
+def _table(hf: Fields, rows: tuple[Row, ...]) -> Table:
     # No checkpoint of the family is in fp8 blocks.
     plain = tuple(replace(row, quantised=False) for row in rows)
     return Table(plain, layers=hf["num_hidden_layers"], experts=hf["num_local_experts"])
 
 
-def _attention(hf: dict[str, Any]) -> Attention:
+def _attention(hf: Fields) -> Attention:
     return Attention.of(hf, qkv_bias=True, output_bias=True)
 
 

@@ -12,6 +12,7 @@ from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import quantised_otherwise, unusual
 from slimx.models.engine_rows import no_engine
+from slimx.models.fields import Fields
 
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
 _TEXT = "language_model."
@@ -19,22 +20,22 @@ _INT4 = "compressed-tensors"
 """The number format of published checkpoints."""
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
     return deepseek_v3.transformer_config(hf["text_config"])
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return deepseek_v3.gpt_arguments(hf["text_config"])
 
 
-def mtp_layers(hf: dict[str, Any]) -> int:
+def mtp_layers(hf: Fields) -> int:
     """Layers of multi-token prediction that the checkpoint declares."""
     return deepseek_v3.mtp_layers(hf["text_config"])
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     text = hf["text_config"]
     for at, fields in (("", hf), ("text_config.", text)):
@@ -48,7 +49,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     return unusual(hf, ("tie_word_embeddings", False))
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor of the text; those of the vision tower are `frozen`."""
     table = deepseek_v3.weight_table(hf["text_config"], mtp)
     return replace(
@@ -59,7 +60,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     )
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """Raises SlimxError: a publication proves every tensor of an engine, and no trainer has the vision tower's."""
     raise no_engine(ARCHITECTURE, "they hold a vision tower that no trainer has")
 
@@ -69,7 +70,7 @@ def _of_text(row: Row) -> Row:
     return replace(row, sources=tuple((_TEXT + name, shape) for name, shape in row.sources), quantised=False)
 
 
-def _vision(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _vision(hf: Fields) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of MoonViT and of the projector behind it, as the published files have them."""
     vision = hf["vision_config"]
     wide, inner, patch = vision["vt_hidden_size"], vision["vt_intermediate_size"], vision["patch_size"]

@@ -13,6 +13,7 @@ from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
+from slimx.models.fields import Fields
 from slimx.models.rows import Attention, Layer, embedding, head
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
@@ -20,7 +21,7 @@ ARCHITECTURE = "MiniMaxM2ForCausalLM"
 _MOE = "block_sparse_moe"
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {
         **decoder.decoder_fields(hf, _attention(hf)),
@@ -34,12 +35,12 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotating_share(hf, _attention(hf).head)}
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     if problem := decoder.scaled_otherwise(hf, "default") or decoder.contradicting_share(hf, _attention(hf).head):
         return problem
@@ -60,7 +61,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     )
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
     at, expert = Layer(), f"{_MOE}.experts.{{expert}}"
@@ -83,7 +84,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.minimax_m2`); its router weighs in fp32.
     There are no shared experts to fuse.
 
@@ -122,5 +123,5 @@ def _selection(at: Layer, name: str, experts: int) -> Row:
     return at.row(name, [(_MOE, (experts,))], kind="e_score_correction_bias", dtype="float32")
 
 
-def _attention(hf: dict[str, Any]) -> Attention:
+def _attention(hf: Fields) -> Attention:
     return Attention.of(hf, projection_norm=True)

@@ -4,20 +4,20 @@ each with its own projection and norm, sharing the model's embedding and output 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from slimx.extras.families.sigmoid_router import moe_rows
 from slimx.layout.table import Row, Table
+from slimx.models.fields import Fields
 from slimx.models.rows import Layer, embedding, head
 
 
-def mtp_layers(hf: dict[str, Any]) -> int:
+def mtp_layers(hf: Fields) -> int:
     """Layers of multi-token prediction that the checkpoint declares."""
     return hf.get("num_nextn_predict_layers") or 0
 
 
 def table_with_prediction(
-    hf: dict[str, Any],
+    hf: Fields,
     attention: Callable[[Layer], tuple[Row, ...]],
     *,
     mtp: int,
@@ -52,7 +52,7 @@ def table_with_prediction(
     )
 
 
-def _rows(hf: dict[str, Any], at: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
+def _rows(hf: Fields, at: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
     """Projection of (embedding, hidden state), a decoder layer, a norm."""
     hidden, inside = hf["hidden_size"], Layer(at.here + "mtp_model_layer.", at.there, stage=at.stage)
     return (

@@ -10,31 +10,32 @@ from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.dense import dense_engine_table, dense_table
+from slimx.models.fields import Fields
 from slimx.models.rows import Attention
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig."""
     return decoder_fields(hf, _attention(hf))
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     usual = (("use_sliding_window", False), ("hidden_act", "silu"))
     return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     return dense_table(hf, _attention(hf))
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang's layout of every checkpoint tensor (`sglang.srt.models.qwen2`); there are no experts to fuse."""
     return dense_engine_table(hf, _attention(hf), "tensor")
 
 
-def _attention(hf: dict[str, Any]) -> Attention:
+def _attention(hf: Fields) -> Attention:
     return Attention.of(hf, qkv_bias=True)

@@ -10,10 +10,11 @@ from slimx.errors import SlimxError
 from slimx.layout.engine import DRAFT
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
+from slimx.models.fields import Fields
 from slimx.models.rows import Layer
 
 
-def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
+def moe_fields(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig for the experts, their router and their places."""
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     return {
@@ -23,7 +24,7 @@ def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def router_fields(hf: dict[str, Any]) -> dict[str, Any]:
+def router_fields(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig for routed experts and their router."""
     return {
         "num_moe_experts": hf["n_routed_experts"],
@@ -39,14 +40,12 @@ def router_fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def moe_rows(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
+def moe_rows(hf: Fields, at: Layer) -> tuple[Row, ...]:
     """The trainer's rows of a MoE layer, the norm before it included."""
     return at.moe(**_sizes(hf), selection=True)
 
 
-def engine_moe_table(
-    hf: dict[str, Any], attention: tuple[Row, ...], *, fused: bool, gate_dtype: str | None = None
-) -> Table:
+def engine_moe_table(hf: Fields, attention: tuple[Row, ...], *, fused: bool, gate_dtype: str | None = None) -> Table:
     """SGLang's layout of a model with these rows of `attention`, dense first layers, and such a router with its experts
     in the others. `fused`: the shared expert stands after the routed ones in the same tensors; `gate_dtype`: of the
     router's weight, where that is not the model's."""
@@ -69,7 +68,7 @@ def engine_moe_table(
 
 
 def engine_draft_rows(
-    hf: dict[str, Any],
+    hf: Fields,
     attention: Callable[[Layer], tuple[Row, ...]],
     *,
     fused: bool,
@@ -89,14 +88,14 @@ def engine_draft_rows(
     )
 
 
-def _sizes(hf: dict[str, Any]) -> dict[str, int]:
+def _sizes(hf: Fields) -> dict[str, int]:
     """`shared`: inner size of the shared experts together; 0 without any."""
     inner = hf["moe_intermediate_size"]
     shared = (hf.get("n_shared_experts") or 0) * inner
     return {"hidden": hf["hidden_size"], "inner": inner, "experts": hf["n_routed_experts"], "shared": shared}
 
 
-def unsupported_router(hf: dict[str, Any]) -> str | None:
+def unsupported_router(hf: Fields) -> str | None:
     """Name the part of the router that cannot be built; None if all can."""
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if hf.get(key, only) != only:
@@ -111,7 +110,7 @@ def unsupported_router(hf: dict[str, Any]) -> str | None:
     return None
 
 
-def unsupported_places(hf: dict[str, Any]) -> str | None:
+def unsupported_places(hf: Fields) -> str | None:
     """Name the list of MoE layers if it is not what `first_k_dense_replace` says: transformers builds the layers that
     the list names, SGLang those after the first ones."""
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
@@ -120,6 +119,6 @@ def unsupported_places(hf: dict[str, Any]) -> str | None:
     return None
 
 
-def _grouped(hf: dict[str, Any]) -> bool:
+def _grouped(hf: Fields) -> bool:
     """Returns True if the choice of groups excludes any expert."""
     return (hf.get("n_group") or 1) > (hf.get("topk_group") or 1)

@@ -20,21 +20,20 @@ _STAGES = worked_out("trainer.layers_per_stage", "the layers of every stage, as 
 _NO_DROPOUT = needless("nothing is dropped: dropout is 0")
 _FUSED = needless("megatron-core's fused kernels are used where they are installed")
 _PRECISION = worked_out("numerics.dtype", "bfloat16 or float32")
-_SHAPES = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "swiglu"),
-    *("num_query_groups", "kv_channels", "vocab_size", "normalization", "norm_epsilon", "rotary_base"),
-    *("rotary_percent", "rotary_scaling_factor", "use_rotary_position_embeddings", "position_embedding_type"),
-    *("disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights", "qk_layernorm"),
-    *("make_vocab_size_divisible_by", "max_position_embeddings", "num_experts", "moe_ffn_hidden_size"),
-    *("moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk", "moe_router_pre_softmax"),
-    *("moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
-    *("moe_router_num_groups", "moe_router_group_topk", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
-    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "tokenizer_type", "tokenizer_model", "rope_type"),
-    *("apply_layernorm_1p", "attention_output_gate", "mtp_num_layers", "window_size"),
-)
+_SHAPES = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention swiglu num_query_groups
+    kv_channels vocab_size normalization norm_epsilon rotary_base rotary_percent rotary_scaling_factor
+    use_rotary_position_embeddings position_embedding_type disable_bias_linear add_qkv_bias
+    untie_embeddings_and_output_weights qk_layernorm make_vocab_size_divisible_by max_position_embeddings
+    num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_router_topk
+    moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
+    moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk multi_latent_attention q_lora_rank
+    kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim tokenizer_type tokenizer_model rope_type
+    apply_layernorm_1p attention_output_gate mtp_num_layers window_size
+"""
 
 MEGATRON: Table = {
-    **dict.fromkeys(_SHAPES, OF_MODEL),
+    **dict.fromkeys(_SHAPES.split(), OF_MODEL),
     "tensor_model_parallel_size": "trainer.tensor",
     "pipeline_model_parallel_size": "trainer.pipeline",
     "virtual_pipeline_model_parallel_size": "trainer.virtual_pipeline",

@@ -9,19 +9,20 @@ sample's `rollout_log_probs` must be complete, and `weight_versions` where weigh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.saved.codec import encode
 from slimx.data.whole import as_ids
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.slime.arguments import RunFacts
 from slimx.extras.slime.sample import OWN, Sample, Status
 from slimx.extras.slime.scene import Call
+from slimx.rollout.client.completion import Completion
 
 KEY = "slime"
 """Key of a trajectory's metadata for what a reward must find again on the sample, and a trajectory has no place for."""
@@ -38,22 +39,7 @@ UNSERVED = {
 _STATUS = {Status.COMPLETED: "completed", Status.TRUNCATED: "truncated", Status.FAILED: "failed"}
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Tokens that an engine sampled by the sample's own account, in the form that a draft takes."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    versions: list[tuple[int, int, int]]
-    temperature: float
-    finish_reason: str = "stop"
-    routed_experts: np.ndarray | None = None
-    support: None = None
-    seconds: float = 0.0
-    policy: str = ACTOR
-
-
-def begin(prompt: Prompt, text: str | list[dict[str, Any]], *, index: int, group: str, run: RunFacts) -> Sample:
+def begin(prompt: Prompt, text: str | list[Json], *, index: int, group: str, run: RunFacts) -> Sample:
     """The sample that a generate hook receives for rollout `index` of a group."""
     group_index, number = run.indices(group, index)
     return Sample(
@@ -187,7 +173,7 @@ def _first(completion: Any, count: int, position: int) -> Any:
 
 def _by_its_own_account(
     sample: Sample, position: int, mask: list[int], ctx: Any, name: str, version: int | None
-) -> Sampled:
+) -> Completion:
     """The run of trained tokens at `position`, of a hook that asks the engines by its own means."""
     start = len(sample.tokens) - sample.response_length
     edges = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
@@ -210,10 +196,13 @@ def _by_its_own_account(
             about=name,
         )
     routes = sample.rollout_routed_experts
-    return Sampled(
+    return Completion(
         token_ids=np.array(sample.tokens[position:stop], np.int32),
         logprobs=np.array(sample.rollout_log_probs[position - start : stop - start], np.float32),
         versions=[(0, stop - position, int(said))],
+        finish_reason="stop",
+        cached_tokens=0,
+        seconds=0.0,
         temperature=ctx.engine.sampling["temperature"],
         routed_experts=None if routes is None else np.asarray(routes)[: stop - 1],
     )
@@ -241,7 +230,7 @@ def _check_logprobs(sample: Sample, found: Any, position: int, start: int, mask:
             )
 
 
-def _metadata(sample: Sample, name: str) -> dict[str, Any]:
+def _metadata(sample: Sample, name: str) -> Json:
     """The trajectory's: the sample's, and under `KEY` what else a reward will look for."""
     own: Mapping[str, Any] = {key: value for key, value in vars(sample).items() if key not in OWN}
     metadata = {**sample.metadata, KEY: {**{key: getattr(sample, key) for key in KEPT}, "attributes": dict(own)}}

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from slimx.data.chat.responses import THOUGHT_ENDS, final_answer
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.rewards.f1 import words
 from slimx.extras.rewards.shared.boxes import last_box
@@ -46,7 +47,7 @@ def grade(solution: str, right: Any) -> bool:
     return equal(last_box(solution), last_box(str(right)) or right)
 
 
-def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> Json:
     """`math_dapo_utils.compute_score`: score 1.0 or -1.0, `acc`, and `pred`: the boxed value, or else (not strict) what
     the last line "Answer: ..." says, "[INVALID]" without one. Only the end of the text is looked at, so that what
     the prompt says is no answer."""
@@ -59,7 +60,7 @@ def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool 
     return _score(pred, ground_truth)
 
 
-def _score(pred: str | None, ground_truth: Any) -> dict[str, Any]:
+def _score(pred: str | None, ground_truth: Any) -> Json:
     value = (last_box(pred) or pred.strip("$ .")) if pred else None
     right = pred != "[INVALID]" and equal(value, ground_truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}

@@ -14,6 +14,7 @@ from slimx.config.schema import Config
 from slimx.data.chat.tokens import encode_prompt, load_tokenizer
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.dotted import imported
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.slime import grading
 from slimx.extras.slime.arguments import PREFIX, TOLD, Arguments, RunFacts, addresses
@@ -272,7 +273,7 @@ def _not_served(error: BaseException) -> NotServed | None:
     return cause
 
 
-def prompt_text(tokenizer: Any, prompt: Prompt, *, template: bool) -> str | list[dict[str, Any]]:
+def prompt_text(tokenizer: Any, prompt: Prompt, *, template: bool) -> str | list[Json]:
     """A prompt as slime hands it to hooks: in the chat template, or (`template` false) the words of a single user turn,
     else the messages."""
     if prompt.messages is None:

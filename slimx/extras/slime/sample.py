@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from slimx.engines.server.wire import Json
+
 
 class Status(Enum):
     """The ending of a sample."""
@@ -35,7 +37,7 @@ class Sample:
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
-    prompt: str | list[dict[str, Any]] = ""
+    prompt: str | list[Json] = ""
     tokens: list[int] = field(default_factory=list)
     """Token ids of prompt and response; empty until the hook fills it."""
     response: str = ""
@@ -56,16 +58,16 @@ class Sample:
     remove_sample: bool = False
     """Nothing of it is trained."""
     status: Status = Status.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict)
-    train_metadata: dict[str, Any] | None = None
+    metadata: Json = field(default_factory=dict)
+    train_metadata: Json | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_inputs: Json | None = None
+    multimodal_train_inputs: Json | None = None
     teacher_log_probs: list[float] | None = None
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: Json = field(default_factory=dict)
 
     @property
     def effective_response_length(self) -> int:
@@ -84,7 +86,7 @@ class Sample:
         tokens: Iterable[int] | None = None,
         log_probs: Iterable[float] | None = None,
         trainable: bool = True,
-        meta_info: dict[str, Any] | None = None,
+        meta_info: Json | None = None,
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
@@ -115,7 +117,7 @@ class Sample:
         if meta_info is not None:
             self._take(args, meta_info, ends=update_terminal_info)
 
-    def _take(self, args: Any, meta: dict[str, Any], *, ends: bool) -> None:
+    def _take(self, args: Any, meta: Json, *, ends: bool) -> None:
         if meta.get("routed_experts"):
             flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
             self.rollout_routed_experts = flat.reshape(len(self.tokens) - 1, args.num_layers, args.moe_router_topk)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimx.data.whole import as_ids, as_whole
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.slime.arguments import Arguments
 
@@ -47,14 +48,14 @@ class Scene:
     """The policy's, as in RolloutContext; None in a reward."""
     address: str = ""
     """URL of the policy's router."""
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: Json = field(default_factory=dict)
     """As a hook receives it."""
     semaphore: asyncio.Semaphore | None = None
     calls: list[Call] = field(default_factory=list)
     asked: int = 0
     """Requests that began: each has a number, which its seed depends on."""
 
-    async def request(self, payload: dict[str, Any]) -> dict[str, Any]:
+    async def request(self, payload: Json) -> Json:
         """The answer of /generate, in SGLang's words. Raises SlimxError for what cannot be asked."""
         if unknown := sorted(payload.keys() - PAYLOAD):
             raise SlimxError(
@@ -84,7 +85,7 @@ class Scene:
             "meta_info": _meta(prompt, completion, payload),
         }
 
-    def _prompt(self, payload: dict[str, Any]) -> list[int]:
+    def _prompt(self, payload: Json) -> list[int]:
         """Ids to be continued. A text that goes on where an earlier answer ended keeps that answer's ids as they were
         sampled; only the rest is tokenised."""
         ids, text = payload.get("input_ids"), payload.get("text")
@@ -101,7 +102,7 @@ class Scene:
         begun, rest = ([], text) if longest is None else (longest.ids, text[len(longest.text or "") :])
         return begun + list(self.tokenizer(rest, add_special_tokens=False).input_ids if rest else [])
 
-    def _text(self, completion: Any, parameters: dict[str, Any]) -> str:
+    def _text(self, completion: Any, parameters: Json) -> str:
         """The answer as SGLang writes it: without what ended it, unless no_stop_trim says otherwise."""
         ids, stops = completion.token_ids.tolist(), _listed(parameters).get("stop", [])
         trim = completion.finish_reason == "stop" and not parameters.get("no_stop_trim", False)
@@ -129,7 +130,7 @@ def current(what: str) -> Scene:
         ) from None
 
 
-def _listed(parameters: dict[str, Any]) -> dict[str, Any]:
+def _listed(parameters: Json) -> Json:
     """`parameters` with `stop` as a list, and left out where it is empty."""
     out = {key: value for key, value in parameters.items() if key not in ("stop", "stop_token_ids") or value}
     if isinstance(out.get("stop"), str):
@@ -137,7 +138,7 @@ def _listed(parameters: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _meta(prompt: list[int], completion: Any, payload: dict[str, Any]) -> dict[str, Any]:
+def _meta(prompt: list[int], completion: Any, payload: Json) -> Json:
     versions = [{"start": a, "end": b, "version": str(version)} for a, b, version in completion.versions]
     ids = completion.token_ids.tolist()
     meta = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import statistics
-import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.data.chat.tokens import load_tokenizer as load_from_directory
 from slimx.dotted import imported
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared import http
 from slimx.extras.slime.sample import Sample
@@ -69,7 +69,7 @@ class GenerateState:
         """Semaphore of slimx's own limit, which requests obey without it."""
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
     """`sglang_rollout.generate`: one request."""
     scene = current("slime.rollout.sglang_rollout.generate")
     if not sample.tokens:
@@ -100,17 +100,8 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
             code="slime.async",
             about="slime.utils.async_utils.run",
         )
-    result: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(asyncio.run(coroutine))
-        except BaseException as error:
-            result.set_exception(error)
-
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(work,), daemon=True).start()
-    return result.result()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, asyncio.run, coroutine).result()
 
 
 def load_function(path: str) -> Any:

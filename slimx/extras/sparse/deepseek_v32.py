@@ -20,6 +20,7 @@ from slimx.extras.sparse.layers import indexers, period, sharing_field
 from slimx.extras.sparse.layers import layer_kind as layer_kind
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
+from slimx.models.fields import Fields
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "DeepseekV32ForCausalLM"
@@ -28,7 +29,7 @@ UNTRAINED = ("*.core_attention.indexer.*",)
 """Parameters that no loss of slimx reaches: they have no gradient and no optimizer state."""
 
 
-def transformer_config(hf: dict[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
+def transformer_config(hf: Fields, *, interleaved: bool = False) -> dict[str, Any]:
     """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype). `interleaved`:
     the indexer rotates pairs."""
     every, offset = period(indexers(hf)) or (1, 0)
@@ -51,7 +52,7 @@ def transformer_config(hf: dict[str, Any], *, interleaved: bool = False) -> dict
     }
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     if hf.get("indexer_rope_interleave"):
         return "indexer_rope_interleave true"
@@ -60,7 +61,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     return unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
-def unsupported_sparse(hf: dict[str, Any]) -> str | None:
+def unsupported_sparse(hf: Fields) -> str | None:
     """Name the part of the sparse attention that cannot be built; None if all can."""
     if hf["q_lora_rank"] is None:
         return "q_lora_rank null, the latent that the indexer's queries are made of,"
@@ -77,12 +78,12 @@ def unsupported_sparse(hf: dict[str, Any]) -> str | None:
     return unsupported_places(hf)
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction."""
     return table_with_prediction(hf, partial(_attention, hf), mtp=mtp)
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.deepseek_v2`)."""
 
     def indexer(at: Layer) -> tuple[Row, ...]:
@@ -96,7 +97,7 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
     return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, beside=indexer)
 
 
-def engine_indexer(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
+def engine_indexer(hf: Fields, at: Layer) -> tuple[Row, ...]:
     """The part of an indexer that SGLang holds alike for all models, whole on every rank."""
     wide, norm = hf["index_n_heads"] * hf["index_head_dim"], [("self_attn.indexer.k_norm", (hf["index_head_dim"],))]
     return (
@@ -105,13 +106,13 @@ def engine_indexer(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
     )
 
 
-def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
+def _attention(hf: Fields, at: Layer) -> tuple[Row, ...]:
     """Latent attention whose norms stand alone, because the indexer takes the query's normed latent, and the indexer,
     which every tensor-parallel rank holds whole."""
     return *deepseek_v3.attention(hf, at, fused=False), *_indexer(hf, with_indexers(hf, at))
 
 
-def with_indexers(hf: dict[str, Any], at: Layer) -> Layer:
+def with_indexers(hf: Fields, at: Layer) -> Layer:
     """The layers of `at` that have an indexer: each layer of multi-token prediction does."""
     if at.stage == "mtp" or all(indexers(hf)):
         return at
@@ -119,7 +120,7 @@ def with_indexers(hf: dict[str, Any], at: Layer) -> Layer:
     return replace(at, layers=tuple(layer for layer in layers if indexers(hf)[layer]))
 
 
-def _indexer(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
+def _indexer(hf: Fields, at: Layer) -> tuple[Row, ...]:
     hidden, heads, head = hf["hidden_size"], hf["index_n_heads"], hf["index_head_dim"]
     here, there = "self_attention.core_attention.indexer.", "self_attn.indexer."
     return (

@@ -15,24 +15,25 @@ from slimx.extras.sparse.deepseek_v32 import weight_table as weight_table
 from slimx.extras.sparse.layers import layer_kind as layer_kind
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Table
+from slimx.models.fields import Fields
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
     return deepseek_v32.transformer_config(hf, interleaved=True)
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     if not hf.get("indexer_rope_interleave", True):
         return "indexer_rope_interleave false"
     return deepseek_v32.unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor on CUDA (`sglang.srt.models.glm4_moe`), where it holds two
     projections of an indexer that rotates pairs as one. Raises SlimxError without the field that tells SGLang so."""
     if hf.get("indexer_rope_interleave") is not True:

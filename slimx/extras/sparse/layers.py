@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from slimx.config.sections.trainer import Trainer
+from slimx.models.fields import Fields
 from slimx.models.layer_kind import LayerKind, LayerParts, Packing, SequenceFlops
 
 FP32 = INT32 = 4
@@ -119,7 +120,7 @@ class SparseAttention(LayerKind):
         return (lambda: partial(SparseSequences, chosen={})) if trainer.indexer_replay == "R2" else None
 
 
-def indexers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
+def indexers(hf: Fields) -> tuple[bool, ...]:
     """Returns True for each layer that has an indexer, as transformers and SGLang read config.json: by its
     `indexer_types`, else by `index_topk_pattern`, else every `index_topk_freq` layers after the first
     `index_skip_topk_offset` (2)."""
@@ -136,7 +137,7 @@ def indexers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(max(layer - first + 1, 0) % period == 0 for layer in range(layers))
 
 
-def sharing_field(hf: Mapping[str, Any]) -> str:
+def sharing_field(hf: Fields) -> str:
     """Returns the field of config.json that `indexers` goes by."""
     return next((name for name in ("indexer_types", "index_topk_pattern") if hf.get(name)), "index_topk_freq")
 
@@ -151,6 +152,6 @@ def period(has: tuple[bool, ...]) -> tuple[int, int] | None:
     return None
 
 
-def layer_kind(hf: Mapping[str, Any]) -> LayerKind:
+def layer_kind(hf: Fields) -> LayerKind:
     """Returns the kind of a model of DeepSeek-V3.2's shape."""
     return SparseAttention(indexers(hf))

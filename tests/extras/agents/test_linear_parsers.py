@@ -102,7 +102,6 @@ def message(text: str) -> None:
     answers, request = reader(), ChatRequest(messages=[], model="m", tools=[{}], calls_tools=True, stop=["###", "</"])
     ids, after = answers.tokenizer(text).input_ids, [1]
     asyncio.run(answers.message(ids, request, 0, after=after))
-    answers.attempts(ids, request, after=after)
 
 
 def streamed(text: str) -> None:

@@ -233,8 +233,9 @@ def test_an_address_that_is_none_is_refused_before_the_run(url):
 
 
 def test_the_server_needs_nothing_that_its_environment_lacks():
-    """Imports `slimx.extras.http.connections` alone of slimx, which needs nothing but aiohttp."""
-    assert re.findall(r"(?:import|from) (slimx\S*)", SERVER.read_text()) == ["slimx.extras.http.connections"]
-    program = "import sys, slimx.extras.http.connections; print(*(n for n in sys.modules if n.startswith('slimx')))"
+    """Imports two modules of `slimx.extras.http` alone of slimx, which need nothing but aiohttp."""
+    modules = ["slimx.extras.http.access", "slimx.extras.http.connections"]
+    assert re.findall(r"(?:import|from) (slimx\S*)", SERVER.read_text()) == modules
+    program = f"import sys, {', '.join(modules)}; print(*(n for n in sys.modules if n.startswith('slimx')))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["slimx", "slimx.extras", "slimx.extras.http", "slimx.extras.http.connections"]
+    assert found.stdout.split() == ["slimx", "slimx.extras", "slimx.extras.http", *modules]

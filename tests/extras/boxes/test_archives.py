@@ -20,7 +20,7 @@ from slimx.extras.boxes.archives import HEADERS
 from slimx.extras.boxes.programs.enclosure import MIB
 from slimx.extras.boxes.roots import ENTRY
 from slimx.extras.boxes.terminal.judging import NoVerdict, judged
-from slimx.extras.boxes.terminal.tasks import Task
+from slimx.extras.boxes.terminal.tasks import Checks, Task
 from tests.refusals import refused
 
 PEAK = 16 * MIB
@@ -152,7 +152,7 @@ def test_damaged_compression_is_refused(tmp_path, to, compress):
 def test_an_archive_that_a_model_has_written_is_read_to_an_end():
     began = io.BytesIO()
     tarfile.open(fileobj=began, mode="w").close()
-    task = Task(command=("true",), kept=("x",))
+    task = Task(tests=Checks(command=("true",)), kept=("x",))
     for case in ("negative size", "negative size of a pax header", "size of a pax header that is not there"):
         with pytest.raises(NoVerdict):
             judged(HOSTILE[case] + END, began.getvalue(), task, MIB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from slimx.extras.agents.toolbox import ToolsLost
 from slimx.extras.boxes.programs.enclosure import Ran
 from slimx.extras.boxes.protocol import BoxRefusal
 from slimx.extras.boxes.terminal.judging import NoVerdict, judged, verdict
-from slimx.extras.boxes.terminal.tasks import Task
+from slimx.extras.boxes.terminal.tasks import Checks, Task
 from slimx.extras.boxes.terminal.toolbox import Terminal
 from tests.extras.boxes.box_stand import link, plain
 from tests.refusals import refused
@@ -39,7 +40,7 @@ def folder(name: str) -> tarfile.TarInfo:
 
 def carried(left: bytes, began: bytes = tar(), *kept: str, tests: Path | None = None) -> dict[str, bytes | str | None]:
     """What the tests get: content of files, ends of links, None for directories."""
-    archive = judged(left, began, Task(command=("true",), kept=kept, tests=tests), MOST)
+    archive = judged(left, began, Task(tests=Checks(command=("true",), files=tests), kept=kept), MOST)
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
         return {
             each.name: opened.extractfile(each).read() if each.isreg() else each.linkname or None  # type: ignore[union-attr]
@@ -95,7 +96,7 @@ def test_a_header_means_the_same_to_all_who_read_it():
     hidden.pax_headers = {"GNU.sparse.name": "tests", "path": "a", "SCHILY.xattr.user.x": "y"}
     cut = link("other", "mine")
     cut.pax_headers = {"path": "tests\0other"}  # which ends at the NUL in a header of another form
-    archive = judged(tar(hidden, cut), tar(), Task(command=("true",)), MOST)
+    archive = judged(tar(hidden, cut), tar(), Task(tests=Checks(command=("true",))), MOST)
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
         assert [(each.name, each.pax_headers) for each in opened] == [("a", {})]
 
@@ -159,7 +160,7 @@ class Boxes:
 
 async def test_a_fresh_box_that_does_not_take_the_files_is_no_failure_of_the_model(monkeypatch):
     terminal = Terminal()
-    terminal._task, terminal._box = Task(command=("true",)), Boxes("large")  # type: ignore[assignment]
+    terminal._task, terminal._box = Task(tests=Checks(command=("true",))), Boxes("large")  # type: ignore[assignment]
     monkeypatch.setattr(terminal, "_begin", lambda task, seconds=None: Boxes("large"))
     with refused("tools.lost", kind=ToolsLost):
         await terminal.judge([])
@@ -171,7 +172,14 @@ async def test_a_fresh_box_that_does_not_take_the_files_is_no_failure_of_the_mod
 )
 def test_what_tests_must_say_is_looked_for_in_each_line(expect, passes):
     box = Boxes(None, says="Ran 2 tests\nOK\n")
-    assert verdict(box, tar(), Task(command=("true",), expect=tuple(expect)))[0] is passes  # type: ignore[arg-type]
+    assert (
+        verdict(
+            box,
+            tar(),
+            Task(tests=Checks(command=("true",), expect=tuple(re.compile(each, re.MULTILINE) for each in expect))),
+        )[0]
+        is passes
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +200,7 @@ async def test_arguments_that_no_program_could_be_given_are_the_models_mistake(n
 def test_tests_that_a_server_would_not_take_are_refused_before_the_run(tmp_path):
     terminal = Terminal(box={"backend": "remote", "url": "http://127.0.0.1:9"}, work_mib=64)
     with refused("task.tests", about="tests.files"):
-        terminal._check_size(Task(command=("true",), tests=tmp_path))
+        terminal._check_size(Task(tests=Checks(command=("true",), files=tmp_path)))
     Terminal(box={"backend": "remote", "url": "http://127.0.0.1:9"})._check_size(
-        Task(command=("true",), tests=tmp_path)
+        Task(tests=Checks(command=("true",), files=tmp_path))
     )

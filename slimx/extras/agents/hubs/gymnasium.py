@@ -12,7 +12,6 @@ rollout:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,15 +19,15 @@ from slimx.data.records import Prompt
 from slimx.dotted import imported
 from slimx.environments.base import Begin, Step
 from slimx.errors import SlimxError, raised
-from slimx.extras.agents.hubs.attempts import Attempts
-from slimx.extras.agents.hubs.views import seed_of_prompt, state_digest
+from slimx.extras.agents.hubs.attempts import StepEnvironment, finite
+from slimx.extras.agents.hubs.views import seed_of_prompt
 
 PACKAGE = "gymnasium==1.4.0"
 KEY = "rollout.options.environment_options"
 WORDS = "slimx.extras.agents.hubs.views.Words"
 
 
-class Gymnasium:
+class Gymnasium(StepEnvironment):
     """One environment of a rollout: turns become actions, observations become turns and keys of states.
 
     All rollouts of a prompt begin in the same state: the environment's seed is the prompt's `metadata.seed`, or else a
@@ -55,14 +54,12 @@ class Gymnasium:
                 code="gymnasium.which",
                 about=KEY,
             )
-        self._attempts = Attempts.checked(KEY, invalid_reward, max_invalid)
+        super().__init__(KEY, invalid_reward, max_invalid)
         self._name = id or make or ""
         self._maker: Callable[..., Any] = _registered(id) if id is not None else imported(f"{KEY}.make", make or "")
         self._make_options = dict(make_options or {})
         self._text, self._text_options = imported(f"{KEY}.text", text), dict(text_options or {})
         self._world: Any = None
-        self._view: Any = None
-        self._state = self._shown = ""
 
     @classmethod
     def check(cls, **options: Any) -> None:
@@ -77,21 +74,22 @@ class Gymnasium:
         """Begin in the state of the prompt. Raises SlimxError for a seed that is no whole number."""
         own = seed_of_prompt(prompt)
         self._open(own, prompt.metadata.get("reset"))
-        return Begin(text=self._shown, state_key=self._state)
+        return self._begun()
 
     async def step(self, text: str) -> Step:
         """Carry out the action of a turn. One without an action changes nothing, and says so."""
         action = self._call("the view's action", self._view.action, text)
         space = getattr(self._world, "action_space", None)
         if action is None or not (space is None or self._call("action_space.contains", space.contains, action)):
-            return self._attempts.refused(self._shown, self._state)
+            return self._refused()
         answer = self._call("step", self._world.step, action)
         if not isinstance(answer, tuple) or len(answer) not in (4, 5):
             raise self._broken("step", "(observation, reward, terminated, truncated, info)", answer)
         observation, reward, *ended, info = answer
-        gained = self._number(reward)
+        if (gained := finite(reward)) is None:
+            raise self._broken("a reward", "a finite number", reward)
         self._look(observation, info)
-        return self._attempts.carried_out(self._shown, gained, self._state, done=any(map(bool, ended)))
+        return self._carried_out(gained, done=any(map(bool, ended)))
 
     async def close(self) -> None:
         """Close the environment, if it was made."""
@@ -103,14 +101,6 @@ class Gymnasium:
         begun = self._call("reset", self._world.reset, seed=seed, **({} if options is None else {"options": options}))
         pair = isinstance(begun, tuple) and len(begun) == 2 and isinstance(begun[1], Mapping)
         self._look(*(begun if pair else (begun, {})))
-
-    def _look(self, observation: Any, info: Mapping[str, Any]) -> None:
-        self._shown = str(self._call("the view's show", self._view.show, observation, info))
-        state = getattr(self._view, "state", None)
-        if state is None:
-            self._state = state_digest(observation)
-        else:
-            self._state = str(self._call("the view's state", state, observation, info))
 
     def _close(self) -> None:
         world, self._world = self._world, None
@@ -129,15 +119,6 @@ class Gymnasium:
                 code="gymnasium.raised",
                 about=self._name,
             ) from error
-
-    def _number(self, reward: Any) -> float:
-        try:
-            value = float(reward)
-        except (TypeError, ValueError):
-            raise self._broken("a reward", "a number", reward) from None
-        if not math.isfinite(value):
-            raise self._broken("a reward", "a finite number", reward)
-        return value
 
     def _broken(self, what: str, wanted: str, found: Any) -> SlimxError:
         return SlimxError(

@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from slimx.data.records import Prompt
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.hubs.mcp_bounds import Stderr, bounded_client
@@ -42,7 +43,7 @@ class McpTools:
     """The tools of one or several servers. A server with a `command` is started for each rollout and ends with it; one
     with a `url` runs already, and each rollout has a session of its own with it."""
 
-    def __init__(self, *, servers: Mapping[str, Mapping[str, Any]], tools: Sequence[str] | None = None) -> None:
+    def __init__(self, *, servers: Mapping[str, Json], tools: Sequence[str] | None = None) -> None:
         """`servers`: by a name for errors, each with `url` (and `headers`, or `headers_env`, which names the variables
         that hold their values), or with `command` (and `environment`, names of variables that it gets besides those
         that start programs, and `directory`, in which it runs). `tools`: names of those that are shown; None: all."""
@@ -51,7 +52,7 @@ class McpTools:
         self._by_tool: dict[str, _Connection] = {}
 
     @classmethod
-    def check(cls, *, servers: Mapping[str, Mapping[str, Any]], tools: Sequence[str] | None = None) -> None:
+    def check(cls, *, servers: Mapping[str, Json], tools: Sequence[str] | None = None) -> None:
         """Refuse servers that cannot be asked (SlimxError); none is started or asked here."""
         if not isinstance(servers, Mapping) or not servers:
             raise _refusal("name at least one server, with its url or its command", "servers")
@@ -68,10 +69,10 @@ class McpTools:
                 about=f"{KEY}.servers",
             ) from error
 
-    async def open(self, prompt: Prompt, seed: int) -> list[dict[str, Any]]:
+    async def open(self, prompt: Prompt, seed: int) -> list[Json]:
         """Connect to every server; their tools. Raises ToolsLost for one that is not there, SlimxError for a name that
         two have, or that none has."""
-        shown: list[dict[str, Any]] = []
+        shown: list[Json] = []
         for name, server in self._servers.items():
             connection = self._connections[name] = _Connection(name, server)
             for tool in await connection.open():
@@ -96,11 +97,11 @@ class McpTools:
             )
         return shown
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def call(self, name: str, arguments: Json) -> ToolResult:
         """Call a tool. What it answers as an error is the model's to read; a server that has gone is ToolsLost."""
         return await self._by_tool[name].call(name, arguments)
 
-    async def judge(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
         """MCP knows of no rewards."""
         return {}
 
@@ -112,7 +113,7 @@ class McpTools:
 class _Connection:
     """One server. What the SDK opens has to be closed by the same task, so one task keeps it."""
 
-    def __init__(self, name: str, server: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, server: Json) -> None:
         self.name, self._server = name, server
         self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
@@ -136,7 +137,7 @@ class _Connection:
             raise self._lost("cannot be asked for its tools", error) from error
         raise ToolsLost(f"the MCP server {self.name} lists tools on more than {MAX_PAGES} pages", about=self.name)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def call(self, name: str, arguments: Json) -> ToolResult:
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR
 

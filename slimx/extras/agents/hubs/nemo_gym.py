@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 
 from slimx.data.records import Prompt
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.toolbox import ToolResult, ToolsLost
@@ -37,7 +38,7 @@ MAX_SHOWN = 300
 """Characters of an answer that an error repeats."""
 
 
-def to_prompt(row: dict[str, Any]) -> dict[str, Any]:
+def to_prompt(row: Json) -> Json:
     """The prompt of a row of NeMo Gym's data: for `rollout.map`. The row itself goes into the metadata, since its
     server wants it back. Raises SlimxError for a row without messages."""
     asked = row.get("responses_create_params")
@@ -63,14 +64,14 @@ class NemoGym:
         """`url`: of the resources server, without a path behind it."""
         self._url = url.rstrip("/")
         self._http: aiohttp.ClientSession | None = None
-        self._row: dict[str, Any] = {}
+        self._row: Json = {}
 
     @classmethod
     def check(cls, *, url: str) -> None:
         """Refuse an address that is no URL (SlimxError)."""
         check_url(url, f"{KEY}.url", code="nemo_gym.url")
 
-    async def open(self, prompt: Prompt, seed: int) -> list[dict[str, Any]]:
+    async def open(self, prompt: Prompt, seed: int) -> list[Json]:
         """Begin a session with the prompt's row; the tools are the row's. Raises ToolsLost, and SlimxError for a prompt
         without a row."""
         row = prompt.metadata.get(ROW)
@@ -89,13 +90,13 @@ class NemoGym:
             raise self._lost("seed_session", f"answered {status}: {text[:MAX_SHOWN]}")
         return [_shown(tool) for tool in row["responses_create_params"].get("tools") or []]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def call(self, name: str, arguments: Json) -> ToolResult:
         """POST the arguments to the tool's path. An answer of another status than 200 is the model's to read, as NeMo
         Gym's own agent gives it; a server that cannot be reached is ToolsLost."""
         status, text = await self._post(name, arguments)
         return ToolResult(text=text, error=None if status == 200 else f"status_{status}")
 
-    async def judge(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
         """The server's verdict: {"reward": ...}. Raises ToolsLost where it gives none."""
         status, text = await self._post("verify", self._row | {"response": self._response(messages)})
         try:
@@ -111,7 +112,7 @@ class NemoGym:
         if self._http is not None:
             await self._http.close()
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
+    async def _post(self, path: str, body: Json) -> tuple[int, str]:
         """Status and text of an answer; its time is bounded by the rollout. Raises ToolsLost."""
         assert self._http is not None
         try:
@@ -123,9 +124,9 @@ class NemoGym:
     def _lost(self, path: str, what: str) -> ToolsLost:
         return ToolsLost(f"the NeMo Gym server at {self._url}: /{path} {what}", about=self._url)
 
-    def _response(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _response(self, messages: Sequence[Json]) -> Json:
         """The turns after the prompt as a response of OpenAI's API, which verifiers read."""
-        output: list[dict[str, Any]] = []
+        output: list[Json] = []
         for number, message in enumerate(messages):
             if message["role"] == "user":  # inserted behind a call that could not be read: no part of a response
                 continue
@@ -153,7 +154,7 @@ class NemoGym:
         }
 
 
-def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(tool: Json) -> Json:
     """A tool of the responses API, as the chat template shows it. Raises SlimxError for a name that is no path."""
     name = str(tool.get("name"))
     if tool.get("type") != "function" or not NAME.fullmatch(name) or name in OWN:
@@ -178,7 +179,7 @@ def _role(message: Any) -> str:
     return "system" if role == "developer" else role
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _content(message: Json) -> str:
     content = message.get("content")
     parts = [{"text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) and "text" in part for part in parts):

@@ -12,8 +12,6 @@ The server runs in an environment of its own; slimx needs nothing of the package
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -21,11 +19,12 @@ import aiohttp
 
 from slimx.data.records import Prompt
 from slimx.dotted import imported
+from slimx.engines.server.wire import Json
 from slimx.environments.base import Begin, Step
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
-from slimx.extras.agents.hubs.attempts import Attempts
-from slimx.extras.agents.hubs.views import MAX_TEXT, answered, seed_of_prompt, state_digest
+from slimx.extras.agents.hubs.attempts import StepEnvironment, finite
+from slimx.extras.agents.hubs.views import MAX_TEXT, answered, seed_of_prompt
 from slimx.extras.http.answers import unredirected
 
 KEY = "rollout.options.environment_options"
@@ -46,7 +45,7 @@ class Fields:
         environment: Any,
         *,
         action: str | None = None,
-        fixed: Mapping[str, Any] | None = None,
+        fixed: Json | None = None,
         shows: str | None = None,
         ask: str = "",
         max_text: int = MAX_TEXT,
@@ -57,7 +56,7 @@ class Fields:
         self._action, self._fixed, self._shows = action, dict(fixed or {}), shows
         self._ask, self._max_text = ask, max_text
 
-    def show(self, observation: Any, info: Mapping[str, Any]) -> str:
+    def show(self, observation: Any, info: Json) -> str:
         """The field, or all of the observation."""
         shown = observation if self._shows is None else observation.get(self._shows, "")
         text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
@@ -75,7 +74,7 @@ class Fields:
         return {**fields, **self._fixed} if isinstance(fields, dict) else None
 
 
-class OpenEnv:
+class OpenEnv(StepEnvironment):
     """One session with an OpenEnv server. All rollouts of a prompt are reset with the same seed, as those of
     `slimx.extras.agents.hubs.gymnasium` are; `metadata.reset` of the prompt adds to what `reset` is given."""
 
@@ -84,7 +83,7 @@ class OpenEnv:
         *,
         url: str,
         text: str = FIELDS,
-        text_options: Mapping[str, Any] | None = None,
+        text_options: Json | None = None,
         invalid_reward: float = 0.0,
         max_invalid: int = 3,
     ) -> None:
@@ -94,11 +93,10 @@ class OpenEnv:
         check_url(url, f"{KEY}.url", code="openenv.url")
         parts = urlsplit(url)
         self._url = urlunsplit(parts._replace(path=parts.path.rstrip("/") + "/ws"))
-        self._attempts = Attempts.checked(KEY, invalid_reward, max_invalid)
-        self._view: Any = imported(f"{KEY}.text", text)(None, **(text_options or {}))
+        super().__init__(KEY, invalid_reward, max_invalid)
+        self._view = imported(f"{KEY}.text", text)(None, **(text_options or {}))
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._state = self._shown = ""
 
     async def reset(self, prompt: Prompt, seed: int) -> Begin:
         """Open the session and begin. Raises SlimxError for a server that is not there, or refuses."""
@@ -111,26 +109,22 @@ class OpenEnv:
         told = await self._ask({"type": "reset", "data": given})
         if isinstance(told, str):
             raise self._lost(f"refused to reset with {given}: {told}")
-        self._look(told)
-        return Begin(text=self._shown, state_key=self._state)
+        self._look(told["observation"], told)
+        return self._begun()
 
     async def step(self, text: str) -> Step:
         """Carry out the action of a turn. One without an action changes nothing, and says so."""
         action = self._view.action(text)
         if action is None:
-            return self._attempts.refused(self._shown, self._state)
+            return self._refused()
         told = await self._ask({"type": "step", "data": action})
         if isinstance(told, str):
-            return self._attempts.refused(self._shown, self._state, told)
+            return self._refused(told)
         reward = told.get("reward")
-        try:
-            gained = 0.0 if reward is None else float(reward)
-        except (TypeError, ValueError):
-            gained = math.nan
-        if not math.isfinite(gained):
+        if (gained := finite(0.0 if reward is None else reward)) is None:
             raise self._lost(f"gave the reward {reward!r}")
-        self._look(told)
-        return self._attempts.carried_out(self._shown, gained, self._state, done=bool(told.get("done")))
+        self._look(told["observation"], told)
+        return self._carried_out(gained, done=bool(told.get("done")))
 
     async def close(self) -> None:
         """End the session."""
@@ -144,7 +138,7 @@ class OpenEnv:
             if self._http is not None:
                 await self._http.close()
 
-    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
+    async def _ask(self, message: Json) -> Json | str:
         """The data of the server's answer, or why it finds the message unfit. Its time is bounded by the rollout's
         `turn_deadline`. Raises SlimxError where the session has ended, or the environment has raised."""
         assert self._socket is not None
@@ -167,12 +161,6 @@ class OpenEnv:
         if kind != "observation" or not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
             raise self._lost(f"answered what is no observation: {came.data[:MAX_SHOWN]}")
         return data
-
-    def _look(self, told: Mapping[str, Any]) -> None:
-        observation = told["observation"]
-        self._shown = self._view.show(observation, told)
-        state = getattr(self._view, "state", None)
-        self._state = state_digest(observation) if state is None else str(state(observation, told))
 
     def _lost(self, what: str) -> SlimxError:
         return SlimxError(f"the OpenEnv server at {self._url} {what}", code="openenv.server", about=self._url)

@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 
 from slimx.data.records import Prompt, Trajectory
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.http.answers import text_of
@@ -43,7 +44,7 @@ def check(*, url: str, token_env: str | None = None) -> None:
         )
 
 
-async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None = None) -> dict[str, Any]:
+async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None = None) -> Json:
     """Have the server at `url` play the prompt's task against `base_url`; returns its verdict: `rewards` and `metrics`
     by name, `turns` and `stop`, why it ended. Cancelled, it ends the episode. `token_env`: the variable that holds the
     server's token.
@@ -98,11 +99,7 @@ async def _post(url: str, body: Mapping[str, Any], token_env: str | None) -> tup
         ):
             return answer.status, await text_of(answer)
     except (aiohttp.ClientError, OSError) as error:
-        raise _lost(url, raised(error)) from error
-
-
-def _lost(url: str, what: str) -> SlimxError:
-    return SlimxError(f"the server of verifiers: {url} {what}", code="verifiers.lost", about=url)
+        raise SlimxError(f"the server of verifiers: {url} {raised(error)}", code="verifiers.lost", about=url) from error
 
 
 def _is_finite(value: Any) -> bool:

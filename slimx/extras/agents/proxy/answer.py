@@ -9,7 +9,7 @@ from typing import Any
 
 from slimx.data.chat.responses import THOUGHT_BEGINS, THOUGHT_ENDS
 from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message
+from slimx.extras.agents.proxy.request import ChatRequest, Json, Message
 from slimx.extras.agents.proxy.tool_calls import ATTEMPT, ToolCall, ToolParser
 from slimx.extras.agents.proxy.tool_choice import GRAMMARS, grammar
 
@@ -39,26 +39,21 @@ class AnswerReader:
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return min((each for each in stop if each in text), key=text.find, default=None)
 
-    def attempts(self, token_ids: Sequence[int], request: ChatRequest, *, after: Sequence[int]) -> bool:
-        """True for an answer in which a call begins, behind its thinking. `after`: as in `message`."""
-        text = self.raw(token_ids, request.stop)
-        return request.calls_tools and ATTEMPT.search(spoken(text, opened=self.opened(after))[1]) is not None
-
     def opened(self, after: Sequence[int]) -> bool:
         """True if the thinking is open behind the prompt `after`, because the chat template opened it."""
         return (
             self.tokenizer.decode(list(after[-OPEN_TAIL:]), skip_special_tokens=False).rstrip().endswith(THOUGHT_BEGINS)
         )
 
-    async def calls(self, token_ids: Sequence[int], tools: list[dict[str, Any]], *, after: Sequence[int]) -> Calls:
+    async def calls(self, token_ids: Sequence[int], tools: list[Json], *, after: Sequence[int]) -> Calls:
         """The calls behind an answer's thinking: one that the model only thinks of is not made. `after`: the tokens
         before the answer."""
         return await self._calls(self.raw(token_ids, ()), tools, after)
 
-    async def _calls(self, text: str, tools: list[dict[str, Any]], after: Sequence[int]) -> Calls:
+    async def _calls(self, text: str, tools: list[Json], after: Sequence[int]) -> Calls:
         thought, answer = spoken(text, opened=self.opened(after))
         content, calls = await self.parse_tools(answer, tools)
-        return Calls(thought, content, calls, not calls and ATTEMPT.search(answer) is not None)
+        return Calls(thought, content, calls, ATTEMPT.search(answer) is not None)
 
     def grammar(self, request: ChatRequest) -> str | None:
         """The grammar by which the engine makes the calls that `request` forces; None if it forces none.
@@ -77,21 +72,22 @@ class AnswerReader:
 
     async def message(
         self, token_ids: Sequence[int], request: ChatRequest, number: int, *, after: Sequence[int]
-    ) -> Message:
-        """The assistant's message, as the API tells it. `number` makes the ids of tool calls unique; `after`: the
-        tokens before the answer."""
+    ) -> tuple[Message, bool]:
+        """The assistant's message, as the API tells it, and True if a tool call begins in it. `number` makes the ids of
+        calls unique; `after`: the tokens before the answer."""
         text, thought = self.text(token_ids, request.stop), ""
         if self.separates_reasoning:
             thought, text = split(text)
         message: Message = {"role": "assistant", "content": text}
         if thought:
             message["reasoning_content"] = thought
-        if request.calls_tools:
-            found = await self._calls(self.raw(token_ids, request.stop), request.tools or [], after)
-            if found.calls and not (request.object_arguments and not all(_is_object(call) for call in found.calls)):
-                message["content"] = (found.content if self.separates_reasoning else found.text) or None
-                message["tool_calls"] = written(found.calls, number)
-        return message
+        if not request.calls_tools:
+            return message, False
+        found = await self._calls(self.raw(token_ids, request.stop), request.tools or [], after)
+        if found.calls and not (request.object_arguments and not all(_is_object(call) for call in found.calls)):
+            message["content"] = (found.content if self.separates_reasoning else found.text) or None
+            message["tool_calls"] = written(found.calls, number)
+        return message, found.attempted
 
     def raw(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """The text with the special tokens in it by which some models mark their calls, but without the end token."""
@@ -110,8 +106,8 @@ class Calls:
     content: str
     """The rest of the text without its calls."""
     calls: list[ToolCall]
-    unreadable: bool
-    """True if a call begins, and none can be read."""
+    attempted: bool
+    """True if a call begins, whether or not any can be read."""
 
     @property
     def text(self) -> str:
@@ -223,7 +219,7 @@ def _begun(text: str, stop: str) -> int:
     return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def written(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any]]:
+def written(calls: Sequence[ToolCall], number: int) -> list[Json]:
     """Calls as an assistant's message has them. Ids that the model wrote are kept if they tell its calls apart;
     `number` makes others unique."""
     ids = [call.id for call in calls]

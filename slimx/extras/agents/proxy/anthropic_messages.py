@@ -6,14 +6,25 @@ The names are those of Anthropic's API reference for /v1/messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimx.data.whole import as_whole
 from slimx.extras.agents.proxy.answer import AnswerReader
-from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message, check_stop, overridden_by_run, typed
+from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
+from slimx.extras.agents.proxy.request import (
+    ChatRequest,
+    Json,
+    Message,
+    as_object,
+    check_stop,
+    fields_of,
+    most_tokens,
+    overridden_by_run,
+    required,
+    text_of,
+    type_of,
+    typed,
+)
 from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 from slimx.extras.agents.proxy.wire import AnswerWriter
 from slimx.rollout.client.completion import Completion
@@ -48,13 +59,11 @@ class AnthropicMessages:
 
     counts: bool = False
 
-    def read(self, body: Any, sampling: Mapping[str, Any], *, strict: bool) -> ChatRequest:
+    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
         """The request in a JSON body. Raises ApiError for what cannot be carried out."""
-        if not isinstance(body, dict):
-            raise ApiError("the body is no JSON object", code="invalid_json")
-        given = {name: value for name, value in body.items() if value is not None}
-        for name in sorted(given.keys() - IGNORED - CARRIED_OUT):
-            raise ApiError(f"{name} is not supported by this server", code="unsupported_parameter", param=name)
+        given = fields_of(body, IGNORED | CARRIED_OUT, {})
+        if not self.counts and "max_tokens" not in given:
+            raise invalid("max_tokens", "is missing; give a positive number")
         tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(typed(given, "tools", list, []))]
         choice, forced = _choice(given, tools)
         return ChatRequest(
@@ -63,14 +72,14 @@ class AnthropicMessages:
             tools=tools or None,
             calls_tools=bool(tools) and choice != "none",
             forced=forced,
-            max_tokens=None if self.counts else _max_tokens(given),
+            max_tokens=most_tokens(given, "max_tokens"),
             stop=_stop(given),
             stream=typed(given, "stream", bool, False),
             object_arguments=True,
             overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given),
         )
 
-    def refusal(self, error: ApiError) -> dict[str, Any]:
+    def refusal(self, error: ApiError) -> Json:
         """The body of an error; `code` and `param` are those that chat completions tell."""
         kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         told = {"type": kind, "message": str(error), "code": error.code, "param": error.param}
@@ -93,7 +102,7 @@ class MessageWriter:
     _open: bool = field(default=False, init=False)
     """True while the block of text is not ended."""
 
-    def whole(self, message: Message, completion: Completion) -> dict[str, Any]:
+    def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
         return self._frame(_blocks(message), self._usage(completion)) | self._stop(message, completion)
 
@@ -125,11 +134,11 @@ class MessageWriter:
         """The event error."""
         return _event("error", error=self.api.refusal(error)["error"])
 
-    def _frame(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+    def _frame(self, content: list[Json], usage: dict[str, int]) -> Json:
         out = {"id": f"msg_{self.number}", "type": "message", "role": "assistant", "model": self.request.model}
         return out | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
-    def _stop(self, message: Message, completion: Completion) -> dict[str, Any]:
+    def _stop(self, message: Message, completion: Completion) -> Json:
         by = self.reading.stopped_by(completion.token_ids.tolist(), self.request.stop)
         if message.get("tool_calls"):
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -149,8 +158,8 @@ class MessageWriter:
         }
 
 
-def _blocks(message: Message) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
+def _blocks(message: Message) -> list[Json]:
+    out: list[Json] = []
     if message.get("reasoning_content"):
         out.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     if message.get("content"):
@@ -161,7 +170,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return out
 
 
-def _block_events(index: int, block: dict[str, Any]) -> bytes:
+def _block_events(index: int, block: Json) -> bytes:
     name, delta = {
         "thinking": ("thinking", "thinking_delta"),
         "text": ("text", "text_delta"),
@@ -182,16 +191,15 @@ def _event(kind: str, **data: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
 
 
-def _messages(given: dict[str, Any]) -> list[Message]:
+def _messages(given: Json) -> list[Message]:
     out: list[Message] = []
     if given.get("system"):
-        out.append({"role": "system", "content": _text(given["system"], "system")})
+        out.append({"role": "system", "content": text_of(given["system"], "system")})
     asked = typed(given, "messages", list, [])
     for number, message in enumerate(asked):
         out += _message(message, f"messages[{number}]")
     if not asked or out[-1]["role"] in ("system", "assistant"):
-        text = "messages must end with a message that the assistant answers"
-        raise ApiError(text, code="invalid_value", param="messages")
+        raise invalid("messages", "must end with a message that the assistant answers")
     return out
 
 
@@ -199,8 +207,7 @@ def _message(message: Any, where: str) -> list[Message]:
     """The messages of chat templates for one of the API: results of tools are messages of their own."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant"):
-        text = f"{where} has no role of user, assistant"
-        raise ApiError(text, code="invalid_value", param=f"{where}.role")
+        raise invalid(f"{where}.role", "is none of user, assistant")
     content = message.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if role == "assistant":
@@ -208,13 +215,13 @@ def _message(message: Any, where: str) -> list[Message]:
     out: list[Message] = []
     for number, block in enumerate(blocks):
         at = f"{where}.content[{number}]" if isinstance(content, list) else f"{where}.content"
-        if _type(block) == "tool_result":
-            result = _text(block.get("content") or "", at)
-            out.append({"role": "tool", "content": result, "tool_call_id": _string(block, "tool_use_id", at)})
+        if type_of(block) == "tool_result":
+            result = text_of(block.get("content") or "", at)
+            out.append({"role": "tool", "content": result, "tool_call_id": required(block, "tool_use_id", str, at)})
         elif out and out[-1]["role"] == "user":
-            out[-1]["content"] += _text([block], at)
+            out[-1]["content"] += text_of(block, at)
         else:
-            out.append({"role": "user", "content": _text([block], at)})
+            out.append({"role": "user", "content": text_of(block, at)})
     return out or [{"role": "user", "content": ""}]
 
 
@@ -223,101 +230,65 @@ def _assistant(blocks: list[Any], where: str) -> Message:
     text, calls = "", []
     for number, block in enumerate(blocks):
         at = f"{where}.content[{number}]"
-        if _type(block) == "tool_use":
-            arguments = block.get("input")
-            if not isinstance(arguments, dict):
-                raise ApiError(f"{at}.input is no object", code="invalid_value", param=f"{at}.input")
-            function = {"name": _string(block, "name", at), "arguments": arguments}
-            calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
-        elif _type(block) not in ("thinking", "redacted_thinking"):
-            text += _text([block], at)
+        if type_of(block) == "tool_use":
+            function = {"name": required(block, "name", str, at), "arguments": required(block, "input", dict, at)}
+            calls.append({"id": required(block, "id", str, at), "type": "function", "function": function})
+        elif type_of(block) not in ("thinking", "redacted_thinking"):
+            text += text_of(block, at)
     return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
-def _text(content: Any, where: str) -> str:
-    for block in [] if isinstance(content, str) else content if isinstance(content, list) else [content]:
-        if _type(block) != "text":
-            text = f"{where} has content of type {_type(block)}; only text is supported"
-            raise ApiError(text, code="unsupported_value", param=where)
-        _string(block, "text", where)
-    return content if isinstance(content, str) else "".join(block["text"] for block in content)
-
-
-def _type(block: Any) -> str:
-    return str(block.get("type")) if isinstance(block, dict) else type(block).__name__
-
-
-def _string(block: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(block.get(name), str):
-        raise ApiError(f"{where}.{name} is no string", code="invalid_value", param=f"{where}.{name}")
-    return block[name]
-
-
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: Any, where: str) -> Json:
     """A tool as chat templates want it."""
-    if not isinstance(tool, dict):
-        raise ApiError(f"{where} is no object", code="invalid_value", param=where)
-    if tool.get("type") not in (None, "custom"):
-        text = f"{where} has type {tool['type']}; only tools that the agent itself carries out are supported"
-        raise ApiError(text, code="unsupported_value", param=f"{where}.type")
-    function = {"name": _string(tool, "name", where), "parameters": tool.get("input_schema")}
-    if not isinstance(function["parameters"], dict):
-        text = f"{where}.input_schema is no object"
-        raise ApiError(text, code="invalid_value", param=f"{where}.input_schema")
-    if tool.get("description"):
-        function["description"] = _string(tool, "description", where)
+    kind = as_object(tool, where).get("type", "custom")
+    if kind not in (None, "custom"):
+        raise unsupported(f"{where}.type", f"is {kind}; only tools that the agent itself carries out are supported")
+    function: Json = {"name": required(tool, "name", str, where)}
+    function["parameters"] = required(tool, "input_schema", dict, where)
+    if description := typed(tool, "description", str, "", where):
+        function["description"] = description
     return {"type": "function", "function": function}
 
 
-def _only(given: dict[str, Any], name: str, allowed: tuple[str, ...]) -> str:
+def _only(given: Json, name: str, allowed: tuple[str, ...]) -> str:
     value = given.get(name, {"type": allowed[0]})
-    if _type(value) not in allowed:
-        text = f"{name} {json.dumps(value)} is not supported; leave it out"
-        raise ApiError(text, code="unsupported_value", param=name)
-    return _type(value)
+    if type_of(value) not in allowed:
+        raise unsupported(name, f"{json.dumps(value)} is not supported; leave it out")
+    return type_of(value)
 
 
-def _choice(given: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, Forced | None]:
+def _choice(given: Json, tools: list[Json]) -> tuple[str, Forced | None]:
     """`tool_choice`, and the calls that it forces."""
     choice = _only(given, "tool_choice", ("auto", "none", "any", "tool"))
     if choice in ("auto", "none"):
         return choice, None
     value = given["tool_choice"]
-    name = _string(value, "name", "tool_choice") if choice == "tool" else None
+    name = required(value, "name", str, "tool_choice") if choice == "tool" else None
     return choice, forced_by(tools, name, once=typed(value, "disable_parallel_tool_use", bool, False, "tool_choice"))
 
 
-def _not_done(given: dict[str, Any]) -> tuple[str, ...]:
+def _not_done(given: Json) -> tuple[str, ...]:
     """Names of what agents ask for by default and nobody does here: thinking to a budget, an effort. Raises ApiError
     for what an agent would miss."""
     thinking = _only(given, "thinking", ("disabled", "enabled", "adaptive"))
     output, context = given.get("output_config", {}), given.get("context_management", {})
     if not isinstance(output, dict) or output.keys() - {"effort"}:
-        text = f"output_config {json.dumps(output)} is not supported; only an effort may be given"
-        raise ApiError(text, code="unsupported_value", param="output_config")
+        raise unsupported("output_config", f"{json.dumps(output)} is not supported; only an effort may be given")
     edits = context.get("edits", []) if isinstance(context, dict) else None
     # Past thinking is never shown to the model, so that there is none to clear.
-    if not isinstance(edits, list) or not all(_type(edit).startswith("clear_thinking_") for edit in edits):
-        text = "context_management may clear past thinking, and nothing else: the agent must drop messages itself"
-        raise ApiError(text, code="unsupported_value", param="context_management")
+    if not isinstance(edits, list) or not all(type_of(edit).startswith("clear_thinking_") for edit in edits):
+        raise unsupported(
+            "context_management", "may clear past thinking, and nothing else: the agent must drop messages itself"
+        )
     asked = {"thinking": thinking != "disabled", "output_config.effort": output.get("effort") is not None}
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
-def _max_tokens(given: dict[str, Any]) -> int:
-    count = as_whole(given.get("max_tokens"))
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        text = f"max_tokens is {count!r}; give a positive number"
-        raise ApiError(text, code="invalid_value", param="max_tokens")
-    return count
-
-
-def _stop(given: dict[str, Any]) -> list[str]:
+def _stop(given: Json) -> list[str]:
     stop = typed(given, "stop_sequences", list, [])
     if not all(isinstance(text, str) and text for text in stop):
-        raise ApiError("stop_sequences is a list of strings", code="invalid_value", param="stop_sequences")
+        raise invalid("stop_sequences", "is a list of strings")
     if len(stop) > STOP_SEQUENCES:
-        text = f"stop_sequences has {len(stop)} strings; at most {STOP_SEQUENCES} are looked for"
-        raise ApiError(text, code="invalid_value", param="stop_sequences")
+        raise invalid("stop_sequences", f"has {len(stop)} strings; at most {STOP_SEQUENCES} are looked for")
     check_stop(stop, "stop_sequences")
     return stop

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.data.chat.tokens import encode_chat, encode_turns
 from slimx.data.records import Trajectory
-from slimx.extras.agents.proxy.request import Message
+from slimx.extras.agents.proxy.request import Json, Message
 from slimx.rollout.client.completion import Completion
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Answer:
     """False for one that a grammar made, whose tokens stay out of the loss."""
     stopped: bool = False
     """True if the agent wanted to go on from here and had reached a limit."""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
     """Its tool calls, with the ids that the agent got."""
 
 
@@ -65,11 +65,7 @@ class Conversations:
         self._answers: list[Answer] = []
         self._by_digest: dict[bytes, Answer] = {}
 
-    def __len__(self) -> int:
-        """Answers that were sampled."""
-        return len(self._answers)
-
-    def place(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Position:
+    def place(self, messages: Sequence[Message], tools: list[Json] | None) -> Position:
         """The position at which these messages are answered: after the longest conversation that they begin with."""
         digests = [_digest(b"", tools)]
         for message in messages:
@@ -94,7 +90,7 @@ class Conversations:
         # Of two answers of the same words, but maybe other tokens, the later one is continued.
         self._by_digest[_digest(place.digest, _content(message))] = answer
 
-    def trajectories(self, ctx: RolloutContext, metadata: dict[str, Any]) -> list[Trajectory]:
+    def trajectories(self, ctx: RolloutContext, metadata: Json) -> list[Trajectory]:
         """One for each answer that was not continued, in the order of these; an answer that several share is trained in
         the first."""
         out: list[Trajectory] = []

@@ -17,5 +17,15 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def invalid(param: str, what: str) -> ApiError:
+    """The refusal of field `param`, of which `what` says what is wrong."""
+    return ApiError(f"{param} {what}", code="invalid_value", param=param)
+
+
+def unsupported(param: str, what: str) -> ApiError:
+    """The refusal of field `param` with a value that the API has and this server does not."""
+    return ApiError(f"{param} {what}", code="unsupported_value", param=param)
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 100]} ... {text[-80:]}"

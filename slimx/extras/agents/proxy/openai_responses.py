@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimx.data.whole import as_whole
 from slimx.extras.agents.proxy.answer import AnswerReader
-from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message, overridden_by_run, read_choice, read_message, typed
+from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
+from slimx.extras.agents.proxy.request import (
+    ChatRequest,
+    Json,
+    Message,
+    as_object,
+    fields_of,
+    most_tokens,
+    overridden_by_run,
+    read_choice,
+    read_message,
+    required,
+    type_of,
+    typed,
+)
 from slimx.extras.agents.proxy.wire import AnswerWriter
 from slimx.rollout.client.completion import Completion
 
@@ -32,12 +43,8 @@ IGNORED = frozenset(
     }
 )
 """Parameters that change nothing: they are about OpenAI's service."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-"""Parameters of which only these values (and null) can be carried out."""
+NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
+"""Parameters of which only this value (and null) can be carried out."""
 CARRIED_OUT = frozenset(
     {
         "input",
@@ -52,7 +59,7 @@ CARRIED_OUT = frozenset(
         "top_p",
     }
 )
-NOT_DONE = ("include", "reasoning", "text")
+NOT_DONE = {"include", "reasoning", "text"}
 """Parameters that agents send by default. Of some of their values nothing is done, of which the rollout is told."""
 SERVICE_TOOLS = ("web_search", "web_search_preview")
 """Tools of OpenAI's service that agents offer by default. The model is not told of them."""
@@ -61,20 +68,10 @@ SERVICE_TOOLS = ("web_search", "web_search_preview")
 class OpenaiResponses:
     """The API /v1/responses."""
 
-    def read(self, body: Any, sampling: Mapping[str, Any], *, strict: bool) -> ChatRequest:
+    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
         """The request in a JSON body. Raises ApiError for what cannot be carried out."""
-        if not isinstance(body, dict):
-            raise ApiError("the body is no JSON object", code="invalid_json")
-        given = {name: value for name, value in body.items() if value is not None}
-        for name in sorted(given.keys() - IGNORED - NEUTRAL.keys() - CARRIED_OUT - set(NOT_DONE)):
-            raise ApiError(f"{name} is not supported by this server", code="unsupported_parameter", param=name)
-        for name, allowed in NEUTRAL.items():
-            if given.get(name, allowed[0]) not in allowed:
-                text = f"{name} {json.dumps(given[name])} is not supported; leave it out"
-                raise ApiError(text, code="unsupported_value", param=name)
-        asked = given.get("tools", [])
-        if not isinstance(asked, list):
-            raise ApiError("tools is no list", code="invalid_value", param="tools")
+        given = fields_of(body, IGNORED | CARRIED_OUT | NOT_DONE, NEUTRAL)
+        asked = typed(given, "tools", list, [])
         tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked) if not _of_service(tool)]
         calls_tools, forced = read_choice(given, tools)
         return ChatRequest(
@@ -83,12 +80,12 @@ class OpenaiResponses:
             tools=tools or None,
             calls_tools=bool(tools) and calls_tools,
             forced=forced,
-            max_tokens=_max_tokens(given),
+            max_tokens=most_tokens(given, "max_output_tokens"),
             stream=typed(given, "stream", bool, False),
             overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given, asked),
         )
 
-    def refusal(self, error: ApiError) -> dict[str, Any]:
+    def refusal(self, error: ApiError) -> Json:
         """The body of an error."""
         return error.body
 
@@ -110,7 +107,7 @@ class ResponseWriter:
     _open: bool = field(default=False, init=False)
     """True while the item of text is not ended."""
 
-    def whole(self, message: Message, completion: Completion) -> dict[str, Any]:
+    def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
         cut = completion.finish_reason == "length"
         return self._frame("incomplete" if cut else "completed") | {
@@ -130,7 +127,7 @@ class ResponseWriter:
             return b""
         out = b"" if self._open else self._begin_text(0)
         self._open = True
-        return out + self._text_event("delta", 0, delta=shown, logprobs=[])
+        return out + self._text_event("output_text.delta", 0, delta=shown, logprobs=[])
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
         """The items that are left, and the whole response."""
@@ -141,9 +138,9 @@ class ResponseWriter:
                 part = item["content"][0]
                 if not self._open:
                     out += self._begin_text(index)
-                    out += self._text_event("delta", index, delta=part["text"], logprobs=[])
-                out += self._text_event("done", index, text=part["text"], logprobs=[])
-                out += self._part_event("done", index, part)
+                    out += self._text_event("output_text.delta", index, delta=part["text"], logprobs=[])
+                out += self._text_event("output_text.done", index, text=part["text"], logprobs=[])
+                out += self._text_event("content_part.done", index, part=part)
             else:
                 out += self._begin_item(index, item)
             out += self._event("response.output_item.done", output_index=index, item=item)
@@ -154,7 +151,7 @@ class ResponseWriter:
         told = {"error": {"code": error.code, "message": str(error)}}
         return self._event("response.failed", response=self._frame("failed") | told)
 
-    def _begin_item(self, index: int, item: dict[str, Any]) -> bytes:
+    def _begin_item(self, index: int, item: Json) -> bytes:
         """An item other than text, up to its end."""
         if item["type"] == "reasoning":
             return self._event("response.output_item.added", output_index=index, item=item)
@@ -172,22 +169,18 @@ class ResponseWriter:
         item = self._text_item("", "in_progress")
         part = item["content"][0]
         added = self._event("response.output_item.added", output_index=index, item={**item, "content": []})
-        return added + self._part_event("added", index, part)
+        return added + self._text_event("content_part.added", index, part=part)
 
     def _text_event(self, what: str, index: int, **data: Any) -> bytes:
         place = {"output_index": index, "item_id": self._text_id, "content_index": 0}
-        return self._event(f"response.output_text.{what}", **place, **data)
-
-    def _part_event(self, what: str, index: int, part: dict[str, Any]) -> bytes:
-        place = {"output_index": index, "item_id": self._text_id, "content_index": 0}
-        return self._event(f"response.content_part.{what}", **place, part=part)
+        return self._event(f"response.{what}", **place, **data)
 
     def _event(self, kind: str, **data: Any) -> bytes:
         told = {"type": kind, "sequence_number": self._events, **data}
         self._events += 1
         return f"event: {kind}\ndata: {json.dumps(told)}\n\n".encode()
 
-    def _frame(self, status: str) -> dict[str, Any]:
+    def _frame(self, status: str) -> Json:
         request = self.request
         tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools or []]
         return {
@@ -216,12 +209,12 @@ class ResponseWriter:
     def _text_id(self) -> str:
         return f"msg_{self.number}"
 
-    def _text_item(self, text: str, status: str) -> dict[str, Any]:
+    def _text_item(self, text: str, status: str) -> Json:
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
         return {"type": "message", "id": self._text_id, "role": "assistant", "status": status, "content": content}
 
-    def _items(self, message: Message, status: str) -> list[dict[str, Any]]:
-        out: list[dict[str, Any]] = []
+    def _items(self, message: Message, status: str) -> list[Json]:
+        out: list[Json] = []
         if thought := message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": thought}]
             out.append({"type": "reasoning", "id": f"rs_{self.number}", "summary": [], "content": content})
@@ -233,7 +226,7 @@ class ResponseWriter:
             out.append({**told, **call["function"], "status": "completed"})
         return out
 
-    def _usage(self, completion: Completion) -> dict[str, Any]:
+    def _usage(self, completion: Completion) -> Json:
         sampled = len(completion.token_ids)
         return {
             "input_tokens": self.prompt,
@@ -245,21 +238,17 @@ class ResponseWriter:
 
 
 def _of_service(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type") in SERVICE_TOOLS
+    return type_of(tool) in SERVICE_TOOLS
 
 
-def _not_done(given: dict[str, Any], tools: list[Any]) -> tuple[str, ...]:
+def _not_done(given: Json, tools: list[Any]) -> tuple[str, ...]:
     """Names of what agents ask for by default and nobody does here: a reasoning effort, a summary or encrypted
     reasoning, a verbosity, a search by the service. Raises ApiError for what an agent would miss."""
-    include, text, reasoning = given.get("include", []), given.get("text", {}), given.get("reasoning", {})
+    include, text, reasoning = given.get("include", []), given.get("text", {}), typed(given, "reasoning", dict, {})
     if include not in ([], ["reasoning.encrypted_content"]):
-        told = f"include {json.dumps(include)} is not supported; leave it out"
-        raise ApiError(told, code="unsupported_value", param="include")
+        raise unsupported("include", f"{json.dumps(include)} is not supported; leave it out")
     if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
-        told = f"text {json.dumps(text)} is not supported; only plain text is"
-        raise ApiError(told, code="unsupported_value", param="text")
-    if not isinstance(reasoning, dict):
-        raise ApiError("reasoning is no object", code="invalid_value", param="reasoning")
+        raise unsupported("text", f"{json.dumps(text)} is not supported; only plain text is")
     asked = {
         "include": bool(include),
         "reasoning": any(value is not None for value in reasoning.values()),
@@ -269,19 +258,19 @@ def _not_done(given: dict[str, Any], tools: list[Any]) -> tuple[str, ...]:
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
-def _messages(given: dict[str, Any]) -> list[Message]:
+def _messages(given: Json) -> list[Message]:
     items = given.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise ApiError("input is no string or list", code="invalid_value", param="input")
+        raise invalid("input", "is no string or list")
     out: list[Message] = []
     if "instructions" in given:
         out.append(_message({"role": "system", "content": given["instructions"]}, "instructions"))
     for number, item in enumerate(items):
         _add(out, item, f"input[{number}]")
     if not items or out[-1]["role"] == "assistant":
-        raise ApiError("input must end with an item that the assistant answers", code="invalid_value", param="input")
+        raise invalid("input", "must end with an item that the assistant answers")
     return out
 
 
@@ -294,52 +283,40 @@ def _add(out: list[Message], item: Any, where: str) -> None:
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "function": {name: item.get(name) for name in ("name", "arguments")}}
         if not all(isinstance(text, str) for text in (call["id"], *call["function"].values())):
-            raise ApiError(f"{where} has no call_id, name, arguments", code="invalid_value", param=where)
+            raise invalid(where, "has no call_id, name, arguments")
         if not out or out[-1]["role"] != "assistant":
             out.append({"role": "assistant", "content": ""})
         read = read_message({"role": "assistant", "tool_calls": [call]}, where)["tool_calls"]
         out[-1]["tool_calls"] = [*out[-1].get("tool_calls", []), *read]
     elif kind == "function_call_output":
-        if not isinstance(item.get("call_id"), str):
-            raise ApiError(f"{where}.call_id is no string", code="invalid_value", param=f"{where}.call_id")
-        out.append(_message({"role": "tool", "content": item.get("output")}, where) | {"tool_call_id": item["call_id"]})
+        answered = {"tool_call_id": required(item, "call_id", str, where)}
+        out.append(_message({"role": "tool", "content": item.get("output")}, where) | answered)
     elif kind != "reasoning":
-        raise ApiError(f"{where} is of type {kind}, which is not supported", code="unsupported_value", param=where)
+        raise unsupported(where, f"is of type {kind}, which is not supported")
 
 
-def _message(item: dict[str, Any], where: str) -> Message:
+def _message(item: Json, where: str) -> Message:
     content = item.get("content")
     if isinstance(content, list):
         content = [_part(part) for part in content]
     elif not isinstance(content, str):
-        raise ApiError(f"{where}.content is no text", code="invalid_value", param=f"{where}.content")
+        raise invalid(f"{where}.content", "is no text")
     return read_message({"role": item.get("role"), "content": content}, where)
 
 
 def _part(part: Any) -> Any:
     """A part of text as chat completions tell it; others are left for these to refuse."""
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+    if type_of(part) in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
     return part
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: Any, where: str) -> Json:
     """A tool as chat templates want it."""
-    if not isinstance(tool, dict):
-        raise ApiError(f"{where} is no object", code="invalid_value", param=where)
-    if tool.get("type") != "function":
-        text = f"{where} has type {tool.get('type')}; only functions, which the agent itself carries out, are supported"
-        raise ApiError(text, code="unsupported_value", param=f"{where}.type")
+    if type_of(as_object(tool, where)) != "function":
+        what = f"is {type_of(tool)}; only functions, which the agent itself carries out, are supported"
+        raise unsupported(f"{where}.type", what)
+    required(tool, "name", str, where)
+    typed(tool, "parameters", dict, {}, where)
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    for name, kind in (("name", str), ("parameters", dict)):
-        if not isinstance(function.get(name, None if name == "name" else {}), kind):
-            raise ApiError(f"{where}.{name} is missing or wrong", code="invalid_value", param=f"{where}.{name}")
     return {"type": "function", "function": function}
-
-
-def _max_tokens(given: dict[str, Any]) -> int | None:
-    count = as_whole(given.get("max_output_tokens"))
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        text = f"max_output_tokens is {count!r}; give a positive number"
-        raise ApiError(text, code="invalid_value", param="max_output_tokens")
-    return count

@@ -18,6 +18,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -56,9 +57,8 @@ class ChatProxy:
         """`port` 0: any that is free. `context`: tokens of a trajectory that can be trained, at most."""
         self.context = context
         self._host, self._port = host, port
-        self._sessions: dict[str, Session] = {}
-        self._running: dict[str, set[asyncio.Task[Any]]] = {}
-        """Tasks that answer, by session."""
+        self._sessions: dict[str, tuple[Session, set[asyncio.Task[Any]]]] = {}
+        """Sessions by name, each with the tasks that answer."""
         self._server: Listening | None = None
         self._starting = asyncio.Lock()
         self._open: Connections
@@ -73,12 +73,12 @@ class ChatProxy:
         """Serve `session` inside the block; gives its base URL. Answers unfinished at its end are cancelled."""
         url = await self._start()
         name = secrets.token_urlsafe(16)
-        self._sessions[name], self._running[name] = session, set()
+        running: set[asyncio.Task[Any]] = set()
+        self._sessions[name] = session, running
         try:
             yield f"{url}/{name}/v1"
         finally:
             del self._sessions[name]
-            running = self._running.pop(name)
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -97,10 +97,13 @@ class ChatProxy:
             if self._server is None:
                 self._open = Connections(most=self.connections, idle=self.idle_deadline)
                 app = web.Application(client_max_size=self._most)
-                app.router.add_post("/{session}/v1/chat/completions", self._chat)
-                app.router.add_post("/{session}/v1/responses", self._responses)
-                app.router.add_post("/{session}/v1/messages", self._messages)
-                app.router.add_post("/{session}/v1/messages/count_tokens", self._count)
+                for path, wire, answer in (
+                    ("chat/completions", OpenaiChat(), self._answer),
+                    ("responses", OpenaiResponses(), self._answer),
+                    ("messages", AnthropicMessages(), self._answer),
+                    ("messages/count_tokens", AnthropicMessages(counts=True), self._count),
+                ):
+                    app.router.add_post(f"/{{session}}/v1/{path}", partial(self._served, wire, answer))
                 app.router.add_get("/{session}/v1/models", self._models)
                 app.router.add_route("*", "/{path:.*}", self._unknown)
                 try:
@@ -118,43 +121,30 @@ class ChatProxy:
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
             return f"http://{address(self._host, self._server.port)}"
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._served(OpenaiChat(), http, self._answer)
-
-    async def _responses(self, http: web.Request) -> web.StreamResponse:
-        return await self._served(OpenaiResponses(), http, self._answer)
-
-    async def _messages(self, http: web.Request) -> web.StreamResponse:
-        return await self._served(AnthropicMessages(), http, self._answer)
-
-    async def _count(self, http: web.Request) -> web.StreamResponse:
-        return await self._served(AnthropicMessages(counts=True), http, self._counted)
-
     async def _answer(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
         return await session.answer(wire, await self._body(http), http, self._tokenizing)
 
-    async def _counted(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
+    async def _count(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
         return web.json_response({"input_tokens": await session.count(wire, await self._body(http), self._tokenizing)})
 
     async def _served(
         self,
         wire: Wire,
-        http: web.Request,
         answer: Callable[[Session, Wire, web.Request], Awaitable[web.StreamResponse]],
+        http: web.Request,
     ) -> web.StreamResponse:
         """The response of a session; an error in the words of its API."""
-        name = http.match_info["session"]
+        session, running = self._sessions.get(http.match_info["session"], (None, set()))
         task = asyncio.current_task()
+        running.add(task)
         try:
-            session = self._sessions.get(name)
             if session is None:
                 raise ApiError("this session does not exist, or has ended", code="session_not_found", status=404)
-            self._running[name].add(task)
             return await answer(session, wire, http)
         except ApiError as error:
             return web.json_response(wire.refusal(error), status=error.status)
         finally:
-            self._running.get(name, set()).discard(task)
+            running.discard(task)
 
     async def _body(self, http: web.Request) -> Any:
         """The request's body, read as JSON. Raises ApiError for one that is too long, too slow, or no JSON."""

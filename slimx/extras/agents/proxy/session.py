@@ -17,7 +17,7 @@ from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader
 from slimx.extras.agents.proxy.conversations import Conversations, Position
 from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message, characters, parts, read_message
+from slimx.extras.agents.proxy.request import ChatRequest, Json, Message, characters, parts, read_message
 from slimx.extras.agents.proxy.wire import AnswerWriter, Wire
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
@@ -48,7 +48,7 @@ class Exchange:
 
     request: ChatRequest
     place: Position
-    sampling: dict[str, Any]
+    sampling: Json
     """Sampling parameters that differ from the run's."""
     number: int
     """Number of the request in its session: the turn by which it is seeded."""
@@ -77,9 +77,9 @@ class Session:
         self.limited = False
         """True if a limit was reached."""
 
-    def trajectories(self, metadata: dict[str, Any]) -> list[Trajectory]:
+    def trajectories(self, metadata: Json) -> list[Trajectory]:
         """The trajectories that were sampled; [] if none were."""
-        told: dict[str, Any] = {"requests": self._requests, "overridden": sorted(self._overridden)}
+        told: Json = {"requests": self._requests, "overridden": sorted(self._overridden)}
         if self._forced:
             told["forced"] = self._forced
         if self._errors:
@@ -106,7 +106,9 @@ class Session:
             self.last_error = None
             writer = wire.writer(request, number, len(place.token_ids), self._reading)
             exchange = Exchange(request, place, sampling, number, writer)
-            return await (self._stream(exchange, http) if request.stream else self._whole(exchange))
+            if request.stream:
+                return await self._stream(exchange, http)
+            return web.json_response(writer.whole(*await self._whole(exchange)))
         except ApiError as error:
             self._count_error(error)
             self.limited |= error.code == "context_length_exceeded"
@@ -120,7 +122,7 @@ class Session:
         self.last_error = error
         self._errors[error.code] += 1
 
-    def _admit(self, request: ChatRequest, place: Position, grammar: str | None) -> dict[str, Any]:
+    def _admit(self, request: ChatRequest, place: Position, grammar: str | None) -> Json:
         """The sampling for the request's answer at `place`; ApiError if a limit is reached."""
         limits = self._limits
         length = len(place.token_ids)
@@ -137,7 +139,7 @@ class Session:
         if left < 1:
             self._refuse(place, "token_budget_exceeded", f"this session has had its {limits.sampled} sampled tokens")
         most = self._ctx.engine.sampling["max_new_tokens"]
-        sampling: dict[str, Any] = {"max_new_tokens": min(room, left, most, request.max_tokens or most)}
+        sampling: Json = {"max_new_tokens": min(room, left, most, request.max_tokens or most)}
         if request.stop:
             sampling["stop"] = request.stop
         if grammar is not None:
@@ -176,14 +178,11 @@ class Session:
             place.parent.stopped = True
         raise ApiError(text, code=code, param="messages")
 
-    async def _whole(self, exchange: Exchange) -> web.StreamResponse:
-        completion = await self._sample(exchange)
-        message = self._keep(exchange, completion, await self._message(exchange, completion))
-        return web.json_response(exchange.writer.whole(message, completion))
-
-    async def _sample(self, exchange: Exchange) -> Completion:
+    async def _whole(self, exchange: Exchange) -> tuple[Message, Completion]:
         with _engine_errors():
-            return await self._ctx.engine.generate(exchange.place.token_ids, exchange.sampling, turn=exchange.number)
+            tokens, sampling = exchange.place.token_ids, exchange.sampling
+            completion = await self._ctx.engine.generate(tokens, sampling, turn=exchange.number)
+        return await self._keep(exchange, completion), completion
 
     async def _stream(self, exchange: Exchange, http: web.Request) -> web.StreamResponse:
         """Server-sent events; an error in their middle is one of them."""
@@ -206,8 +205,7 @@ class Session:
         """The events of a streamed answer. One that has to be read as a whole first comes at its end."""
         writer, pieces = exchange.writer, self._reading.pieces(exchange.request)
         if exchange.request.forced is not None:  # asked for whole: a stream that broke off could not be continued
-            completion = await self._sample(exchange)
-            message = self._keep(exchange, completion, await self._message(exchange, completion))
+            message, completion = await self._whole(exchange)
             yield writer.begin()
             yield writer.end(message, None, completion)
             return
@@ -223,15 +221,12 @@ class Session:
                         yield event
                 completion = tokens.completion
         rest = pieces.end() if pieces is not None else None
-        if pieces is not None:
-            message = self._keep(exchange, completion, {"role": "assistant", "content": pieces.shown})
-        else:
-            message = self._keep(exchange, completion, await self._message(exchange, completion))
+        message = await self._keep(exchange, completion, pieces.shown if pieces is not None else None)
         if first:
             yield writer.begin()
         yield writer.end(message, rest, completion)
 
-    async def _message(self, exchange: Exchange, completion: Completion) -> Message:
+    async def _message(self, exchange: Exchange, completion: Completion) -> tuple[Message, bool]:
         ids = completion.token_ids.tolist()
         try:
             return await self._reading.message(ids, exchange.request, exchange.number, after=exchange.place.token_ids)
@@ -239,8 +234,13 @@ class Session:
             text = f"rollout.options.tool_parser raised {raised(error)}"
             raise ApiError(text, code="tool_parser_failed", status=500) from error
 
-    def _keep(self, exchange: Exchange, completion: Completion, message: Message) -> Message:
-        """The message for the agent, whose answer is a part of the rollout from now on."""
+    async def _keep(self, exchange: Exchange, completion: Completion, shown: str | None = None) -> Message:
+        """The message for the agent, whose answer is a part of the rollout from now on. `shown`: its text, if that
+        went to the agent in pieces."""
+        message: Message = {"role": "assistant", "content": shown}
+        attempted = False
+        if shown is None:
+            message, attempted = await self._message(exchange, completion)
         if completion.finish_reason == "abort":
             raise ApiError("the engine aborted the request", code="aborted", status=503)
         request, calls = exchange.request, len(message.get("tool_calls", []))
@@ -253,9 +253,7 @@ class Session:
         self._sampled += len(completion.token_ids)
         self._forced += request.forced is not None
         self.tool_calls += calls
-        if not calls:
-            ids, after = completion.token_ids.tolist(), exchange.place.token_ids
-            self.unreadable_calls += self._reading.attempts(ids, request, after=after)
+        self.unreadable_calls += attempted and not calls
         return message
 
 

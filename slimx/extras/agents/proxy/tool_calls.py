@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.dotted import load_function
-from slimx.engines.server.wire import message_of, request
+from slimx.engines.server.wire import Json, message_of, request
 from slimx.errors import SlimxError
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
@@ -45,7 +45,7 @@ class ToolCall:
 
 Parsed = tuple[str, list[ToolCall]]
 """An answer without its calls, and the calls."""
-ToolParser = Callable[[str, list[dict[str, Any]]], Awaitable[Parsed]]
+ToolParser = Callable[[str, list[Json]], Awaitable[Parsed]]
 """A function of an answer's text and the tools that it may call."""
 
 
@@ -57,7 +57,7 @@ def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> Tool
     if name in PARSERS or "." in name:
         parse = PARSERS.get(name) or load_function(key, name, ("text",), is_async=False)
 
-        async def here(text: str, tools: list[dict[str, Any]]) -> Parsed:
+        async def here(text: str, tools: list[Json]) -> Parsed:
             return parse(text)
 
         return here
@@ -71,7 +71,7 @@ def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> Tool
             about=key,
         )
 
-    async def by_router(text: str, tools: list[dict[str, Any]]) -> Parsed:
+    async def by_router(text: str, tools: list[Json]) -> Parsed:
         return await _ask(router, headers, name, text, tools)
 
     return by_router
@@ -125,7 +125,7 @@ def _written(call: Any) -> ToolCall:
     )
 
 
-async def _ask(router: str, headers: Mapping[str, str], name: str, text: str, tools: list[dict[str, Any]]) -> Parsed:
+async def _ask(router: str, headers: Mapping[str, str], name: str, text: str, tools: list[Json]) -> Parsed:
     url, body = f"{router}/parse/function_call", {"text": text, "tools": tools, "tool_call_parser": name}
     status, answer = await request("POST", url, body, deadline_s=ROUTER_S, headers=headers, who="the router")
     if status != 200:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimx.extras.agents.proxy.errors import ApiError
+from slimx.engines.server.wire import Json
+from slimx.extras.agents.proxy.errors import invalid
 
 GRAMMARS = ("hermes", "qwen")
 """Tool parsers whose format has a grammar here: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 DEPTH, LENGTH = 32, 65536
 """Levels and bytes of a schema, at most: the engine compiles it, beside which all other requests wait."""
-Tools = Sequence[dict[str, Any]]
+Tools = Sequence[Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,17 @@ class Forced:
     """True for exactly one call, False for one or more."""
 
 
-def forced_by(tools: Tools, name: str | None, *, once: bool, param: str = "tool_choice") -> Forced:
+def forced_by(tools: Tools, name: str | None, *, once: bool) -> Forced:
     """The forced calls of a request. `name`: the one tool to call; None: any of `tools`, once or several times.
 
     Raises ApiError if there is no such tool."""
     known = [_name(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
     if not known:
-        raise ApiError("a tool is forced, and the request has no tools", code="invalid_value", param=param)
+        raise invalid("tool_choice", "forces a tool, and the request has no tools")
     if name is None:
         return Forced(tuple(known), once)
     if name not in known:
-        text = f"the forced tool {name!r} is none of tools: {', '.join(known)}"
-        raise ApiError(text, code="invalid_value", param=param)
+        raise invalid("tool_choice", f"forces {name!r}, which is none of tools: {', '.join(known)}")
     return Forced((name,), True)
 
 
@@ -51,7 +51,7 @@ def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
     from xgrammar import Grammar  # takes seconds, and hardly any agent forces a tool
 
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    calls: dict[str, Any] = {
+    calls: Json = {
         "type": "tags_with_separator",
         "tags": [_tag(name, schemas[name]) for name in forced.names],
         "separator": "\n",
@@ -64,22 +64,20 @@ def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
     try:
         return str(Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": calls})))
     except RuntimeError as error:  # what xgrammar raises whatever is wrong
-        text = f"no grammar can be made of the forced tools' parameters: {str(error).strip()}"
-        raise ApiError(text, code="invalid_value", param="tools") from error
+        raise invalid("tools", f"have parameters of which no grammar can be made: {str(error).strip()}") from error
 
 
 def _name(tool: Any, where: str) -> str:
     """The name of a function whose arguments a grammar can be made of."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(f"{where} has no function.name", code="invalid_value", param=where)
+        raise invalid(where, "has no function.name")
     schema = function.get("parameters") or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        text = f"{where} has parameters that are no schema of an object"
-        raise ApiError(text, code="invalid_value", param=f"{where}.function.parameters")
+        raise invalid(f"{where}.function.parameters", "is no schema of an object")
     if _depth(schema) > DEPTH or len(json.dumps(schema)) > LENGTH:
-        text = f"{where} has a schema of more than {DEPTH} levels or {LENGTH} bytes, and is not forced"
-        raise ApiError(text, code="invalid_value", param=f"{where}.function.parameters")
+        what = f"is a schema of more than {DEPTH} levels or {LENGTH} bytes, and is not forced"
+        raise invalid(f"{where}.function.parameters", what)
     return function["name"]
 
 
@@ -92,7 +90,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _tag(name: str, schema: Any) -> dict[str, Any]:
+def _tag(name: str, schema: Any) -> Json:
     return {
         "type": "tag",
         "begin": f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',

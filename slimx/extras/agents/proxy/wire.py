@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from slimx.extras.agents.proxy.answer import AnswerReader
 from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.request import ChatRequest, Message
+from slimx.extras.agents.proxy.request import ChatRequest, Json, Message
 from slimx.rollout.client.completion import Completion
 
 
 class AnswerWriter(Protocol):
     """Writes one answer, whole or as server-sent events."""
 
-    def whole(self, message: Message, completion: Completion) -> dict[str, Any]:
+    def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
 
     def begin(self) -> bytes:
@@ -33,10 +32,10 @@ class AnswerWriter(Protocol):
 class Wire(Protocol):
     """One API."""
 
-    def read(self, body: Any, sampling: Mapping[str, Any], *, strict: bool) -> ChatRequest:
+    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
         """The request in a JSON body. Raises ApiError for what cannot be carried out."""
 
-    def refusal(self, error: ApiError) -> dict[str, Any]:
+    def refusal(self, error: ApiError) -> Json:
         """The body of an error."""
 
     def writer(self, request: ChatRequest, number: int, prompt: int, reading: AnswerReader) -> AnswerWriter:

@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Literal
 
 import psutil
+from msgspec import Meta
 
 from slimx.data.whole import as_whole
 from slimx.errors import SlimxError
@@ -25,21 +26,22 @@ LOOK_S = 0.05
 STOP_S = 5.0
 """Seconds for a process to stop, or to end after the one it waits for."""
 MIB = 2**20
+Whole = Annotated[int, Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of one run of code."""
 
-    seconds: float = 10.0
+    seconds: Annotated[float, Meta(gt=0)] = 10.0
     """Wall clock."""
-    memory_mib: int = 512
+    memory_mib: Whole = 512
     """Address space of each process, and memory of all together."""
-    processes: int = 8
+    processes: Whole = 8
     """Besides the first one; threads count."""
-    disk_mib: int = 16
+    disk_mib: Whole = 16
     """All files that it may write together: in memory in a sandbox's /tmp, on disk in a box."""
-    output_kib: int = 64
+    output_kib: Whole = 64
     """KiB kept of stdout and of stderr, each."""
 
     def __post_init__(self) -> None:

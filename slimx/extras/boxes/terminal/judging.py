@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import io
 import posixpath
-import re
 import secrets
 import tarfile
 import threading
@@ -51,7 +50,7 @@ def judged(left: bytes, began: bytes, task: Task, most: int) -> bytes:
     """The archive that the tests run on: files that were `left`, `began` where `task.kept` says so, and the tests.
 
     `most`: bytes of all but the tests. Raises NoVerdict for more, and for what is no plain tar archive."""
-    made, tests = io.BytesIO(), _below(task.tests)
+    made, tests = io.BytesIO(), _below(task.tests.files)
     with (
         tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as archive,
         tarfile.open(fileobj=io.BytesIO(began), mode="r:") as before,
@@ -114,9 +113,9 @@ def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None =
     replaced = box.run(["sh", "-c", _REPLACE, "replace", name], cwd=task.directory, stop=stop)
     if not replaced.ok:
         raise NoVerdict(f"the files cannot be unpacked (sh {replaced.ending}): {replaced.stderr.strip()[-300:]}")
-    ran = box.run(list(task.command), cwd=task.directory, stop=stop)
+    ran = box.run(task.tests.command, cwd=task.directory, stop=stop)
     said = f"{ran.stdout}\n{ran.stderr}"
-    return ran.ok and all(re.search(each, said, re.MULTILINE) for each in task.expect), ran
+    return ran.ok and all(each.search(said) for each in task.tests.expect or ()), ran
 
 
 def _below(directory: Path | None) -> dict[str, Path]:
@@ -131,7 +130,7 @@ def size_of_tests(task: Task) -> int:
     return (
         sum(
             each.stat().st_size + 3 * tarfile.BLOCKSIZE + 2 * len(path.encode())
-            for path, each in _below(task.tests).items()
+            for path, each in _below(task.tests.files).items()
         )
         + tarfile.RECORDSIZE
     )

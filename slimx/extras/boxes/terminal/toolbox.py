@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.data.records import Prompt
+from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.agents.toolbox import ToolResult, ToolsLost
 from slimx.extras.boxes.choice import BoxOptions, merged
@@ -46,7 +47,7 @@ MOST = {"command": 100_000, "path": 2048}
 class Terminal:
     """One box with the tools shell, read_file, write_file and edit_file, judged by the task's tests."""
 
-    def __init__(self, *, box: Mapping[str, Any] | None = None, tasks: str = ".", work_mib: float = 48.0) -> None:
+    def __init__(self, *, box: Json | None = None, tasks: str = ".", work_mib: float = 48.0) -> None:
         """`box`: options of the boxes (`slimx.extras.boxes.choice`). `tasks`: directory that the paths of tasks
         begin at. `work_mib`: MiB of the model's files and kept ones that the tests get at most; with more it has
         failed."""
@@ -79,7 +80,7 @@ class Terminal:
         """Seconds that opening, and the longest judgement of these prompts, may take when nothing is wrong."""
         made = cls(**options)
         waits = made._options.patience if made._options.backend == "remote" else 0.0
-        tests = max((Task.of(prompt, made._base).seconds for prompt in prompts), default=0.0)
+        tests = max((Task.of(prompt, made._base).tests.seconds for prompt in prompts), default=0.0)
         return waits + COPY_S, waits + made._options.limits.seconds + tests + COPY_S
 
     @classmethod
@@ -99,7 +100,7 @@ class Terminal:
                 raise SlimxError(f"prompt {prompt.id!r}: {error}", code=error.code, about=prompt.id) from error
             known.add(source)
 
-    async def open(self, prompt: Prompt, seed: int) -> list[dict[str, Any]]:
+    async def open(self, prompt: Prompt, seed: int) -> list[Json]:
         """Begin the task's box. Raises ToolsLost, and SlimxError for a prompt without a task."""
         self._task = Task.of(prompt, self._base)
         task = self._task
@@ -112,7 +113,7 @@ class Terminal:
         await self._in_thread(begin)
         return [_shown(name, task.directory) for name in _TOOLS]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def call(self, name: str, arguments: Json) -> ToolResult:
         """Run a command, or read, write or edit a file. Raises ToolsLost."""
         wanted = _TOOLS[name][1]
         if {*arguments} != {*wanted} or not all(isinstance(value, str) for value in arguments.values()):
@@ -126,7 +127,7 @@ class Terminal:
         except BoxRefusal as error:
             return ToolResult(text=str(error), error=error.code.replace(".", "_"))
 
-    async def judge(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
         """{"tests": 1.0} if the task's tests pass in a fresh box, else 0.0. Raises ToolsLost."""
         return {"tests": float(await self._in_thread(self._passes))}
 
@@ -141,7 +142,7 @@ class Terminal:
         task = self._task
         try:
             left = packed(self._box, task.directory, self._most)
-            fresh = self._begin(task, seconds=task.seconds)
+            fresh = self._begin(task, seconds=task.tests.seconds)
             try:
                 archive = judged(left, self._as_it_began(fresh, task), task, self._most)
                 return verdict(fresh, archive, task, stop)[0]
@@ -174,7 +175,7 @@ class Terminal:
 
     def _try(self, task: Task) -> None:
         """Refuse a task in whose box no shell runs. It has the tests' time: a busy machine is slow."""
-        box = self._begin(task, seconds=max(task.seconds, self._options.limits.seconds))
+        box = self._begin(task, seconds=max(task.tests.seconds, self._options.limits.seconds))
         try:
             ran = box.run(["sh", "-c", "tar --help"], cwd=task.directory)
         finally:
@@ -271,7 +272,7 @@ _TOOLS = {
 """Description of each tool and of its arguments, which are texts and all required."""
 
 
-def _shown(name: str, directory: str) -> dict[str, Any]:
+def _shown(name: str, directory: str) -> Json:
     said, arguments = _TOOLS[name]
     properties = {
         each: {"type": "string", "description": what.format(directory=directory)} for each, what in arguments.items()

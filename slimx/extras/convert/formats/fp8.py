@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_quantised
 from slimx.extras.convert.formats.safetensors import Tensor, Unit
-from slimx.extras.convert.sources import Reading, Scratch, row_blocks
+from slimx.extras.convert.sources import Advance, Reading, Scratch, Shape, row_blocks
 from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, scales_shape
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import Quantisation
@@ -41,7 +41,7 @@ def quantised_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
     return frozenset(names)
 
 
-def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> Unit:
+def quantised(name: str, shape: Shape, quantisation: Quantisation) -> Unit:
     """A matrix as e4m3 codes, and its scales behind it."""
     block = quantisation.block
 
@@ -55,7 +55,7 @@ def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> 
 
     down, across = scales_shape(shape, block)
 
-    def compare(source: Reading, written: Reading, advance: Callable[[int], None]) -> None:
+    def compare(source: Reading, written: Reading, advance: Advance) -> None:
         scales = written.read(name + SCALE_SUFFIX, Rect(0, 0, 0, down, across, 0, 0)).clone()
         compare_quantised(name, shape, block, source, written, scales, advance)
 

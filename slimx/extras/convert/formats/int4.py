@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_int4
 from slimx.extras.convert.formats.safetensors import Tensor, Unit
-from slimx.extras.convert.sources import Reading, row_blocks
+from slimx.extras.convert.sources import Advance, Reading, Shape, row_blocks
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision import int4_kernel as kernel
 from slimx.extras.low_precision.experts import experts, rounds
@@ -36,7 +36,7 @@ def experts_of(table: Table) -> frozenset[str]:
     return frozenset(names)
 
 
-def quantised(name: str, shape: tuple[int, ...]) -> Unit:
+def quantised(name: str, shape: Shape) -> Unit:
     """A matrix as INT4 codes, its scales and its shape behind them."""
     packed = int4.packed_shapes(shape)
 
@@ -52,7 +52,7 @@ def quantised(name: str, shape: tuple[int, ...]) -> Unit:
         yield torch.cat(scales)
         yield torch.tensor(shape)
 
-    def compare(source: Reading, written: Reading, advance: Callable[[int], None]) -> None:
+    def compare(source: Reading, written: Reading, advance: Advance) -> None:
         compare_int4(name, shape, source, written, advance)
 
     dtypes = {int4.CODES: torch.int32, int4.SCALES: torch.bfloat16, int4.SHAPE: torch.int64}

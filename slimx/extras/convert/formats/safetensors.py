@@ -21,7 +21,7 @@ import torch
 from slimx.durable import write_synced
 from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_copied
-from slimx.extras.convert.sources import Reading, TensorSource, row_blocks
+from slimx.extras.convert.sources import Advance, Reading, Shape, TensorSource, row_blocks
 from slimx.extras.convert.work import Stream
 from slimx.layout.maps import Rect
 from slimx.layout.table import stored
@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class Unit:
 
     tensors: tuple[Tensor, ...]
     blocks: Callable[[Reading], Iterator[torch.Tensor]]
-    compare: Callable[[Reading, Reading, Callable[[int], None]], None]
+    compare: Callable[[Reading, Reading, Advance], None]
     """Compares what was written with the source: (source, output, told of bytes). Raises SlimxError naming a tensor."""
 
     @property
@@ -62,7 +62,7 @@ class Unit:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def copied(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
+def copied(name: str, shape: Shape, dtype: torch.dtype) -> Unit:
     """A tensor as it is, in `dtype`."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
@@ -70,13 +70,13 @@ def copied(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
             part = reading.read(name, rect)
             yield part if part.dtype == dtype else reading.scratch.tensor(tuple(part.shape), dtype).copy_(part)
 
-    def compare(source: Reading, written: Reading, advance: Callable[[int], None]) -> None:
+    def compare(source: Reading, written: Reading, advance: Advance) -> None:
         compare_copied(name, shape, dtype, source, written, advance)
 
     return Unit((Tensor(name, dtype, shape),), blocks, compare)
 
 
-def stacked(name: str, sources: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
+def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype) -> Unit:
     """A stack [count, ...] of shape `shape` of what a table calls `sources` (`slimx.layout.table`), in `dtype`."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
@@ -89,7 +89,7 @@ def stacked(name: str, sources: Sequence[str], shape: tuple[int, ...], dtype: to
                     part = reading.read(source, rect)
                 yield reading.scratch.tensor(tuple(part.shape), dtype).copy_(part)
 
-    def compare(source: Reading, written: Reading, advance: Callable[[int], None]) -> None:
+    def compare(source: Reading, written: Reading, advance: Advance) -> None:
         for one in sources:
             single = shape[:0:-1] if stored(one).turned else shape[1:]
             compare_copied(one, single, dtype, source, written, advance)
@@ -183,7 +183,7 @@ class ToHuggingFace:
             )
         return [f for f in files if f.is_file() and not f.name.endswith(TENSOR_SUFFIXES) and f.name != CONFIG]
 
-    def compare(self, directory: Path, advance: Callable[[int], None]) -> None:
+    def compare(self, directory: Path, advance: Advance) -> None:
         """Read the output by its own headers and index, and compare every tensor with the source's."""
         source, written = Reading(self._source), Reading(CheckpointReader(directory))
         for file in self.files:

@@ -15,7 +15,7 @@ import io
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from slimx.durable import write_synced
 from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_copied, differs
 from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader, read_whole
-from slimx.extras.convert.sources import BLOCK_BYTES, Reading, TensorSource
+from slimx.extras.convert.sources import BLOCK_BYTES, Advance, Reading, Shape, TensorSource
 from slimx.extras.convert.target import Box, Target
 from slimx.extras.convert.work import Stream
 from slimx.extras.megatron_files.directory import TensorPlace, places
@@ -62,16 +62,16 @@ class Piece:
     dtype: torch.dtype
 
     @property
-    def offsets(self) -> tuple[int, ...]:
+    def offsets(self) -> Shape:
         """Position of its first element in the whole tensor."""
         return (*self.place.index, *self._trim(self.box.row, self.box.col, (0,) * len(self._inner)))
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Shape:
         return (*(1 for _ in self.place.index), *self._trim(self.box.rows, self.box.cols, self._inner))
 
     @property
-    def _inner(self) -> tuple[int, ...]:
+    def _inner(self) -> Shape:
         """Axes between rows and columns: of length 1 in every model (a depthwise convolution's)."""
         return self.place.part.shape[1:-1]
 
@@ -79,7 +79,7 @@ class Piece:
     def nbytes(self) -> int:
         return self.box.rows * self.box.cols * self.dtype.itemsize
 
-    def _trim(self, row: int, col: int, inner: tuple[int, ...]) -> tuple[int, ...]:
+    def _trim(self, row: int, col: int, inner: Shape) -> Shape:
         return (row,) if len(self.place.part.shape) == 1 else (row, *inner, col)
 
     def make(self, reading: Reading) -> torch.Tensor:
@@ -191,7 +191,7 @@ class ToMegatron:
         """Files that `finish` adds."""
         return (*(f"{_RELEASE}/{name}" for name in (".metadata", "common.pt", "metadata.json")), TRACKER)
 
-    def compare(self, directory: Path, advance: Callable[[int], None]) -> None:
+    def compare(self, directory: Path, advance: Advance) -> None:
         """Read every tensor of the output by the way back, and compare it with the source's. Raises SlimxError naming
         the first that differs."""
         written = Reading(TorchDistReader(directory, self.spec.table))

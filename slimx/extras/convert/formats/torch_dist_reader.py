@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimx.errors import SlimxError
-from slimx.extras.convert.sources import Scratch
+from slimx.extras.convert.sources import Scratch, Shape
 from slimx.extras.megatron_files.directory import TensorPlace, check_fit, places
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
@@ -38,8 +38,8 @@ _HEADERS = threading.Lock()
 class _Stored:
     """A saved piece of a tensor: where it begins in the tensor, its shape, and its place in a file."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
     file: str
     start: int
     length: int
@@ -140,7 +140,7 @@ class TorchDistReader:
         if filled != view.numel():
             raise _incomplete(self.path, place.key, f"at {list(place.index)}: {filled} of {view.numel()} elements")
 
-    def _bytes(self, piece: _Stored, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _bytes(self, piece: _Stored, index: Shape, dtype: torch.dtype) -> torch.Tensor:
         """The matrix of `piece` that stands at `index` in the whole tensor, uint8 [rows, bytes of a row]."""
         if piece.file not in self._files:
             path = self.path / piece.file
@@ -218,14 +218,14 @@ class _Pieces:
     def __init__(self, path: Path, key: str, stacked: int, metadata: Metadata):
         described = metadata.state_dict_metadata[key]
         self.all = [_stored(path, key, chunk, metadata) for chunk in described.chunks]
-        self._by_index: dict[tuple[int, ...], list[_Stored]] = defaultdict(list)
+        self._by_index: dict[Shape, list[_Stored]] = defaultdict(list)
         """Those that lie in one matrix, by its index."""
         self._others: list[_Stored] = []
         for piece in self.all:
             single = all(size == 1 for size in piece.sizes[:stacked])
             (self._by_index[piece.offsets[:stacked]] if single else self._others).append(piece)
 
-    def of(self, index: tuple[int, ...]) -> list[_Stored]:
+    def of(self, index: Shape) -> list[_Stored]:
         """Pieces that hold some of the matrix at `index`."""
         wide = [
             piece

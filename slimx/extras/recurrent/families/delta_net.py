@@ -9,73 +9,18 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.extras.recurrent.delta_nets import SIZES, DeltaNet
 from slimx.layout.maps import Cut, Sections
 from slimx.layout.table import Group, Row, Table
 from slimx.models import decoder, engine_rows
+from slimx.models.fields import Fields
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 _DELTA_NET = "linear_attention"
 _KINDS = {_DELTA_NET, "full_attention"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
-    """Sizes of a gated delta net. Every key head serves `values // keys` value heads that follow each other."""
-
-    hidden: int
-    keys: int
-    """Key heads; there are as many of queries."""
-    values: int
-    """Value heads."""
-    key_head: int
-    value_head: int
-    """Dimension of each."""
-    width: int
-    """Tokens that the convolution sees."""
-
-    @classmethod
-    def of(cls, hf: dict[str, Any]) -> Self:
-        return cls(
-            hidden=hf["hidden_size"],
-            keys=hf["linear_num_key_heads"],
-            values=hf["linear_num_value_heads"],
-            key_head=hf["linear_key_head_dim"],
-            value_head=hf["linear_value_head_dim"],
-            width=hf["linear_conv_kernel_dim"],
-        )
-
-    def __post_init__(self) -> None:
-        if self.values % self.keys:
-            raise ValueError(f"{self.keys} key heads of a delta net cannot serve {self.values} value heads")
-
-    @property
-    def key(self) -> int:
-        """Rows of all queries, and of all keys."""
-        return self.keys * self.key_head
-
-    @property
-    def value(self) -> int:
-        """Rows of all values, and of all output gates."""
-        return self.values * self.value_head
-
-    @property
-    def share(self) -> int:
-        """Rows of the values that belong to one key head."""
-        return self.value // self.keys
-
-    @property
-    def rates(self) -> int:
-        """Learning rates, and decays, that belong to one key head."""
-        return self.values // self.keys
-
-    @property
-    def mixed(self) -> tuple[Cut, Cut, Cut]:
-        """Queries, keys and values, one kind behind the other in the first source."""
-        head = self.key_head
-        return Cut(0, 0, head, head), Cut(0, self.key, head, head), Cut(0, 2 * self.key, self.share, self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +54,7 @@ def by_kind(net: DeltaNet) -> Projections:
     others = (("z", net.share), ("b", net.rates), ("a", net.rates))
     return Projections(
         (
-            ("in_proj_qkv", 2 * net.key + net.value),
+            ("in_proj_qkv", net.channels),
             *((f"in_proj_{kind}", net.keys * rows) for kind, rows in others),
         ),
         (*net.mixed, *(Cut(number, 0, rows, rows) for number, (_, rows) in enumerate(others, 1))),
@@ -136,12 +81,12 @@ def merged(net: DeltaNet) -> dict[str, Projections]:
     }
 
 
-def attention_of(hf: dict[str, Any]) -> Attention:
+def attention_of(hf: Fields) -> Attention:
     """The attention of the other layers."""
     return Attention.of(hf, qk_norm=True, output_gate=True)
 
 
-def layers_of(hf: dict[str, Any], kind: str) -> tuple[int, ...]:
+def layers_of(hf: Fields, kind: str) -> tuple[int, ...]:
     """Layers of one kind, "linear_attention" or "full_attention", counted from 0."""
     every = hf.get("full_attention_interval") or 4
     kinds = hf.get("layer_types") or [
@@ -152,9 +97,9 @@ def layers_of(hf: dict[str, Any], kind: str) -> tuple[int, ...]:
     return tuple(layer for layer, other in enumerate(kinds) if other == kind)
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define a model without experts."""
-    net, linear = DeltaNet.of(hf), layers_of(hf, _DELTA_NET)
+    linear = layers_of(hf, _DELTA_NET)
     return {
         # Files of models with experts alone may leave out the size of an MLP, which they have not.
         **decoder.decoder_fields(
@@ -163,15 +108,11 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(layer in linear) for layer in range(hf["num_hidden_layers"])],
-        "linear_conv_kernel_dim": net.width,
-        "linear_key_head_dim": net.key_head,
-        "linear_value_head_dim": net.value_head,
-        "linear_num_key_heads": net.keys,
-        "linear_num_value_heads": net.values,
+        **{name: hf[name] for name in SIZES.values()},
     }
 
 
-def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
+def moe_fields(hf: Fields) -> dict[str, Any]:
     """Those that experts add."""
     return {
         "num_moe_experts": hf["num_experts"],
@@ -186,12 +127,12 @@ def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_share(hf, default=0.25)}
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     if scaled := decoder.scaled_otherwise(hf, "default"):
         return scaled
@@ -215,7 +156,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     )
 
 
-def weight_table(hf: dict[str, Any], store: Store, frozen: dict[str, tuple[int, ...]] | None = None) -> Table:
+def weight_table(hf: Fields, store: Store, frozen: dict[str, tuple[int, ...]] | None = None) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
     linear = Layer(layers=layers_of(hf, _DELTA_NET))
@@ -236,7 +177,7 @@ def _trained(at: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
     """The norm before a delta net and the net, as megatron-core's GatedDeltaNet holds it."""
     here, there, stored = "self_attention.", "linear_attn.", store(net)
     inputs = [(there + name, (rows, net.hidden)) for name, rows in stored.sources]
-    mixed = [(there + "conv1d", (2 * net.key + net.value, 1, net.width))]
+    mixed = [(there + "conv1d", (net.channels, 1, net.width))]
     return (
         at.norm(here + "in_proj.layer_norm_weight", "input_layernorm", net.hidden),
         at.row(
@@ -268,7 +209,7 @@ def _of_heads(at: Layer, here: str, there: str, net: DeltaNet) -> tuple[Row, Row
     return decay, bias
 
 
-def _experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
+def _experts(at: Layer, hf: Fields) -> tuple[Row, ...]:
     """The norm before them, a router, experts, and a shared one behind a gate."""
     hidden, inner, shared = hf["hidden_size"], hf["moe_intermediate_size"], hf["shared_expert_intermediate_size"]
     return (
@@ -283,7 +224,7 @@ def _plain(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(replace(row, quantised=False) for row in rows)
 
 
-def prediction_tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def prediction_tensors(hf: Fields) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the layer of multi-token prediction, which published files hold and config.json need not
     declare: a layer of gated attention of its own."""
     hidden, at = hf["hidden_size"], Layer("mtp.layers.{layer}.", "mtp.layers.{layer}.")
@@ -299,7 +240,7 @@ def prediction_tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return Table(rows, layers=1, experts=hf.get("num_experts") or 0).checkpoint_shapes()
 
 
-def check_served(hf: dict[str, Any], architecture: str, *, fused_shared_experts: bool) -> None:
+def check_served(hf: Fields, architecture: str, *, fused_shared_experts: bool) -> None:
     """Raises SlimxError for what SGLang 0.5.23 would build otherwise, in every family of this shape."""
     if hf.get("full_attention_interval") is None:
         raise unserved(
@@ -330,7 +271,7 @@ def unserved(architecture: str, key: str, why: str) -> SlimxError:
     return SlimxError(f"{architecture}: {key} {why}", code="model.served_field", about=key)
 
 
-def engine_table(hf: dict[str, Any], served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
+def engine_table(hf: Fields, served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor. `embedding`: the ranks that share the word embedding; `tied`:
     it is the output layer too."""
     layers, experts = hf["num_hidden_layers"], hf.get("num_experts") or 0
@@ -351,7 +292,7 @@ def _beside_the_layer(row: Row) -> Row:
     return replace(row, name=row.name.replace("self_attn.", ""))
 
 
-def _served_experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
+def _served_experts(at: Layer, hf: Fields) -> tuple[Row, ...]:
     """A router, experts, and a shared one behind a gate (`Qwen2MoeSparseMoeBlock`)."""
     hidden = hf["hidden_size"]
     return (
@@ -374,7 +315,7 @@ def _served(at: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
         )
         for name, made in served(net).items()
     ]
-    conv = [(there + "conv1d", (2 * net.key + net.value, 1, net.width))]
+    conv = [(there + "conv1d", (net.channels, 1, net.width))]
     decay, bias = _of_heads(at, there, there, net)
     return (
         engine_rows.same(at, "input_layernorm", net.hidden),

@@ -15,6 +15,7 @@ from slimx.layout.table import Row, Table
 from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.decoder import unusual
 from slimx.models.engine_rows import no_engine
+from slimx.models.fields import Fields
 from slimx.models.layer_kind import LayerKind
 from slimx.models.rows import Attention, Layer, embedding, head
 
@@ -49,7 +50,7 @@ _OF_EXPERTS = (
 """Fields that change nothing in a model without layers of experts."""
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json that cannot be built; None if all can."""
     for name in (*_WITHOUT_EFFECT, *(() if "E" in _pattern(hf) else _OF_EXPERTS)):
         hf.get(name)
@@ -83,7 +84,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     )
 
 
-def _pattern(hf: dict[str, Any]) -> str:
+def _pattern(hf: Fields) -> str:
     """A character per layer, from what the published config.json says or what transformers writes."""
     names, pattern = hf.get("layers_block_type"), hf.get("hybrid_override_pattern")
     if names is None and pattern is None:
@@ -98,11 +99,11 @@ def _pattern(hf: dict[str, Any]) -> str:
     return pattern
 
 
-def _layers(hf: dict[str, Any], kind: Kind) -> tuple[int, ...]:
+def _layers(hf: Fields, kind: Kind) -> tuple[int, ...]:
     return tuple(layer for layer, each in enumerate(_pattern(hf)) if each == kind)
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     attention, pattern = Attention.of(hf), _pattern(hf)
     fields = {
@@ -133,12 +134,12 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def layer_kind(hf: dict[str, Any]) -> LayerKind:
+def layer_kind(hf: Fields) -> LayerKind:
     """The pattern of layers."""
     return HybridLayers(_pattern(hf))
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+def gpt_arguments(hf: Fields) -> dict[str, Any]:
     """Arguments of megatron-core's HybridModel besides its TransformerConfig, layer spec and pattern."""
     return {
         "vocab_size": hf["vocab_size"],
@@ -148,7 +149,7 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     hidden, experts = hf["hidden_size"], hf["n_routed_experts"] if "E" in _pattern(hf) else 0
     of = {
@@ -244,7 +245,7 @@ def _mlp(at: Layer, hidden: int, inner: int) -> tuple[Row, ...]:
     return at.norm("mlp.linear_fc1.layer_norm_weight", "norm", hidden), *_plain_mlp(at, "mlp", "mixer.", hidden, inner)
 
 
-def _experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
+def _experts(at: Layer, hf: Fields) -> tuple[Row, ...]:
     """The norm before them, a router with a bias that only chooses, experts and a shared one."""
     hidden, experts, inner = hf["hidden_size"], hf["n_routed_experts"], hf["moe_intermediate_size"]
     shared, bias = hf["moe_shared_expert_intermediate_size"], "e_score_correction_bias"
@@ -257,6 +258,6 @@ def _experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
     )
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """Raises SlimxError: only the trainer has the model."""
     raise no_engine(ARCHITECTURE, "SGLang's layout of Mamba-2 layers was never compared, and a publication proves all")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from slimx.extras.recurrent.delta_nets import layer_kind as layer_kind
 from slimx.extras.recurrent.families import qwen3_5_text
 from slimx.extras.recurrent.families.delta_net import gpt_arguments as gpt_arguments
@@ -12,10 +10,11 @@ from slimx.extras.recurrent.families.qwen3_5_text import unsupported as unsuppor
 from slimx.extras.recurrent.families.qwen3_5_text import weight_table as weight_table
 from slimx.layout.table import Table
 from slimx.models.decoder import mtp_layers as mtp_layers
+from slimx.models.fields import Fields
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError for what SGLang would build otherwise."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -11,15 +11,16 @@ from slimx.extras.recurrent.families.qwen3_5_text import unsupported as unsuppor
 from slimx.extras.recurrent.families.qwen3_5_text import weight_table as weight_table
 from slimx.layout.table import Table
 from slimx.models.decoder import mtp_layers as mtp_layers
+from slimx.models.fields import Fields
 
 ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError for what SGLang would build otherwise."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

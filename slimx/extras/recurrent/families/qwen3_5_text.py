@@ -3,26 +3,25 @@ whose delta nets store their input projections kind by kind."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from slimx.extras.recurrent.families import delta_net
 from slimx.layout.table import Table
 from slimx.models import decoder
+from slimx.models.fields import Fields
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
+def unsupported(hf: Fields) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
     for key in ("mrope_section", "mrope_interleaved"):
         decoder.rotary(hf)[1].get(key)  # read, since text has one of the axes that images part the rotation between
     return delta_net.unsupported(hf)
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     return delta_net.weight_table(hf, delta_net.by_kind, delta_net.prediction_tensors(hf))
 
 
-def engine_table(hf: dict[str, Any], architecture: str, *, fused_shared_experts: bool) -> Table:
+def engine_table(hf: Fields, architecture: str, *, fused_shared_experts: bool) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_5_text`).
 
     Raises SlimxError for what SGLang would build otherwise."""

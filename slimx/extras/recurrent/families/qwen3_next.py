@@ -11,21 +11,22 @@ from slimx.extras.recurrent.families.delta_net import gpt_arguments as gpt_argum
 from slimx.extras.recurrent.families.delta_net import unsupported as unsupported
 from slimx.layout.table import Table
 from slimx.models.decoder import mtp_layers as mtp_layers
+from slimx.models.fields import Fields
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+def transformer_config(hf: Fields) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+def weight_table(hf: Fields, mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     return delta_net.weight_table(hf, delta_net.by_key_head, delta_net.prediction_tensors(hf))
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_next`).
 
     Raises SlimxError for a config.json without the fields of the published ones, for which SGLang has defaults of

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
-import ipaddress
 import json
 import os
 import sys
@@ -28,6 +26,7 @@ from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 sys.path.append(str(Path(__file__).parents[5]))
+from slimx.extras.http.access import permitted, token_of  # noqa: E402
 from slimx.extras.http.connections import Connections  # noqa: E402
 
 NO_KEY = "SLIMX_HAS_NO_KEY"
@@ -61,12 +60,6 @@ class Server:
         async with self._places:
             ctx = vf.ModelContext(client=client, model="policy", sampling=SamplingConfig())
             return web.json_response(verdict(await self.env.run_episode(task, ctx)))
-
-
-def permitted(given: str, token: str | None) -> bool:
-    """True for a request whose header Authorization bears the token, if there is one."""
-    wanted = f"Bearer {token}".encode()
-    return token is None or hmac.compare_digest(given.encode(errors="surrogateescape"), wanted)
 
 
 def verdict(episode: vf.Episode) -> dict[str, Any]:
@@ -120,11 +113,7 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=64, help="episodes at once: each may have processes of its own")
     parser.add_argument("--token-env", help="variable that holds the token; needed on other addresses than loopback")
     arguments = parser.parse_args()
-    token = os.environ.get(arguments.token_env or "")
-    if arguments.token_env is not None and not token:
-        parser.error(f"--token-env: {arguments.token_env} is not set")
-    if arguments.token_env is None and not is_loopback(arguments.host):
-        parser.error(f"--host {arguments.host} is open to others: give --token-env")
+    token = token_of(parser, arguments)
     # Its programs are started by uv, which may be installed beside it.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     given = arguments.env if arguments.env.lstrip().startswith("{") else Path(arguments.env).read_text()
@@ -138,13 +127,6 @@ def main() -> int:
         for number, task in enumerate(islice(env.taskset, arguments.tasks)):
             file.write(json.dumps(to_prompt(number, task)) + "\n")
     return 0
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":
