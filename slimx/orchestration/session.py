@@ -32,8 +32,7 @@ from slimx.observability.live.table import (
 )
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
-from slimx.orchestration.engines.reach import check_reach
-from slimx.orchestration.engines.service import EngineService
+from slimx.orchestration.engines.service import EngineService, check_reach
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together

@@ -25,8 +25,8 @@ from slimx.data.saved.codec import load_groups, save_groups
 from slimx.extras.preferences import hook as preferences
 from slimx.layout.zigzag import zigzag
 from slimx.orchestration.batches import make_update_rows
-from slimx.orchestration.step.advantages import estimate_advantages
 from slimx.orchestration.step.reference import refresh_reference, restore_reference
+from slimx.orchestration.step.train import estimate_advantages
 from slimx.rollout import single_turn
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
