@@ -1,15 +1,16 @@
-"""One rank's part of a model with values: what a critic and a reward model have in common. Every method is called on
-all of the model's ranks together."""
+"""One rank's part of a model with values: what a critic and a reward model have in common, and the critic. Every method
+is called on all of the model's ranks together."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss
+from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss, value_loss
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
@@ -17,6 +18,7 @@ from slimx.models.families import ModelSpec
 from slimx.models.files.finite import check_finite
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.headless import SCORE
+from slimx.models.trunk import read_trunk
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.value_model import ValueModel
@@ -25,8 +27,7 @@ from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, reduce
-from slimx.trainer.step.optimizer import build_optimizer, learning_rate
-from slimx.trainer.step.optimizer_step import OptimizerStep
+from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
 from slimx.trainer.trained import TrainedModel
 
 
@@ -152,3 +153,25 @@ def read_score(directory: Path) -> torch.Tensor | None:
     head = reader.whole(SCORE)
     check_finite(head, SCORE, reader.path)
     return head
+
+
+class CriticTrainer(ValueTrainer):
+    """The value model of PPO, whose ranks may be those of the policy's trainer."""
+
+    def __init__(self, config: Config, parallel: ParallelState):
+        """`config`: that of the run; `parallel`: the place of this rank among the critic's."""
+        critic = config.critic
+        super().__init__(
+            config.as_critic(),
+            read_trunk(config.model),
+            parallel,
+            partial(value_loss, clip=critic.value_clip),
+            head=critic.head,
+            key="critic.optimizer",
+            metrics="critic",
+            holder="critic" if critic.placement == "own" else "trainer",
+        )
+
+    def offload(self, *, weights: bool = True) -> None:
+        """Give all of the critic's memory back: nothing is published from its weights."""
+        super().offload()

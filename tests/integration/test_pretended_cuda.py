@@ -22,7 +22,7 @@ NO_WAITS = (
     "logprobs.py",
     "policy_model.py",
     "passes.py",
-    "transfer.py",
+    "parallel.py",
     "layers.py",
 )
 """Files of slimx in which the host only queues work. Upstream's files and torch's layers wait, as docs/operations.md

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from slimx.layout.zigzag import zigzag
+from slimx.data.packing import zigzag
 from slimx.numerics.attention import packed_attention, partial_attention
 
 

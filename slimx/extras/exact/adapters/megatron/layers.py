@@ -43,10 +43,10 @@ from slimx.adapters.megatron.layers import (
     RowGroupedLinear,
 )
 from slimx.adapters.megatron.served import serve, served
+from slimx.data.packing import zigzag
 from slimx.errors import SlimxError
 from slimx.extras.exact import operations as exact
 from slimx.extras.exact.adapters.megatron.router import ExactRouter
-from slimx.layout.zigzag import zigzag
 
 WITHOUT_ARITHMETIC = (
     IdentityFuncOp,
