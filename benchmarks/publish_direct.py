@@ -58,6 +58,7 @@ from slimx.extras.planner.links.rehearsal import (  # noqa: E402
 )
 from slimx.layout.engine import EngineLayout  # noqa: E402
 from slimx.layout.megatron import MegatronLayout  # noqa: E402
+from slimx.layout.number_formats import Precision  # noqa: E402
 from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
 from slimx.models.families.qwen3_moe import engine_table, weight_table  # noqa: E402
 from slimx.reshard.outcome import Publication  # noqa: E402
@@ -65,7 +66,6 @@ from slimx.reshard.pack.packer import Packer  # noqa: E402
 from slimx.reshard.pack.pieces import PlannedBuckets  # noqa: E402
 from slimx.reshard.packed import PackedBucket  # noqa: E402
 from slimx.reshard.plan.copy_plan import Plan, compile_plan  # noqa: E402
-from slimx.reshard.plan.precision import Precision  # noqa: E402
 from slimx.reshard.publish import Publisher  # noqa: E402
 
 MIB, RANKS, DEADLINE_S = 2**20, 2, 240

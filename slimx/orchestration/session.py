@@ -18,7 +18,7 @@ from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.engines.fleet.handle import kernels_of
 from slimx.layout.ranks import Sizes
-from slimx.models.trunk import read_trunk
+from slimx.models.families import read_trunk
 from slimx.observability.events import Events, open_events
 from slimx.observability.live.activity import FILE, Activity
 from slimx.observability.live.safe_text import plain

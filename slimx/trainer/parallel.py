@@ -18,7 +18,7 @@ from slimx.data.batch import MicroBatch
 from slimx.data.packing import zigzag
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Coordinates, Sizes, coordinates
-from slimx.runtime.meeting import meet
+from slimx.runtime.ports import meet
 
 
 class ParallelState:

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from slimx.extras.low_precision.blocks import dequantising
-from slimx.layout.number_formats import Quantisation
+from slimx.layout.number_formats import ITEMSIZE, ModelDtype, Precision, Quantisation
 from slimx.layout.parts import Part, matrix
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import ITEMSIZE, ModelDtype, Precision
 
 _ONE_BUCKET = 2**62
 """Bytes."""

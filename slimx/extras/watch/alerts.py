@@ -14,7 +14,7 @@ from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.extras.watch.event import Event
 from slimx.extras.watch.pace import Pace, pace
 from slimx.observability.events import Events, Kind
-from slimx.observability.tracking.signal import GROUPS, STEPS
+from slimx.observability.tracking.metrics import GROUPS, STEPS
 
 AFTER = 5
 """Steps in a row without a signal after which a run says so."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from slimx import entry_points
 from slimx.config.schema import Config
+from slimx.config.sections.run import Model
 from slimx.dotted import load_module
 from slimx.errors import SlimxError
 from slimx.layout.patterns import Sources, select
@@ -238,6 +239,13 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
             code="model.field",
             about=str(file),
         ) from error
+
+
+def read_trunk(model: Model) -> ModelSpec:
+    """The trunk of a policy's `model`, which a value model is made of: without layers of multi-token prediction and
+    output layer; a checkpoint may still hold their tensors."""
+    family = load_family(model.family) if model.family else None
+    return without_output_layer(read_model(model.path, family=family))
 
 
 def _config_of(file: Path) -> tuple[dict[str, Any], str]:

@@ -18,13 +18,13 @@ from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers
 from slimx.extras.direct.offer import Offer
 from slimx.extras.direct.receiver import Invitation
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import checkpoint_parts
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Share
 from slimx.reshard.parties import LocalRecipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
 from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, plan
 

@@ -20,13 +20,13 @@ from slimx.extras.direct.end import DirectEnd
 from slimx.extras.direct.offer import Offer
 from slimx.extras.direct.sender import Sender
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.table import checkpoint_parts
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import LocalRecipient
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from slimx.reshard.transports.memory import open_memory
 from tests.extras.direct.direct_stand import HOST, MemoryAgent
 from tests.refusals import refused

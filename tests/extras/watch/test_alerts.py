@@ -16,7 +16,7 @@ from slimx.errors import Interrupted, PartLost, Preempted
 from slimx.extras.watch import webhook
 from slimx.extras.watch.alerts import Alerts, alerting, without_signal
 from slimx.extras.watch.webhook import Webhook
-from slimx.observability.tracking.signal import Signal
+from slimx.observability.tracking.metrics import Signal
 from tests.refusals import numbers, refused
 from tests.webhook_server import Received, webhook_server
 

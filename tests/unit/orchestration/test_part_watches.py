@@ -21,7 +21,7 @@ from slimx.errors import LOST, PartLost, SlimxError
 from slimx.orchestration.lifetime import lifetime
 from slimx.orchestration.ranks import watch as rank_watch
 from slimx.orchestration.ranks.watch import local_pids, watch_ranks
-from slimx.runtime.machine import machine
+from slimx.runtime.ports import machine
 from tests.virtual_time import virtually
 
 HANG_S, ANSWER_S = 60, 2.0

@@ -11,10 +11,10 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.extras.lora.room import merged_room
 from slimx.extras.lora.targets import adapts
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.precision import ITEMSIZE
 from slimx.reshard.plan.publication import export_plan
 
 

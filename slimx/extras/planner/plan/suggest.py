@@ -37,11 +37,10 @@ from slimx.extras.planner.plan.splits import Fields, divides, sizes_of_split, sp
 from slimx.extras.planner.record import Searched, Suggestion
 from slimx.extras.planner.rules import memory
 from slimx.extras.planner.rules.memory import together
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes, sizes_of
-from slimx.models.families import ModelSpec
-from slimx.models.trunk import read_trunk
+from slimx.models.families import ModelSpec, read_trunk
 from slimx.preflight.hardware import OVERHEAD, Machine
-from slimx.reshard.plan.precision import ITEMSIZE
 from slimx.rules.flow import feeds_trainers, fits_microbatch, has_positions
 from slimx.rules.layout import dispatches, sizes_divide
 
