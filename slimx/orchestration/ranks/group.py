@@ -14,9 +14,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slimx.cluster.calls import KILL_S, ask_ray, kill
 from slimx.cluster.place import identity_of
-from slimx.cluster.waiting import gather
+from slimx.cluster.waiting import KILL_S, ask_ray, gather, kill
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, PartLost
 from slimx.layout.ranks import Sizes, coordinates

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 
-from slimx.cluster.calls import ask_ray
+from slimx.cluster.waiting import ask_ray
 from slimx.cluster.watch import has_ended, watch_ray
 from slimx.errors import LOST, PartLost, SlimxError
 from slimx.orchestration.lifetime import lifetime
