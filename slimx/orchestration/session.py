@@ -13,6 +13,7 @@ from rich.console import Console
 from slimx import entry_points
 from slimx.algorithms.learner import learner_of
 from slimx.cluster.connection import device_of
+from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
@@ -45,7 +46,6 @@ from slimx.orchestration.recovery import make_recovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.start.prepare import Prepared, PreparedPolicy, check_run, make_plans
 from slimx.orchestration.start.prompts import check_order
-from slimx.orchestration.start.starting import Starting
 from slimx.orchestration.state.directory import begun, check_start, finished, resume_point, unused, write_config
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of

@@ -15,11 +15,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimx.cluster.place import identity_of
+from slimx.cluster.starting import start_deadline
 from slimx.cluster.waiting import KILL_S, ask_ray, gather, kill
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, PartLost
 from slimx.layout.ranks import Sizes, coordinates
-from slimx.models.files.starting import start_deadline
 from slimx.runtime.logs import begin_log
 from slimx.runtime.tasks import cancelled
 from slimx.trainer.worker import TrainerWorker

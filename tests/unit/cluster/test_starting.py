@@ -1,17 +1,18 @@
-"""Trainers and engines get the time that a start takes, by the weights that a node reads."""
+"""Trainers and engines get the time that a start takes, by the weights that a node reads, and lines name what starts."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimx.cluster.starting import Starting, start_deadline, weight_bytes
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.extras.planner.rules.machine import start_warnings
 from slimx.models.families import read_model
-from slimx.models.files.starting import start_deadline, weight_bytes
 from tests.refusals import numbers
 
 ROOT = Path(__file__).parents[3]
@@ -64,3 +65,27 @@ def test_a_deadline_that_a_first_start_may_miss_is_warned_of(deadline: Any, warn
     found = list(start_warnings(config, spec, "cuda"))
     assert len(found) == warned and not list(start_warnings(config, spec, "cpu"))
     assert all({900, 1070, 470} <= {*numbers(sentence)} for sentence in found)
+
+
+ENGINES = [{"name": "a", "count": 2}, {"name": "judge", "count": 1, "model": "m", "frozen": True}]
+CRITIC = {"algorithm": {"name": "ppo"}, "critic": {"placement": "own"}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "trainers", "parts"),
+    [
+        ({"trainer": {"world_size": 2}}, True, "2 trainers, 1 engine"),
+        ({"trainer": {"world_size": 2}}, False, "1 engine"),
+        ({"rollout": {"prompts": "p", "engines": ENGINES}}, True, "1 trainer, 3 engines"),
+        ({"rollout": {"prompts": "p", "engines": []}, "algorithm": {"name": "sft"}}, True, "1 trainer"),
+        (CRITIC, True, "2 trainers, 1 engine"),
+    ],
+)
+def test_a_start_counts_ranks_and_engines(changed, trainers, parts):
+    known = {"run": {"dir": "d"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
+    starting = Starting.of(Config.model_validate(known | changed), trainers=trainers)
+    assert starting.parts == parts and parts in starting.line
+
+
+def test_seconds_of_a_start_are_those_since_it_was_announced():
+    assert numbers(Starting("2 trainers", since=time.monotonic() - 34).ready) == [2, 34]

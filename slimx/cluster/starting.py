@@ -1,7 +1,10 @@
-"""Seconds that trainers and engines have to start: `cluster.start_deadline`, or what reading the weights takes."""
+"""The start of trainers and engines: the seconds that they have, `cluster.start_deadline` or what reading the weights
+takes; how many there are; and the lines about the start and its end."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slimx.config.schema import Config
@@ -35,3 +38,34 @@ def weight_bytes(config: Config) -> int:
     patterns = ("*.safetensors", "*/*.distcp")  # Hugging Face's directory, Megatron-LM's
     files = (file for name in directories for pattern in patterns for file in Path(name).glob(pattern))
     return sum(file.stat().st_size for file in files)
+
+
+def trained_ranks(config: Config) -> int:
+    """Processes that train one policy, and a critic that does not share them."""
+    critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
+    return config.trainer.world_size + critic
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """Parts of a run that are being started, together with Ray."""
+
+    parts: str
+    """Such as "2 trainers, 1 engine"."""
+    since: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, config: Config, *, trainers: bool = True) -> Starting:
+        """Parts of `config`; `trainers`: whether the command has any."""
+        ranks = sum(trained_ranks(own) for own in config.by_policy.values()) if trainers else 0
+        engines = sum(group.started for own in config.by_policy.values() for group in own.rollout.served)
+        counted = [(ranks, "trainer"), (engines, "engine")]
+        return cls(", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in counted if count) or "Ray")
+
+    @property
+    def line(self) -> str:
+        return f"starting {self.parts}"
+
+    @property
+    def ready(self) -> str:
+        return f"{self.parts} ready after {time.monotonic() - self.since:.0f} s"
