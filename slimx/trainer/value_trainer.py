@@ -14,9 +14,8 @@ from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss, value_los
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
-from slimx.models.families import ModelSpec, read_trunk
+from slimx.models.families import SCORE, ModelSpec, read_trunk
 from slimx.models.files.reader import CheckpointReader, check_finite
-from slimx.models.headless import SCORE
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.value_model import ValueModel

@@ -1,4 +1,4 @@
-"""Trainers and engines get the time that a start takes, by the weights that a node reads, and lines name what starts."""
+"""The start of trainers and engines: its time by the weights that a node reads, and lines that name what starts."""
 
 from __future__ import annotations
 
