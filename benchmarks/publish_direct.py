@@ -61,7 +61,7 @@ from slimx.layout.megatron import MegatronLayout  # noqa: E402
 from slimx.layout.number_formats import Precision  # noqa: E402
 from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
 from slimx.models.families.qwen3_moe import engine_table, weight_table  # noqa: E402
-from slimx.reshard.outcome import Publication  # noqa: E402
+from slimx.reshard.manifest import Publication  # noqa: E402
 from slimx.reshard.pack.packer import Packer  # noqa: E402
 from slimx.reshard.pack.pieces import PlannedBuckets  # noqa: E402
 from slimx.reshard.packed import PackedBucket  # noqa: E402

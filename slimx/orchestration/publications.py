@@ -15,8 +15,7 @@ from slimx.errors import SlimxError
 from slimx.orchestration.engines.shared import SharedEngines
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.state.recording import Records
-from slimx.reshard.manifest import Encoding, Manifest
-from slimx.reshard.outcome import Publication
+from slimx.reshard.manifest import Encoding, Manifest, Publication
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publisher

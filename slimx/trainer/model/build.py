@@ -15,7 +15,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.adapters.megatron import attention as megatron_attention
-from slimx.adapters.megatron import latent as megatron_latent
 from slimx.adapters.megatron.param_gather import wait_by_layer
 from slimx.config.schema import Config
 from slimx.layout.form import AttachedForm, form_of
@@ -133,7 +132,7 @@ def build_chunk(
     `chunk`: its number, None without virtual pipeline stages. `rounding`: by plain torch's layers."""
     layers = spec.layer_kind.decoder_spec(transformer, chunk)
     if transformer.multi_latent_attention:
-        megatron_latent.install(layers)
+        megatron_attention.install_latent(layers)
     router.install(layers)
     if spec.normalises_projections:
         projection_norm.install(layers, transformer)

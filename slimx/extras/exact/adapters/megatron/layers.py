@@ -33,9 +33,13 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from slimx.adapters.megatron.attention import PackedAttention
+from slimx.adapters.megatron.attention import (
+    DownProjection,
+    LatentAttention,
+    PackedAttention,
+    exchange_down_projections,
+)
 from slimx.adapters.megatron.builders import Builder, exchange, kind_of, submodules_of
-from slimx.adapters.megatron.latent import DownProjection, LatentAttention, exchange_down_projections
 from slimx.adapters.megatron.layers import (
     ColumnGroupedLinear,
     Norm,
