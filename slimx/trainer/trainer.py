@@ -21,7 +21,6 @@ from slimx.models.files.formats import format_of
 from slimx.models.layer_kind import Packing
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of
-from slimx.numerics.trace import trainer_trace
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.weights import Weights
@@ -33,6 +32,7 @@ from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, reduce
 from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
 from slimx.trainer.step.passes import ForwardPasses, Holder
+from slimx.trainer.step.trace import traced
 from slimx.trainer.trained import TrainedModel
 
 
@@ -200,8 +200,8 @@ class PolicyTrainer(TrainedModel):
 
     @operation(needs="weights")
     def trace(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
-        """Digests of the residual stream in this rank's layers in a pass over `batches` (slimx.numerics.trace)."""
-        with trainer_trace([unwrap(chunk) for chunk in self.chunks]) as rows:
+        """Digests of the residual stream in this rank's layers in a pass over `batches` (slimx.trainer.step.trace)."""
+        with traced([unwrap(chunk) for chunk in self.chunks]) as rows:
             self.pipeline.scores(self._local(batches))
         return dict(rows)
 

@@ -1,20 +1,19 @@
-"""One rank's part of a model with values: what a critic and a reward model have in common, and the critic. Every method
-is called on all of the model's ranks together."""
+"""One rank's part of a model with values: what a critic and a reward model have in common. Every method is called on
+all of the model's ranks together."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss, value_loss
+from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
-from slimx.models.families import SCORE, ModelSpec, read_trunk
+from slimx.models.families import SCORE, ModelSpec
 from slimx.models.files.reader import CheckpointReader, check_finite
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
@@ -150,25 +149,3 @@ def read_score(directory: Path) -> torch.Tensor | None:
     head = reader.whole(SCORE)
     check_finite(head, SCORE, reader.path)
     return head
-
-
-class CriticTrainer(ValueTrainer):
-    """The value model of PPO, whose ranks may be those of the policy's trainer."""
-
-    def __init__(self, config: Config, parallel: ParallelState):
-        """`config`: that of the run; `parallel`: the place of this rank among the critic's."""
-        critic = config.critic
-        super().__init__(
-            config.as_critic(),
-            read_trunk(config.model),
-            parallel,
-            partial(value_loss, clip=critic.value_clip),
-            head=critic.head,
-            key="critic.optimizer",
-            metrics="critic",
-            holder="critic" if critic.placement == "own" else "trainer",
-        )
-
-    def offload(self, *, weights: bool = True) -> None:
-        """Give all of the critic's memory back: nothing is published from its weights."""
-        super().offload()

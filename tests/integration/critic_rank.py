@@ -89,7 +89,7 @@ class CriticRank(Rank):
         )
 
     def critic(self, **trainer: Any) -> Any:
-        from slimx.trainer.value_trainer import CriticTrainer
+        from slimx.trainer.critic import CriticTrainer
 
         return CriticTrainer(self.config(**trainer), self.parallel)
 

@@ -23,12 +23,12 @@ import slimx
 from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import draws as sglang_draws
 from slimx.adapters.sglang import hooks as sglang_hooks
+from slimx.adapters.sglang import trace as sglang_trace
 from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
 from slimx.errors import SlimxError
 from slimx.layout.form import server_form
 from slimx.numerics.mode import server_mode
-from slimx.numerics.trace import EngineTrace
 from slimx.reshard.parties import PROTOCOL
 
 NAME, SPAWN = "slimx", "--spawn"
@@ -130,7 +130,7 @@ def _answer(runner: Any, verb: str, arguments: dict[str, Any]) -> dict[str, Any]
 def _trace(runner: Any, on: bool) -> dict[str, Any]:
     """Begin to note what goes through the model, or end it: {point: digests of rows}."""
     if on:
-        runner.slimx_trace = EngineTrace(runner.model)
+        runner.slimx_trace = sglang_trace.Trace(runner.model)
         return {}
     trace = runner.__dict__.pop("slimx_trace", None)
     if trace is None:

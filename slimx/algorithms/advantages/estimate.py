@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from slimx import entry_points
+from slimx.algorithms.advantages.covariance import select_tokens
 from slimx.algorithms.advantages.gigpo import step_advantages
 from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, rloo, standardise
 from slimx.algorithms.advantages.token_rewards import assign_advantages
@@ -115,42 +116,6 @@ def finish_advantages(
         chosen = [select_tokens(algorithm.loss, update, (*seed, number)) for number, update in enumerate(updates)]
         metrics |= {name: float(np.mean([each[name] for each in chosen])) for name in chosen[0]}
     return metrics
-
-
-def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:
-    """Select the tokens of one update that Clip-Cov and KL-Cov (2505.22617) hold back, in the rows' `selected`: those
-    whose log-prob and advantage vary together, which make a policy's entropy collapse. Returns metrics.
-
-    A trained token's covariance is (log p - mean log p)(A - mean A), with the means over all trained tokens of the
-    update and the log-probs of the engine that sampled: known before anything is packed, so that the choice does not
-    depend on packing or layout (the paper's code takes the present policy's, micro-batch by micro-batch). Of n trained
-    tokens max(1, `share` x n) are selected: the highest (kl_cov), or at random between `covariance_low` and
-    `covariance_high` (clip_cov), where there may be fewer."""
-    masks = [row.weight > 0 for row in rows]
-    logprobs, advantages = (
-        np.concatenate([getattr(row, name)[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
-        for name in ("rollout_logprobs", "advantages")
-    )
-    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
-    count = max(1, int(loss.share * len(covariance)))
-    if isinstance(loss, KlCov):
-        chosen = np.argsort(-covariance, kind="stable")[:count]
-    else:
-        within = np.flatnonzero((covariance > loss.covariance_low) & (covariance < loss.covariance_high))
-        # Raw output of PCG64: NumPy keeps it the same in every release.
-        keys = np.random.PCG64(list(seed)).random_raw(len(within))
-        chosen = within[np.argsort(keys, kind="stable")[:count]]
-    selected = np.zeros(len(covariance), np.float32)
-    selected[chosen] = 1
-    ends = np.cumsum([mask.sum() for mask in masks])
-    for row, mask, part in zip(rows, masks, np.split(selected, ends[:-1]), strict=True):
-        row.selected = np.zeros(len(row), np.float32)
-        row.selected[mask] = part
-    return {
-        "covariance/selected": len(chosen) / len(covariance),
-        "covariance/mean": float(covariance.mean()),
-        "covariance/max": float(covariance.max()),
-    }
 
 
 def _by_rollout(group: Group) -> dict[str, list[Trajectory]]:

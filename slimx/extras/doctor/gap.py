@@ -14,7 +14,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Trajectory
-from slimx.numerics.trace import first_difference
+from slimx.numerics.rows import first_difference
 from slimx.observability.live.safe_text import visible
 from slimx.orchestration.run import Run
 from slimx.orchestration.session import run_session

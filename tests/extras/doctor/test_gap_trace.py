@@ -6,16 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
+from slimx.adapters.sglang.trace import Trace
 from slimx.extras.doctor.gap import describe
-from slimx.numerics.trace import (
-    OUTPUT,
-    EngineTrace,
-    attention_point,
-    first_difference,
-    mlp_point,
-    row_digests,
-    trainer_trace,
-)
+from slimx.numerics.rows import OUTPUT, attention_point, first_difference, mlp_point, row_digests
+from slimx.trainer.step.trace import traced
 from tests.refusals import numbers
 
 POINTS = [point(layer) for layer in range(2) for point in (attention_point, mlp_point)] + [OUTPUT]
@@ -71,7 +65,7 @@ class Server(torch.nn.Module):
 def test_both_sides_note_the_residual_stream_at_the_same_points() -> None:
     streams, x = [], torch.arange(6.0).view(3, 2)
     server = Server()
-    trace = EngineTrace(server)
+    trace = Trace(server)
     server(x[:2])
     server(x[2:])  # in two chunks
     noted = trace.end()
@@ -87,7 +81,7 @@ def test_both_sides_note_the_residual_stream_at_the_same_points() -> None:
     for number, layer in enumerate(norms):
         layer.layer_number = number + 1
     model = SimpleNamespace(decoder=SimpleNamespace(layers=norms, final_layernorm=torch.nn.Identity()))
-    with trainer_trace([model]) as rows:
+    with traced([model]) as rows:
         for number, layer in enumerate(norms):
             layer.input_layernorm(streams[2 * number])
             layer.pre_mlp_layernorm(streams[2 * number + 1])

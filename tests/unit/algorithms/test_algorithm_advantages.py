@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages, group_advantages, select_tokens
+from slimx.algorithms.advantages.covariance import select_tokens
+from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages, group_advantages
 from slimx.algorithms.advantages.group import gdpo, remax, rloo
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.objectives import ClipCov, KlCov

@@ -1,0 +1,46 @@
+"""Selection of the tokens that Clip-Cov and KL-Cov (2505.22617) hold back: those whose log-prob and advantage vary
+together, which make a policy's entropy collapse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slimx.config.sections.objectives import ClipCov, KlCov
+from slimx.data.batch import TrainingRow
+
+
+def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:
+    """Give the rows of one update their `selected`; metrics.
+
+    A trained token's covariance is (log p - mean log p)(A - mean A), with the means over all trained tokens of the
+    update and the log-probs of the engine that sampled: known before anything is packed, so that the choice does not
+    depend on packing or layout (the paper's code takes the present policy's, micro-batch by micro-batch). Of n trained
+    tokens max(1, `share` x n) are selected: the highest (kl_cov), or at random between `covariance_low` and
+    `covariance_high` (clip_cov), where there may be fewer."""
+    masks = [row.weight > 0 for row in rows]
+    logprobs, advantages = (
+        np.concatenate([getattr(row, name)[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
+        for name in ("rollout_logprobs", "advantages")
+    )
+    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+    count = max(1, int(loss.share * len(covariance)))
+    if isinstance(loss, KlCov):
+        chosen = np.argsort(-covariance, kind="stable")[:count]
+    else:
+        within = np.flatnonzero((covariance > loss.covariance_low) & (covariance < loss.covariance_high))
+        # Raw output of PCG64: NumPy keeps it the same in every release.
+        keys = np.random.PCG64(list(seed)).random_raw(len(within))
+        chosen = within[np.argsort(keys, kind="stable")[:count]]
+    selected = np.zeros(len(covariance), np.float32)
+    selected[chosen] = 1
+    ends = np.cumsum([mask.sum() for mask in masks])
+    for row, mask, part in zip(rows, masks, np.split(selected, ends[:-1]), strict=True):
+        row.selected = np.zeros(len(row), np.float32)
+        row.selected[mask] = part
+    return {
+        "covariance/selected": len(chosen) / len(covariance),
+        "covariance/mean": float(covariance.mean()),
+        "covariance/max": float(covariance.max()),
+    }
