@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.extras.planner.memory.batch_plan import batch_plan
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.parameter_runs import Holdings
 from slimx.extras.planner.memory.state import Buffers
 from slimx.extras.planner.memory.trainer import trainer_memory

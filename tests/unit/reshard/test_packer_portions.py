@@ -12,7 +12,7 @@ import torch
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision.block_fp8 import quantisation
-from slimx.extras.planner.memory.direct import packed_on_gpu
+from slimx.extras.planner.memory.publication import packed_on_gpu
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import Sizes

@@ -11,8 +11,8 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.config.sections.run import Numerics
 from slimx.config.sections.trainer import Trainer
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.activations import Setting
-from slimx.extras.planner.memory.batch_plan import batch_plan
 from slimx.extras.planner.memory.deep_ep import trainer_buffers
 from slimx.extras.planner.memory.parameter_runs import Holdings, ParameterRun
 from slimx.extras.planner.memory.pipeline import ActivationBytes, activation_bytes

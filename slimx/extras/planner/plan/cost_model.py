@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Trainer
-from slimx.extras.planner.memory.batch_plan import batch_plan
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.modules import recomputed_share
 from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes

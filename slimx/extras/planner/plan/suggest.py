@@ -25,10 +25,10 @@ from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.planner.memory.engine import beside_trainer, engine_memory
-from slimx.extras.planner.memory.merging import most_merging
 from slimx.extras.planner.memory.node import host_memory
 from slimx.extras.planner.memory.parameter_runs import Holdings
 from slimx.extras.planner.memory.phases import phase_memory
+from slimx.extras.planner.memory.publication import most_merging
 from slimx.extras.planner.memory.trainer import StageState, holdings, stage_states, trainer_memory
 from slimx.extras.planner.memory_record import EngineMemory, TrainerMemory
 from slimx.extras.planner.plan.cost_model import Cost, again, update_cost
