@@ -41,12 +41,12 @@ from publish_tensors import Meeting as Tensors  # noqa: E402
 from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
 from quantities import positive, positive_float
 
-from slimx.extras.direct.copies import SentBucket  # noqa: E402
 from slimx.extras.direct.dealing import link_load  # noqa: E402
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource  # noqa: E402
-from slimx.extras.direct.offer import Offer  # noqa: E402
-from slimx.extras.direct.receiver import Invitation, Receiver  # noqa: E402
-from slimx.extras.direct.sender import Sender  # noqa: E402
+from slimx.extras.direct.ends.copies import SentBucket  # noqa: E402
+from slimx.extras.direct.ends.offer import Offer  # noqa: E402
+from slimx.extras.direct.ends.receiver import Invitation, Receiver  # noqa: E402
+from slimx.extras.direct.ends.sender import Sender  # noqa: E402
 from slimx.extras.planner.links.model import STEPS, direct_traffic, predict  # noqa: E402
 from slimx.extras.planner.links.rehearsal import (  # noqa: E402
     MODEL,

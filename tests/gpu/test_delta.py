@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.extras.direct import frames
+from slimx.extras.direct.ends import frames
 from tests.extras.direct.test_frames import cases, encoded, versions
 
 

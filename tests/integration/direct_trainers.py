@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.cluster.waiting import gather
-from slimx.extras.direct.copies import SentBucket
-from slimx.extras.direct.offer import Offer
-from slimx.extras.direct.sender import Sender
+from slimx.extras.direct.ends.copies import SentBucket
+from slimx.extras.direct.ends.offer import Offer
+from slimx.extras.direct.ends.sender import Sender
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision

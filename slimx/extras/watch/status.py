@@ -14,8 +14,8 @@ from typing import Any
 
 from slimx.config.sections.run import Stall
 from slimx.errors import SlimxError
-from slimx.extras.watch.alerts import without_signal
-from slimx.extras.watch.pace import SILENT_S, Pace, pace
+from slimx.extras.watch.events.alerts import without_signal
+from slimx.extras.watch.events.pace import SILENT_S, Pace, pace
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_held
 from slimx.observability.live.stacks import stacks, told

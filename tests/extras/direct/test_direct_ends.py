@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.extras.direct import receiver, sender
-from slimx.extras.direct.copies import SentBucket
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
-from slimx.extras.direct.end import DirectEnd
-from slimx.extras.direct.offer import Offer
-from slimx.extras.direct.sender import Sender
+from slimx.extras.direct.ends import receiver, sender
+from slimx.extras.direct.ends.copies import SentBucket
+from slimx.extras.direct.ends.end import DirectEnd
+from slimx.extras.direct.ends.offer import Offer
+from slimx.extras.direct.ends.sender import Sender
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.table import checkpoint_parts

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.extras.direct import frames
+from slimx.extras.direct.ends import frames
 from tests.refusals import refused
 from tests.unit.reshard.cuda_stand import use_emulator
 

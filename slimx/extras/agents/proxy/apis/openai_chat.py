@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimx.extras.agents.proxy.answer import AnswerReader
+from slimx.extras.agents.proxy.apis.wire import AnswerWriter
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Message, read_request
-from slimx.extras.agents.proxy.wire import AnswerWriter
 from slimx.rollout.client.completion import Completion
 
 

@@ -16,10 +16,10 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.direct import SLOTS
-from slimx.extras.direct.agent import Agent, LinkError, Transfer, current, region_of
-from slimx.extras.direct.copies import SentBucket
-from slimx.extras.direct.deltas import Sent
-from slimx.extras.direct.offer import Notice, Offer, Region, Run, room_of, sizes_of_runs
+from slimx.extras.direct.ends.agent import Agent, LinkError, Transfer, current, region_of
+from slimx.extras.direct.ends.copies import SentBucket
+from slimx.extras.direct.ends.deltas import Sent
+from slimx.extras.direct.ends.offer import Notice, Offer, Region, Run, room_of, sizes_of_runs
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.transports.device import DeviceMemory

@@ -13,9 +13,9 @@ from typing import Any
 
 from slimx.data.whole import as_whole
 from slimx.extras.agents.proxy.answer import AnswerReader
+from slimx.extras.agents.proxy.apis.wire import AnswerWriter
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Message, overridden_by_run, read_choice, read_message, typed
-from slimx.extras.agents.proxy.wire import AnswerWriter
 from slimx.rollout.client.completion import Completion
 
 IGNORED = frozenset(

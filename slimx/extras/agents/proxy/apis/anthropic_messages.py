@@ -12,10 +12,10 @@ from typing import Any
 
 from slimx.data.whole import as_whole
 from slimx.extras.agents.proxy.answer import AnswerReader
+from slimx.extras.agents.proxy.apis.wire import AnswerWriter
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Message, check_stop, overridden_by_run, typed
 from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
-from slimx.extras.agents.proxy.wire import AnswerWriter
 from slimx.rollout.client.completion import Completion
 
 STOP_SEQUENCES = 16

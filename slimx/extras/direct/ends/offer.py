@@ -2,8 +2,8 @@
 
 A *run* is what one trainer rank packs of one bucket for one engine rank: its pieces, one after another
 (`slimx.reshard.pack.pieces.compact`). It travels as it is, or with `publish.delta` as a header and the frame of what
-has changed in it (`slimx.extras.direct.deltas`). The offer travels over the run's own control channel, in this schema;
-only the metadata of the agent is NIXL's own, opaque format.
+has changed in it (`deltas.py`). The offer travels over the run's own control channel, in this schema; only the metadata
+of the agent is NIXL's own, opaque format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from slimx.errors import SlimxError
-from slimx.extras.direct import frames
+from slimx.extras.direct.ends import frames
 from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, run_bytes
 from slimx.reshard.plan.copy_plan import Plan
 
@@ -56,7 +56,7 @@ class Offer(msgspec.Struct, frozen=True):
     """Bucket b arrives in slot b mod their number."""
     runs: tuple[Run, ...]
     item: int = 0
-    """Bytes of an element where runs travel as frames (`slimx.extras.direct.deltas`), 0 where they travel as they
+    """Bytes of an element where runs travel as frames (`slimx.extras.direct.ends.deltas`), 0 where they travel as they
     are."""
 
     def of(self, source: int) -> Offer:

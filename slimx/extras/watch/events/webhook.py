@@ -12,7 +12,7 @@ from urllib3.util.retry import Retry
 
 from slimx.errors import SlimxError
 from slimx.extras.watch.background import InOrder
-from slimx.extras.watch.event import Event
+from slimx.extras.watch.events.event import Event
 
 TIMEOUT_S = 10.0
 """Seconds for one attempt to connect, and for one to be answered."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from slimx.extras.direct.copies import SentBucket
-from slimx.extras.direct.offer import Offer
-from slimx.extras.direct.sender import Sender
+from slimx.extras.direct.ends.copies import SentBucket
+from slimx.extras.direct.ends.offer import Offer
+from slimx.extras.direct.ends.sender import Sender
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.ports import own_address
@@ -42,7 +42,7 @@ class DirectRole:
 
     @operation()
     def connect(self, offer: bytes, *, engine: int) -> None:
-        """Get to know the memory that `engine` offers (`slimx.extras.direct.offer.Offer`)."""
+        """Get to know the memory that `engine` offers (`slimx.extras.direct.ends.offer.Offer`)."""
         self._sender.connect(engine, Offer.from_bytes(offer))
 
     @operation("publish", needs="weights")

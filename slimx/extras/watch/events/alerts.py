@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from slimx.config.schema import Config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.extras.watch.event import Event
-from slimx.extras.watch.pace import Pace, pace
+from slimx.extras.watch.events.event import Event
+from slimx.extras.watch.events.pace import Pace, pace
 from slimx.observability.events import Events, Kind
 from slimx.observability.tracking.metrics import GROUPS, STEPS
 
@@ -101,7 +101,7 @@ class Alerts(Events):
 def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
     """Send the events of the block to `url`, and what ends it early; None: to nobody."""
     if url is not None:
-        from slimx.extras.watch.webhook import Webhook  # imports requests
+        from slimx.extras.watch.events.webhook import Webhook  # imports requests
 
         alerts.webhook = Webhook(url)
     try:

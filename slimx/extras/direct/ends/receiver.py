@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from slimx.extras.direct import SLOTS
-from slimx.extras.direct.agent import Agent, LinkError, current, region_of
-from slimx.extras.direct.copies import in_flight
-from slimx.extras.direct.deltas import Held
-from slimx.extras.direct.offer import Notice, Offer, arrivals
+from slimx.extras.direct.ends.agent import Agent, LinkError, current, region_of
+from slimx.extras.direct.ends.copies import in_flight
+from slimx.extras.direct.ends.deltas import Held
+from slimx.extras.direct.ends.offer import Notice, Offer, arrivals
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan

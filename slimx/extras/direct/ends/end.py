@@ -23,7 +23,7 @@ class DirectEnd:
     async def prepare(self, host: str, nodes: Any = None) -> None:
         """Import torch and NIXL, which nothing else needs here. Arguments: `slimx.engines.transport.End.prepare`."""
         self.host, self._nodes = host, nodes
-        await asyncio.to_thread(import_module, "slimx.extras.direct.receiver")
+        await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")
 
     async def join(self, invitations: Sequence[Any]) -> list[Any]:
         """Offer memory to the trainer ranks by as many `Invitation`s on every machine; earlier offers are withdrawn."""
@@ -45,7 +45,7 @@ class DirectEnd:
             async with self._landed(packed) as landed:
                 yield landed
             return
-        from slimx.extras.direct.copies import shares_of, together
+        from slimx.extras.direct.ends.copies import shares_of, together
 
         first, *rest = shares_of(packed, self._machines)
         landing = asyncio.ensure_future(self._others("land", rest))
@@ -72,7 +72,7 @@ class DirectEnd:
         return [] if self._nodes is None else await self._nodes.transport(method, messages)
 
     async def _join(self, invitations: Sequence[Any]) -> list[Any]:
-        from slimx.extras.direct.receiver import Receiver
+        from slimx.extras.direct.ends.receiver import Receiver
 
         while self._receivers:
             await asyncio.to_thread(self._receivers.pop().close)
@@ -84,7 +84,7 @@ class DirectEnd:
     async def _landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
         """This machine's share of a bucket. A cancelled wait closes the receivers, and ends when their threads have
         ended."""
-        from slimx.extras.direct.copies import shares_of, together
+        from slimx.extras.direct.ends.copies import shares_of, together
 
         shares = zip(self._receivers, shares_of(packed, len(self._receivers)), strict=True)
         arriving = [receiver.landed(share) for receiver, share in shares]

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from slimx.errors import SlimxError
-from slimx.extras.direct.offer import Region
+from slimx.extras.direct.ends.offer import Region
 from slimx.reshard.transports.device import DeviceMemory
 from slimx.runtime.ports import is_loopback
 

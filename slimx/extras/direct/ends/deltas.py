@@ -1,6 +1,6 @@
 """Deltas on direct transfers (`publish.delta`): both ends keep what an engine was sent last, and its changes travel.
 
-Each run of bytes (`slimx.extras.direct.offer`) travels as a header and a frame (`slimx.extras.direct.frames`):
+Each run of bytes (`offer.py`) travels as a header and a frame (`frames.py`):
 
     trainer rank   Sent     packed run, compared with the run sent last  ->  frame in the ring
     engine         Held     frame in the slot  ->  applied to the run held: the whole run as it was packed
@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from slimx.errors import SlimxError
-from slimx.extras.direct import frames
-from slimx.extras.direct.agent import LinkError
-from slimx.extras.direct.offer import HEADER, NO_BASE, Run, room_of
+from slimx.extras.direct.ends import frames
+from slimx.extras.direct.ends.agent import LinkError
+from slimx.extras.direct.ends.offer import HEADER, NO_BASE, Run, room_of
 
 
 class Sent:
