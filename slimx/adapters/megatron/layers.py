@@ -9,6 +9,7 @@ table and one checkpoint serve both. The arithmetic is that of `slimx.numerics`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,17 @@ def install(*, always: bool = False) -> bool:
         optimizer.USING_PYTORCH_OPTIMIZER = False
         optimizer.distrib_optimizer.HAVE_APEX_OR_TE = optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
     return True
+
+
+def serve(parameter: torch.nn.Parameter, value: Callable[[], torch.Tensor]) -> None:
+    """Have the layers that ask `served` multiply by what `value` returns [as parameter] in the place of `parameter`."""
+    parameter.served = value
+
+
+def served(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that a layer with `parameter` multiplies by."""
+    value = getattr(parameter, "served", None)
+    return parameter if value is None else value()
 
 
 class Norm(torch.nn.Module):

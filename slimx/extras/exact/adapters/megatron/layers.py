@@ -45,8 +45,9 @@ from slimx.adapters.megatron.layers import (
     Norm,
     NormColumnParallelLinear,
     RowGroupedLinear,
+    serve,
+    served,
 )
-from slimx.adapters.megatron.served import serve, served
 from slimx.data.packing import zigzag
 from slimx.errors import SlimxError
 from slimx.extras.exact import operations as exact
