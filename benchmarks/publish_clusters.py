@@ -13,10 +13,10 @@ from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.extras.planner.links.model import Traffic, direct_traffic, gb300_nvlink, h100_infiniband, predict
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import qwen3_moe
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 
 QWEN3_235B: dict[str, Any] = {
     "hidden_size": 4096,

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 
 from quantities import positive
 
-from slimx.extras.direct import frames  # noqa: E402
+from slimx.extras.direct.ends import frames  # noqa: E402
 from slimx.extras.disk.changes import ChainReader, ChangesShelf  # noqa: E402
 from slimx.extras.disk.shelf import Shelf, newest  # noqa: E402
 from slimx.reshard.manifest import Manifest  # noqa: E402

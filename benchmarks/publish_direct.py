@@ -41,11 +41,11 @@ from publish_tensors import Meeting as Tensors  # noqa: E402
 from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
 from quantities import positive, positive_float
 
-from slimx.extras.direct.copies import SentBucket  # noqa: E402
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource  # noqa: E402
-from slimx.extras.direct.offer import Offer  # noqa: E402
-from slimx.extras.direct.receiver import Invitation, Receiver  # noqa: E402
-from slimx.extras.direct.sender import Sender  # noqa: E402
+from slimx.extras.direct.ends.copies import SentBucket  # noqa: E402
+from slimx.extras.direct.ends.offer import Offer  # noqa: E402
+from slimx.extras.direct.ends.receiver import Invitation, Receiver  # noqa: E402
+from slimx.extras.direct.ends.sender import Sender  # noqa: E402
 from slimx.extras.direct.wire import wire_bytes  # noqa: E402
 from slimx.extras.planner.links.model import STEPS, direct_traffic, predict  # noqa: E402
 from slimx.extras.planner.links.rehearsal import (  # noqa: E402
@@ -58,14 +58,14 @@ from slimx.extras.planner.links.rehearsal import (  # noqa: E402
 )
 from slimx.layout.engine import EngineLayout  # noqa: E402
 from slimx.layout.megatron import MegatronLayout  # noqa: E402
+from slimx.layout.number_formats import Precision  # noqa: E402
 from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
 from slimx.models.families.qwen3_moe import engine_table, weight_table  # noqa: E402
-from slimx.reshard.outcome import Publication  # noqa: E402
+from slimx.reshard.manifest import Publication  # noqa: E402
 from slimx.reshard.pack.packer import Packer  # noqa: E402
 from slimx.reshard.pack.pieces import PlannedBuckets  # noqa: E402
 from slimx.reshard.packed import PackedBucket  # noqa: E402
 from slimx.reshard.plan.copy_plan import Plan, compile_plan  # noqa: E402
-from slimx.reshard.plan.precision import Precision  # noqa: E402
 from slimx.reshard.publish import Publisher  # noqa: E402
 
 MIB, RANKS, DEADLINE_S = 2**20, 2, 240

@@ -10,13 +10,13 @@ import torch
 
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Table, checkpoint_parts
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 
 Split = Literal["tensor", "expert"]
 MODEL = {

@@ -131,8 +131,8 @@ def main() -> None:
 def entry() -> None:
     """Entry point of the program: it ends when `main` does, whatever threads of hooks and exit functions of libraries
     still wait for."""
+    from slimx.orchestration.lifetime.hangs import Watchdog
     from slimx.orchestration.lifetime.parent import supervised
-    from slimx.orchestration.lifetime.watchdog import Watchdog
 
     over = supervised() if sys.argv[1:2] and starts_ray(app, sys.argv[1]) else None
     status: int | str | None = 1

@@ -1,4 +1,4 @@
-"""Access to the Ray of a run on one machine: Ray's own settings, for ray 2.60.
+"""Access to Ray, for ray 2.60: whether a cluster's address can be reached, and the settings of one on this machine.
 
 GCS, raylet and every worker listen on all interfaces, which cannot be changed, and ask for a token. The rest of Ray
 asks nobody, and is kept on the loopback interface or switched off here.
@@ -7,8 +7,10 @@ asks nobody, and is kept on the loopback interface or switched off here.
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from slimx.errors import SlimxError
 from slimx.runtime.private import private_directory, private_token
@@ -19,6 +21,7 @@ SYSTEM_CONFIG = {"enable_metrics_collection": False, "task_events_report_interva
 """Settings of Ray for a cluster. Without the first each node's agent would offer its counters to everybody; slimx keeps
 its own. Without the second the GCS would keep 3 KiB of each of the last 100,000 calls, which nobody asks for."""
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+CONNECT_S = 2.0
 
 
 def local_options() -> dict[str, Any]:
@@ -51,3 +54,20 @@ def check_token() -> None:
             code="ray.no_token",
             about=MODE,
         )
+
+
+def check_reachable(ray_address: str | None) -> None:
+    """Raise SlimxError if nothing listens at `cluster.ray_address`, host:port or ray://host:port; other values, such as
+    "auto", are Ray's to find. Ray itself would try for minutes, deaf to Ctrl-C."""
+    if ray_address is None or ":" not in ray_address:
+        return
+    try:
+        where = urlsplit(ray_address if "://" in ray_address else f"//{ray_address}")
+        socket.create_connection((where.hostname or "", where.port or 0), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise SlimxError(
+            f"cluster.ray_address: nothing answers at {ray_address} ({error}); start Ray there, or give "
+            "another address; null starts Ray on this machine",
+            code="cluster.unreachable",
+            about="cluster.ray_address",
+        ) from error

@@ -13,6 +13,7 @@ import ray
 
 from slimx.adapters.ray import SearchPath, be_silent, without_unused
 from slimx.cluster.access import SYSTEM_CONFIG, local_options
+from slimx.cluster.starting import trained_ranks
 from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError
 
@@ -63,12 +64,6 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
                 code="cluster.resources",
                 about=kind,
             )
-
-
-def trained_ranks(config: Config) -> int:
-    """Processes that train one policy, and a critic that does not share them."""
-    critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
-    return config.trainer.world_size + critic
 
 
 def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:

@@ -10,8 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slimx.runtime.machine import machine
-from slimx.runtime.ports import is_own
+from slimx.runtime.ports import is_own, machine
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """CUDA's own variable: the GPUs of a process."""

@@ -1,11 +1,11 @@
-"""Waiting for Ray actors with a deadline, and their failures in words."""
+"""Waiting for Ray's actors and its library with a deadline, and their failures in words."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ import ray
 
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.runtime.logs import log_end, quoted
-from slimx.runtime.tasks import cancelled
+from slimx.runtime.tasks import cancelled, in_thread
 
 DEATH_S = 5.0
 """Seconds in which Ray knows that an actor has died: others may hear of it earlier, by a connection that broke."""
+KILL_S = 10.0
+"""Seconds for the order to end an actor."""
 _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 """Answers of Ray for an actor whose process has ended; the second one is no kind of the first, and says that Ray itself
 killed it because the machine ran out of memory."""
@@ -124,3 +126,30 @@ def first_line(error: BaseException) -> str:
 
 def _last_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["nothing"])[-1]
+
+
+async def ask_ray[T](what: str, holder: str, deadline_s: float, function: Callable[..., T], *arguments: Any) -> T:
+    """The result of `function`, which calls Ray, in a thread: `ray.put` needs the raylet and `ray.kill` the GCS; both
+    wait for ever for one that is stopped, and in the event loop everything would wait with them.
+
+    `what` is asked of `holder`, a part of Ray: raises DeadlineError if it does not answer in time, PartLost if it
+    fails."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await in_thread(function, *arguments)
+    except TimeoutError:
+        raise DeadlineError(what, deadline_s, holder) from None
+    except ray.exceptions.RayError as error:
+        why = " ".join(str(error).split())[:300]
+        raise PartLost(f"{holder} failed at {what}: {why}", code="ray.lost", about=holder) from error
+
+
+async def kill(actors: Iterable[Any]) -> None:
+    """End actors at once; does not raise. Without the GCS they end with Ray."""
+    with suppress(DeadlineError, PartLost):
+        await ask_ray("the end of actors", "Ray's GCS", KILL_S, _kill, list(actors))
+
+
+def _kill(actors: list[Any]) -> None:
+    for actor in actors:
+        ray.kill(actor)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import psutil
 import ray
 
-from slimx.cluster.calls import ask_ray
+from slimx.cluster.waiting import ask_ray
 from slimx.errors import DeadlineError, PartLost
 from slimx.runtime.tasks import first_of
 

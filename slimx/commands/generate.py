@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from slimx.cluster.connection import device_of
+from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
@@ -24,12 +25,10 @@ from slimx.models.families import configured_model
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.engines.serving import serving
+from slimx.orchestration.engines.service import EngineService, serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.start.prepare import Sources, check_sources
 from slimx.orchestration.start.prompts import make_source
-from slimx.orchestration.start.starting import Starting
 from slimx.orchestration.state.directory import begun, check_generation, unused, write_config
 from slimx.orchestration.state.recording import open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state

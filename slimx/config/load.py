@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from slimx.config import suggestions, wording
-from slimx.config.names import to_known_names
+from slimx.config.foreign_names import to_known_names
 from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
 from slimx.config.section import echoed

@@ -1,4 +1,5 @@
-"""Rows -> micro-batches of equal number on every data-parallel rank."""
+"""Rows -> micro-batches of equal number on every data-parallel rank, and the tokens of one that a context-parallel rank
+holds."""
 
 from __future__ import annotations
 
@@ -230,3 +231,28 @@ def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Supp
         held = row.support if row is not None else None
         parts += [held, Support.everything(length - len(held))] if held is not None else [Support.everything(length)]
     return Support.join(parts)
+
+
+def zigzag(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
+    """Positions in the pack, int64 [T / size], that context-parallel rank `rank` of `size` holds, in its own order.
+
+    Each sequence is cut into 2 * size equal pieces; a rank holds pieces `rank` and 2 * size - 1 - `rank` (zigzag), so
+    that under a causal mask every rank has the same work. This is the order that megatron-core's rotary embedding and
+    Transformer Engine's attention assume.
+
+    Raises SlimxError for a sequence that does not divide into 2 * size pieces."""
+    if size == 1:
+        return np.arange(sum(lengths))
+    pieces, start = [], 0
+    for length in lengths:
+        if length % (2 * size):
+            raise SlimxError(
+                f"a packed sequence of {length} tokens does not divide into {2 * size} pieces for trainer.context="
+                f"{size}; it must be padded before it is packed",
+                code="layout.zigzag",
+                about="trainer.context",
+            )
+        cut = np.arange(start, start + length).reshape(2 * size, -1)
+        pieces += [cut[rank], cut[2 * size - 1 - rank]]
+        start += length
+    return np.concatenate(pieces)

@@ -1,4 +1,5 @@
-"""Number formats that hold a matrix as codes and scales: what the core asks of one.
+"""Number formats in which weights travel: dtypes of trainers and engines, and those that hold a matrix as codes and
+scales.
 
 A format is an object of a class derived from `NumberFormat`, and an entry point of the group `slimx.number_formats`,
 with the name that config.json has for it (`quantization_config.quant_method`). Methods import what they need: drivers
@@ -11,7 +12,7 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slimx import entry_points
 from slimx.layout.table import Stored, Table
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 GROUP = "slimx.number_formats"
 StoredTensors = dict[str, tuple[tuple[int, ...], Collection[str]]]
 """Name -> shape and possible dtypes, as safetensors files name them."""
+ModelDtype = Literal["float32", "bfloat16"]
+ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
+"""Bytes of an element, by dtypes in which weights travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,15 @@ class Quantisation:
         """Shapes of the codes and of the scales of a tensor [..., rows, cols]."""
         (*stack, rows, cols), (high, wide) = shape, self.block
         return (*stack, rows, cols // self.per_code), (*stack, -(-rows // high), -(-cols // wide))
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtype of the trainer's weights, dtype of the engine's, and how those that the family quantises are quantised."""
+
+    trainer: ModelDtype
+    engine: ModelDtype
+    quantisation: Quantisation | None = None
 
 
 class NumberFormat:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from slimx.errors import SlimxError
+from slimx.layout.parts import Part
 from slimx.layout.table import Entry, Table, stored
 
 Sources = tuple[str, ...]
@@ -45,6 +46,11 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
                 about=key,
             )
     return frozenset(found)
+
+
+def names_of(selected: Collection[Sources], held: Iterable[Part]) -> frozenset[str]:
+    """Names of selected parameters among a rank's parts. Copies (a tied output layer) go with their original."""
+    return frozenset(part.name for part in held if part.sources in selected)
 
 
 def megatron_name(table: Table, entry: Entry) -> str:

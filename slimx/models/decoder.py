@@ -1,4 +1,5 @@
-"""Fields that most decoders' config.json has in common, as arguments of megatron-core's configuration and model."""
+"""Parts that most decoders have in common: fields of config.json, as arguments of megatron-core's configuration and
+model, and the tables of dense ones of Llama's shape."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from slimx.layout.number_formats import all_formats
+from slimx.layout.table import Group, Table
+from slimx.models import engine_rows
 from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
-from slimx.models.rows import Attention
+from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 
 def decoder_fields(hf: Mapping[str, Any], attention: Attention) -> dict[str, Any]:
@@ -115,3 +118,24 @@ def unusual(hf: dict[str, Any], *only: tuple[str, Any]) -> str | None:
         if hf.get(key) not in (None, value):
             return f"{key} {hf[key]}"
     return None
+
+
+def dense_table(hf: dict[str, Any], attention: Attention) -> Table:
+    """The trainer's layout of every checkpoint tensor of a dense decoder of Llama's shape."""
+    layer = Layer()
+    mlp = layer.dense(hf["hidden_size"], hf["intermediate_size"])
+    rows = (embedding(hf), *layer.attention(attention), *mlp, *head(hf))
+    return Table(rows, layers=hf["num_hidden_layers"], experts=0, aliases=tied_copies(hf))
+
+
+def dense_engine_table(hf: dict[str, Any], attention: Attention, group: Group = "attention") -> Table:
+    """SGLang 0.5.23's layout of every checkpoint tensor of such a decoder. `group`: "tensor" where its model knows no
+    DP-attention."""
+    layer = engine_rows.layer()
+    rows = (
+        engine_rows.embedding(hf, group),
+        *engine_rows.attention(layer, attention, group),
+        *engine_rows.swiglu(layer, "mlp", hf["hidden_size"], hf["intermediate_size"]),
+        *engine_rows.head(hf, tied=hf.get("tie_word_embeddings", False)),
+    )
+    return Table(rows, layers=hf["num_hidden_layers"], experts=0)

@@ -15,14 +15,12 @@ from slimx.errors import SlimxError
 from slimx.orchestration.engines.shared import SharedEngines
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.state.recording import Records
-from slimx.orchestration.waits import while_served
-from slimx.reshard.manifest import Encoding, Manifest
-from slimx.reshard.outcome import Publication
+from slimx.reshard.manifest import Encoding, Manifest, Publication
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publisher
 from slimx.rollout.flow.rollouts import GroupMaker
-from slimx.runtime.tasks import in_thread
+from slimx.runtime.tasks import in_thread, while_served
 
 Lasting = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 

@@ -31,12 +31,12 @@ from slimx.orchestration.start.prompts import make_source
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves
-from slimx.orchestration.waits import unless
 from slimx.preflight.facts import route_shape
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.replay import Replay
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.flow.tickets import Batch, Dropped
+from slimx.runtime.tasks import unless
 
 StepRows = dict[str, list[list[TrainingRow]]]
 """By policy and update the rows of a step."""

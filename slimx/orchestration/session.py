@@ -13,12 +13,13 @@ from rich.console import Console
 from slimx import entry_points
 from slimx.algorithms.learner import learner_of
 from slimx.cluster.connection import device_of
+from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.engines.fleet.handle import kernels_of
 from slimx.layout.ranks import Sizes
-from slimx.models.trunk import read_trunk
+from slimx.models.families import read_trunk
 from slimx.observability.events import Events, open_events
 from slimx.observability.live.activity import FILE, Activity
 from slimx.observability.live.safe_text import plain
@@ -32,8 +33,7 @@ from slimx.observability.live.table import (
 )
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
-from slimx.orchestration.engines.reach import check_reach
-from slimx.orchestration.engines.service import EngineService
+from slimx.orchestration.engines.service import EngineService, check_reach
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
@@ -46,7 +46,6 @@ from slimx.orchestration.recovery import make_recovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.start.prepare import Prepared, PreparedPolicy, check_run, make_plans
 from slimx.orchestration.start.prompts import check_order
-from slimx.orchestration.start.starting import Starting
 from slimx.orchestration.state.directory import begun, check_start, finished, resume_point, unused, write_config
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.resume import check_resume, layout_of

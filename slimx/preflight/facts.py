@@ -8,8 +8,7 @@ from typing import Any
 from slimx.config.schema import Config
 from slimx.data.routes import RouteShape
 from slimx.layout.ranks import sizes_of
-from slimx.models.families import ModelSpec
-from slimx.models.trunk import read_trunk
+from slimx.models.families import ModelSpec, read_trunk
 
 
 def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:

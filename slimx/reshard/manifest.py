@@ -1,8 +1,9 @@
-"""The identity of one publication: the version and policy, their form, and the membership it began under."""
+"""One publication: its identity, that is version and policy, their form, and the membership it began under; and the
+record of what became of it at each engine."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from slimx.errors import SlimxError
@@ -62,3 +63,38 @@ class Manifest:
 
     def __str__(self) -> str:
         return f"version {self.version} of {self.policy} (epoch {self.membership_epoch})"
+
+
+@dataclass(slots=True)
+class EngineOutcome:
+    """The outcome of one publication at one engine."""
+
+    step: str = "begin"
+    """The step that it did last."""
+    tensors: int = 0
+    """Tensors that it proved to hold; 0 unless all were."""
+    error: SlimxError | None = None
+    """Why it was quarantined."""
+
+
+@dataclass(slots=True)
+class Publication:
+    """The record of one publication."""
+
+    manifest: Manifest
+    engines: dict[str, EngineOutcome] = field(default_factory=dict)
+    tensors: int = 0
+    """Tensors sent to each engine, and verified in each that is not lost."""
+    nbytes: int = 0
+    """Bytes sent to each engine."""
+    buckets: int = 0
+    wire: int | None = None
+    """Bytes that travelled to all engines together; None: they were not counted."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By stage: check, begin, gather, stage, pause, load, verify, commit (with resume and admission), total. A stage
+    lasts as long as its slowest engine; gather and stage overlap, so that their sum can exceed the total."""
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the engines that were quarantined."""
+        return [name for name, outcome in self.engines.items() if outcome.error is not None]

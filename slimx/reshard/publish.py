@@ -25,8 +25,7 @@ from functools import partial
 from typing import Any
 
 from slimx.errors import DeadlineError, SlimxError
-from slimx.reshard.manifest import Encoding, Manifest
-from slimx.reshard.outcome import EngineOutcome, Publication
+from slimx.reshard.manifest import Encoding, EngineOutcome, Manifest, Publication
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import (
     Delivery,

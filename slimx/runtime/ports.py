@@ -1,12 +1,20 @@
-"""Ports for servers that will listen some seconds from now, and addresses as they are written."""
+"""This machine among others: ports for servers that will listen some seconds from now, addresses, rendezvous, identity.
+
+Trainer ranks import it before Ray and torch, which a configuration does without."""
 
 from __future__ import annotations
 
 import ipaddress
 import random
 import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slimx.errors import SlimxError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 LOOPBACK = "127.0.0.0/8"
 """The network of a run on one machine."""
@@ -117,3 +125,28 @@ def is_own(host: str) -> bool:
                 continue
             return True
     return False
+
+
+def meet(host: str, port: int, *, rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
+    """The store of `size` processes of torch.distributed, for each of them; rank 0 serves it, at one address. Returns
+    when all have come.
+
+    torch's own server listens on every interface, and asks nobody who it is: whoever reaches it reads, writes and
+    deletes what the processes tell each other."""
+    import torch.distributed as dist
+
+    if rank:
+        return dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
+    with socket.socket(family(host)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+        # The socket is the store's from now on.
+        return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def machine() -> str:
+    """An identifier that is equal in two processes that can see each other by process id: one boot of one kernel, one
+    namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

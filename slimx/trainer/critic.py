@@ -6,7 +6,7 @@ from functools import partial
 
 from slimx.algorithms.losses.value_loss import value_loss
 from slimx.config.schema import Config
-from slimx.models.trunk import read_trunk
+from slimx.models.families import read_trunk
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.value_trainer import ValueTrainer
 

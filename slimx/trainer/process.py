@@ -53,13 +53,11 @@ def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]
 
     `plain`: the layers are plain torch's on a GPU too; `deep_ep`: for a flex dispatcher."""
     from slimx.adapters.megatron import cpu as megatron_cpu
-    from slimx.adapters.megatron import deep_ep as megatron_deep_ep
+    from slimx.adapters.megatron.imports import prepare_deep_ep, untracked
 
     adapters = megatron_cpu.install()
     if not adapters:  # a trainer on a GPU
-        adapters += megatron_deep_ep.install(needed=deep_ep)
-    from slimx.adapters.megatron.imports import untracked
-
+        adapters += prepare_deep_ep(needed=deep_ep)
     with untracked():
         from slimx.adapters.megatron import layers as megatron_layers
 

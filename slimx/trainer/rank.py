@@ -23,9 +23,8 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.trainer.critic import CriticTrainer
-from slimx.trainer.device.gpu import MemoryGuard, check_health, set_affinity
+from slimx.trainer.device.gpu import MemoryGuard, check_health, gpu_of, set_affinity
 from slimx.trainer.device.memory import PhaseMemory, meter_of
-from slimx.trainer.device.nvml import gpu_of
 from slimx.trainer.operation import Operation, operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.trained import TrainedModel

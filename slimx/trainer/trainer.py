@@ -30,8 +30,7 @@ from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, reduce
-from slimx.trainer.step.optimizer import build_optimizer, learning_rate
-from slimx.trainer.step.optimizer_step import OptimizerStep
+from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
 from slimx.trainer.step.passes import ForwardPasses, Holder
 from slimx.trainer.step.trace import traced
 from slimx.trainer.trained import TrainedModel

@@ -13,10 +13,8 @@ from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
-from slimx.models.families import ModelSpec
-from slimx.models.files.finite import check_finite
-from slimx.models.files.reader import CheckpointReader
-from slimx.models.headless import SCORE
+from slimx.models.families import SCORE, ModelSpec
+from slimx.models.files.reader import CheckpointReader, check_finite
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.value_model import ValueModel
@@ -25,8 +23,7 @@ from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, reduce
-from slimx.trainer.step.optimizer import build_optimizer, learning_rate
-from slimx.trainer.step.optimizer_step import OptimizerStep
+from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
 from slimx.trainer.trained import TrainedModel
 
 

@@ -18,8 +18,7 @@ from slimx.config.sections.run import Cluster
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of
 from slimx.runtime.logs import marked
-from slimx.runtime.machine import machine
-from slimx.runtime.ports import address, free_port, is_loopback, own_address
+from slimx.runtime.ports import address, free_port, is_loopback, machine, own_address
 from slimx.trainer.process import install_adapters, prepare_process, redirect_output
 
 if TYPE_CHECKING:

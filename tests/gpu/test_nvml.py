@@ -9,8 +9,7 @@ import torch
 
 pynvml = pytest.importorskip("pynvml")
 
-from slimx.trainer.device.gpu import check_health  # noqa: E402
-from slimx.trainer.device.nvml import gpu_of  # noqa: E402
+from slimx.trainer.device.gpu import check_health, gpu_of  # noqa: E402
 
 
 def test_nvml_answers_for_torchs_device(device: torch.device):

@@ -15,12 +15,12 @@ from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import checkpoint_parts
 from slimx.models.families import read_model
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.integration.conftest import ROOT, Weights, perturbed
 from tests.integration.deepseek_checkpoint import make_deepseek
 

@@ -65,7 +65,7 @@ class CriticRank(Rank):
         super().start()
 
     def use(self, family: str) -> None:
-        from slimx.models.trunk import read_trunk
+        from slimx.models.families import read_trunk
 
         self.family, self.job["model"] = family, self.job["models"][family]
         self.spec = read_trunk(self.config().model)

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.cluster.waiting import gather
-from slimx.extras.direct.copies import SentBucket
-from slimx.extras.direct.offer import Offer
-from slimx.extras.direct.sender import Sender
+from slimx.extras.direct.ends.copies import SentBucket
+from slimx.extras.direct.ends.offer import Offer
+from slimx.extras.direct.ends.sender import Sender
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import checkpoint_parts
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from slimx.runtime.ports import own_address
 from tests.integration.conftest import Weights, perturbed
 

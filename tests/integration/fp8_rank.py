@@ -79,9 +79,9 @@ class Fp8Rank(OptimizerRank):
 
         from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, quantisation
         from slimx.layout.megatron import MegatronLayout
+        from slimx.layout.number_formats import Precision
         from slimx.reshard.pack.packer import Packer
         from slimx.reshard.plan.copy_plan import compile_plan
-        from slimx.reshard.plan.precision import Precision
 
         seen = self.weights_as_computed_with(trainer)
         held = MegatronLayout(self.spec.table, self.sizes).held(self.rank)

@@ -13,13 +13,13 @@ def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any,
 
     from slimx.layout.form import AttachedForm
     from slimx.layout.megatron import MegatronLayout
+    from slimx.layout.number_formats import Precision
     from slimx.layout.table import checkpoint_parts
     from slimx.models.files.writer import write_bucket
     from slimx.reshard.pack.gather import Gatherer
     from slimx.reshard.pack.packer import Packer, describe
     from slimx.reshard.packed import PUBLISHER
     from slimx.reshard.plan.copy_plan import compile_plan
-    from slimx.reshard.plan.precision import Precision
 
     plan = compile_plan(
         MegatronLayout(spec.table, parallel.sizes).parts(),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.layout.ranks import Sizes, coordinates
-from slimx.models.headless import SCORE
+from slimx.models.families import SCORE
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.critic_rank import CLIP, DEEPSEEK, MARGINS, QWEN, RATE, STEPS, critic_rows, preferences

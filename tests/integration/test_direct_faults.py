@@ -30,7 +30,7 @@ from slimx.errors import SlimxError
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
-from slimx.reshard.outcome import Publication
+from slimx.reshard.manifest import Publication
 from slimx.reshard.publish import Publisher, Staging
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.direct_trainers import DirectTrainers, config_in, plan_for

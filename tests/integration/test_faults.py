@@ -23,7 +23,7 @@ from slimx.engines.server.wire import Wire
 from slimx.engines.transport import MemoryDelivery
 from slimx.errors import LOST
 from slimx.models.families import read_model
-from slimx.reshard.outcome import Publication
+from slimx.reshard.manifest import Publication
 from slimx.reshard.parties import NoReceiverLeft
 from slimx.reshard.publish import Publisher, Staging
 from slimx.reshard.transports.memory import MemoryFile

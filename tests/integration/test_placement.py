@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from slimx.cluster.place import Placement, place_of
 from slimx.engines.fleet.group import share_of
 from slimx.errors import DeadlineError
-from slimx.orchestration.ranks.placement import PackedGpus
+from slimx.orchestration.ranks.group import PackedGpus
 from tests.refusals import numbers
 
 pytestmark = pytest.mark.integration

@@ -14,13 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.extras.planner.memory.batch_plan import batch_plan
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.parameter_runs import Holdings
 from slimx.extras.planner.memory.state import Buffers
 from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import coordinates, sizes_of
-from slimx.models.families import read_model
-from slimx.models.trunk import read_trunk
+from slimx.models.families import read_model, read_trunk
 from slimx.runtime.ports import free_port
 from tests.integration.invariance_models import DEEPSEEK, QWEN
 from tests.integration.memory_rank import config

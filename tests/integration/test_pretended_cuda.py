@@ -22,8 +22,8 @@ NO_WAITS = (
     "logprobs.py",
     "policy_model.py",
     "passes.py",
-    "transfer.py",
-    "megatron_without_te.py",
+    "parallel.py",
+    "layers.py",
 )
 """Files of slimx in which the host only queues work. Upstream's files and torch's layers wait, as docs/operations.md
 says; the metrics are read once per step."""

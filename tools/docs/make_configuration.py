@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from slimx.config.names import ALIASES
+from slimx.config.foreign_names import ALIASES
 from slimx.config.rule import FACTS, Rule, all_rules
 from slimx.config.schema import Config
 from slimx.config.sections.objectives import OBJECTIVES, Objective

@@ -20,7 +20,7 @@ from slimx.extras.planner.links.rehearsal import OnlyOne
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.orchestration.batches import make_packer, make_update_rows
-from slimx.reshard.outcome import Publication
+from slimx.reshard.manifest import Publication
 from slimx.reshard.parties import LocalRecipient
 from slimx.reshard.plan.publication import publication_plan
 from slimx.reshard.publish import Publisher

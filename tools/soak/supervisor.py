@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from slimx.errors import LOST, SlimxError
-from slimx.extras.watch.stacks import run_stacks
+from slimx.extras.watch.status import run_stacks
 from tools.soak.accounts import Account, Ledger
 from tools.soak.census import Sample, adopt_orphans, left_in_shared_memory, living, samples
 from tools.soak.strikes import Strikes

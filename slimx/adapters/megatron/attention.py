@@ -1,18 +1,24 @@
-"""Core attention of Transformer Engine's shape in plain torch: where Transformer Engine is absent, and for attention
-sinks, of which its kernel for packed sequences was never tried here. Written for megatron-core 0.19.2."""
+"""Attention of megatron-core 0.19.2: its core in plain torch with the shape of Transformer Engine's, where that is
+absent and for attention sinks, of which its kernel for packed sequences was never tried here; and latent attention
+(MLA), built of the parts that its spec names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from slimx.layout.zigzag import zigzag
+from slimx.data.packing import zigzag
 from slimx.numerics.attention import packed_attention, partial_attention
+
+_RESOLVED = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
 
 class PackedAttention(MegatronModule):
@@ -114,3 +120,57 @@ def install_for_sinks(block: Any) -> None:
     """
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
+
+
+class LatentAttention(MLASelfAttention):
+    """MLASelfAttention whose spec is the last word.
+
+    Upstream resolves norms and projections anew from the configuration (`QKNormConfigResolver`): a projection that is
+    not the backend's own class would silently become the backend's, and a query projection without a low rank would get
+    a norm that no model here has."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {name: getattr(submodules, name) for name in _RESOLVED}
+
+    def _run_core_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Upstream pads values to the width of queries, which Transformer Engine needs and PackedAttention does not."""
+        if isinstance(self.core_attention, PackedAttention):
+            return self.core_attention(query, key, value, *args, **kwargs)
+        return super()._run_core_attention(query, key, value, *args, **kwargs)
+
+
+def install_latent(block: Any) -> None:
+    """Have the latent attention of a decoder's spec (TransformerBlockSubmodules) built with this class."""
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        if attention.module is MLASelfAttention:
+            attention.module = LatentAttention
+
+
+class DownProjection(torch.nn.Module):
+    """A projection to a latent, which all ranks of TP make whole, with the parameter and the checkpoint keys of
+    megatron-core's layer `whole`."""
+
+    def __init__(self, whole: Linear):
+        super().__init__()
+        self.weight, self.tp_group = whole.weight, whole.tp_group
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            sharded_offsets=sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def exchange_down_projections(attention: LatentAttention, make: Callable[[Linear], DownProjection]) -> None:
+    """Put what `make` makes of megatron-core's plain layers in the place of the down projections that `attention` has.
+
+    Upstream looks at the very classes of the down projections in a spec, so they are exchanged afterwards."""
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if isinstance(layer := getattr(attention, name, None), Linear):
+            setattr(attention, name, make(layer))

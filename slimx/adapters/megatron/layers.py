@@ -8,6 +8,8 @@ table and one checkpoint serve both. The arithmetic is that of `slimx.numerics`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,6 @@ from megatron.core.transformer import mla_qk_norm_config
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from slimx.adapters.megatron import without_te as megatron_without_te
 from slimx.adapters.megatron.attention import PackedAttention
 from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 
@@ -33,7 +34,7 @@ def install(*, always: bool = False) -> bool:
     Transformer Engine, or `always`; says whether it did."""
     if torch.cuda.is_available() and HAVE_TE and not always:
         return False
-    megatron_without_te.install()
+    repair_upstream()
     gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchSpecProvider, Norm
     # Of sparse attention, whose spec and whose norms are resolved in files of their own.
     experimental_attention_variant_module_specs.TESpecProvider = TorchSpecProvider
@@ -44,6 +45,17 @@ def install(*, always: bool = False) -> bool:
         optimizer.USING_PYTORCH_OPTIMIZER = False
         optimizer.distrib_optimizer.HAVE_APEX_OR_TE = optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
     return True
+
+
+def serve(parameter: torch.nn.Parameter, value: Callable[[], torch.Tensor]) -> None:
+    """Have the layers that ask `served` multiply by what `value` returns [as parameter] in the place of `parameter`."""
+    parameter.served = value
+
+
+def served(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that a layer with `parameter` multiplies by."""
+    value = getattr(parameter, "served", None)
+    return parameter if value is None else value()
 
 
 class Norm(torch.nn.Module):
@@ -253,3 +265,47 @@ class Adam(torch.optim.Optimizer):
             torch._foreach_sqrt_(root)
             torch._foreach_add_(root, group["eps"])
             torch._foreach_addcdiv_(parameters, mean, root, value=-group["lr"] / (1 - beta1 ** group["step"]))
+
+
+def repair_upstream() -> None:
+    """Bind names that fallbacks of megatron-core 0.19.2 leave unbound where Transformer Engine is absent. Each entry
+    names the line of upstream that needs it."""
+    for entry in (_router, _latent_attention, _output_discarding_recomputation, _gradient_norm):
+        entry()
+
+
+def _router() -> None:
+    """moe_utils.router_gating_linear takes te_general_gemm where Transformer Engine is installed; it has no CPU."""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+
+
+def _latent_attention() -> None:
+    """MLASelfAttention and its absorbed form know the duplicated Linear, which the down projections are, only beside
+    Transformer Engine."""
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+    multi_latent_attention.Linear = absorbed_mla.Linear = Linear
+
+
+def _output_discarding_recomputation() -> None:
+    """CheckpointWithoutOutput, the recomputation of norms, activations and MLA's up-projection, takes its default
+    fp8=False for a yes and asks Transformer Engine whether fp8 is on."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    CheckpointWithoutOutput.__init__ = functools.partialmethod(CheckpointWithoutOutput.__init__, fp8=None)
+
+
+def _gradient_norm() -> None:
+    """clip_grads falls back to a norm that reads every parameter's part back from the GPU: a wait for each of them."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    def norm(chunk_size: int, overflow: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).view(1), None
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:  # else it is apex's
+        clip_grads.l2_norm_impl = norm

@@ -19,7 +19,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.layout.form import ServedForm
-from slimx.runtime.meeting import meet
+from slimx.runtime.ports import meet
 
 START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
 """The function in which SGLang chooses how the server starts its other processes."""

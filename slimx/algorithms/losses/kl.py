@@ -1,5 +1,19 @@
-"""Estimators of KL(policy || other) per token, from the log-probs of tokens that the policy sampled (Schulman,
-"Approximating KL divergence", joschu.net/blog/kl-approx.html). All take and return [T], with gradient."""
+"""KL divergences per token, [T], with gradient.
+
+From the log-probs of sampled tokens: estimators k1 to k3 of KL(policy || other) (Schulman, "Approximating KL
+divergence", joschu.net/blog/kl-approx.html).
+
+Over a teacher's k likeliest tokens and all others together: with q the teacher, p the policy, K the k tokens, and one
+bucket for the tail, q_t = 1 - sum_K q and p_t = 1 - sum_K p:
+
+    forward   sum_K q log(q / p) + q_t log(q_t / p_t)          KL(teacher || policy)
+    reverse   sum_K p log(p / q) + p_t log(p_t / q_t)          KL(policy || teacher)
+
+Both are KLs of distributions that were made coarser: by the log sum inequality (Cover and Thomas, Elements of
+Information Theory, theorem 2.7.1) never above the KL over the whole vocabulary, and 0 wherever that is. The tail keeps
+the policy from moving its probability to tokens outside K, which sums over K alone, with or without being scaled to 1,
+do not see. Where K is the whole vocabulary, both are the whole KL.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from slimx.algorithms.inputs import LARGEST_LOG_RATIO
+from slimx.algorithms.inputs import LARGEST_LOG_RATIO, TopLogprobs
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -38,3 +52,32 @@ Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "low_variance": low_variance}
 """Estimators by the names that the configuration uses."""
+
+TopKL = Callable[[TopLogprobs], torch.Tensor]
+"""[T], with gradient of the policy's log-probs."""
+ROUNDING = 2.0**-23
+"""The teacher's tail is 1 minus a sum of fp32 numbers: at or below this it is rounding."""
+
+
+def forward(top: TopLogprobs) -> torch.Tensor:
+    """KL(teacher || policy), [T]."""
+    tail, log_tail = _teacher_tail(top)
+    divergence = (top.teacher.exp() * (top.teacher - top.policy)).sum(-1)
+    return divergence + torch.where(tail > 0, tail * (log_tail - top.policy_rest), 0.0)
+
+
+def reverse(top: TopLogprobs) -> torch.Tensor:
+    """KL(policy || teacher), [T]. A tail of the teacher's that is rounding counts as `ROUNDING`."""
+    _, log_tail = _teacher_tail(top)
+    divergence = (top.policy.exp() * (top.policy - top.teacher)).sum(-1)
+    return divergence + top.policy_rest.exp() * (top.policy_rest - log_tail)
+
+
+def _teacher_tail(top: TopLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The teacher's probability of all other tokens, 0 where it is rounding, and its logarithm, at least that of
+    `ROUNDING`; each [T]."""
+    tail = 1 - top.teacher.exp().sum(-1)
+    return torch.where(tail > ROUNDING, tail, 0.0), tail.clamp_min(ROUNDING).log()
+
+
+DIRECTIONS: dict[str, TopKL] = {"forward": forward, "reverse": reverse}

@@ -10,9 +10,8 @@ from slimx.algorithms.hooks import load_loss
 from slimx.algorithms.inputs import Loss, LossInputs, bounded_ratio
 from slimx.algorithms.losses import surrogates
 from slimx.algorithms.losses.corrections import correction, off_policy_sequences, rejection
-from slimx.algorithms.losses.kl import ESTIMATORS, k3
+from slimx.algorithms.losses.kl import DIRECTIONS, ESTIMATORS, k3
 from slimx.algorithms.losses.surrogates import LossTokens, Surrogate
-from slimx.algorithms.losses.top_kl import DIRECTIONS
 from slimx.config.sections.algorithm import Algorithm
 
 
@@ -42,7 +41,7 @@ def policy_loss(
     `kl_unbiased`: the estimate times policy / old, whose gradient has the KL's gradient as its mean also where others
     sampled (DeepSeek-V3.2, 2512.02556). `teacher_coef`: so much of log teacher - log engine is added to each token's
     advantage, a single-sample reverse KL (on-policy distillation, thinkingmachines.ai/blog/on-policy-distillation).
-    `teacher_kl_coef`: so much of `teacher_kl` (`slimx.algorithms.losses.top_kl`) is added at each token, whatever its
+    `teacher_kl_coef`: so much of `teacher_kl` (`slimx.algorithms.losses.kl`) is added at each token, whatever its
     advantage or ratio (2306.13649, section 3.2, which does not differentiate through the sampling either).
     `correction` weighs the surrogate, and `rejection` and `opsm_delta` (`off_policy_sequences`) say at which tokens it
     counts at all; the other terms keep every token."""

@@ -16,6 +16,7 @@ import ray
 
 from slimx.cluster.place import Placement
 from slimx.cluster.restarts import Restart, Restarts
+from slimx.cluster.starting import start_deadline
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.durable import write_atomic
@@ -27,7 +28,6 @@ from slimx.engines.server.router import Router
 from slimx.engines.server.spec import engine_spec
 from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
-from slimx.models.files.starting import start_deadline
 from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
 

@@ -8,8 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from slimx.cluster.calls import kill
-from slimx.cluster.waiting import ActorDied, gather
+from slimx.cluster.waiting import ActorDied, gather, kill
 from slimx.engines.server.server import ANSWER_S, STOP_S
 from slimx.engines.server.spec import EngineSpec
 from slimx.errors import DeadlineError, SlimxError

@@ -21,10 +21,10 @@ import numpy as np
 
 from slimx.cluster.waiting import has_died
 from slimx.errors import PartLost, SlimxError
-from slimx.extras.direct.copies import describe_copies
 from slimx.extras.direct.dealing import copies_of, deal, only
-from slimx.extras.direct.offer import NO_BASE, Offer
-from slimx.extras.direct.receiver import Invitation
+from slimx.extras.direct.ends.copies import describe_copies
+from slimx.extras.direct.ends.offer import NO_BASE, Offer
+from slimx.extras.direct.ends.receiver import Invitation
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket

@@ -10,9 +10,9 @@ from slimx.reshard.parties import Delivery, Source
 if TYPE_CHECKING:
     from slimx.config.schema import Config
     from slimx.config.sections.publish import Publish
-    from slimx.extras.direct.copies import SentBucket
-    from slimx.extras.direct.end import DirectEnd
-    from slimx.extras.direct.offer import Offer
+    from slimx.extras.direct.ends.copies import SentBucket
+    from slimx.extras.direct.ends.end import DirectEnd
+    from slimx.extras.direct.ends.offer import Offer
     from slimx.reshard.plan.copy_plan import Plan
 
 
@@ -27,7 +27,7 @@ class DirectTransport(Transport):
         return device == "cuda" and publish.staging == "bucket" and publish.delta is None and not colocate
 
     def end(self, publish: Publish) -> type[DirectEnd]:
-        from slimx.extras.direct.end import DirectEnd
+        from slimx.extras.direct.ends.end import DirectEnd
 
         return DirectEnd
 
@@ -79,6 +79,6 @@ class RankSenders:
 
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         """Have every rank pack its part of a bucket and begin to write it to `engines`, each with the transfer whose
-        bytes of it the engine holds (`slimx.extras.direct.sender.Sender.send`)."""
+        bytes of it the engine holds (`slimx.extras.direct.ends.sender.Sender.send`)."""
         arguments = {"bucket": bucket, "transfer": transfer, "engines": engines}
         return await self.trainers.call("direct.send", f"the packing of bucket {bucket} (publish)", **arguments)

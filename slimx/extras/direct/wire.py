@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.precision import ITEMSIZE
 
 
 class WireBytes(NamedTuple):

@@ -1,6 +1,6 @@
 """Versions as files of changes (`publish.delta` with `publish.transport: disk`).
 
-A bucket is whole in one file, and later versions have what has changed in it (`slimx.extras.direct.frames`): its
+A bucket is whole in one file, and later versions have what has changed in it (`slimx.extras.direct.ends.frames`): its
 *chain*, of which every file is kept as long as the newest version needs it.
 
     version-000004/bucket-00000.safetensors    whole
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from slimx.errors import SlimxError
-from slimx.extras.direct import frames
+from slimx.extras.direct.ends import frames
 from slimx.extras.disk.shelf import ChainFile, Shelf, write_bucket, write_file
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slimx.errors import SlimxError
-from slimx.trainer.device.gpu import check_health
-from slimx.trainer.device.nvml import NvmlGpu
+from slimx.trainer.device.gpu import NvmlGpu, check_health
 
 GIB = 2**30
 XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})

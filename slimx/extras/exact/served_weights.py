@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from slimx.extras.low_precision.blocks import dequantise
-from slimx.layout.number_formats import Quantisation
+from slimx.layout.number_formats import ModelDtype, Precision, Quantisation
 from slimx.layout.parts import Part, matrix
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import ModelDtype, Precision
 
 _ONE_BUCKET = 2**62
 """Bytes."""

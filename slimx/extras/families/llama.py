@@ -6,9 +6,9 @@ from typing import Any
 
 from slimx.layout.table import Table
 from slimx.models import decoder
+from slimx.models.decoder import dense_engine_table, dense_table
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.dense import dense_engine_table, dense_table
 from slimx.models.fields import Fields
 from slimx.models.rows import Attention
 

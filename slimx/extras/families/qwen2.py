@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.layout.table import Table
-from slimx.models.decoder import decoder_fields, quantised_otherwise, scaled_otherwise, unusual
+from slimx.models.decoder import (
+    decoder_fields,
+    dense_engine_table,
+    dense_table,
+    quantised_otherwise,
+    scaled_otherwise,
+    unusual,
+)
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.dense import dense_engine_table, dense_table
 from slimx.models.fields import Fields
 from slimx.models.rows import Attention
 

@@ -25,8 +25,8 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models.files.finite import check_finite
 from slimx.models.files.index import read_object
+from slimx.models.files.reader import check_finite
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.precision import ITEMSIZE
 
 ALIGN = 64
 """Bytes: of each weight's start."""

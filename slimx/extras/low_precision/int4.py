@@ -3,17 +3,18 @@ columns.
 
 `NAME_packed` [rows, cols / 8] holds eight codes per int32, the lowest bits first, each with 8 added; `NAME_scale`
 [rows, cols / 32] their scales; `NAME_shape` [2] rows and columns. A value is code * scale, rounded to bf16.
+Matrices of routed experts are rounded, as in Kimi-K2-Thinking's checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slimx.extras.low_precision.experts import rounds
 from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
-from slimx.layout.table import Stored, Table
+from slimx.layout.parts import Part
+from slimx.layout.table import Entry, Row, Stored, Table, stored
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,24 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values = ((codes.unsqueeze(-1) >> shifts) & 0xF) - 8
     grouped = values.view(len(codes), -1, GROUP).to(torch.float32) * scales.float().unsqueeze(-1)
     return grouped.flatten(1).to(torch.bfloat16)
+
+
+def rounds(row: Row) -> bool:
+    """Returns True if INT4 rounds the tensors of `row`: matrices of one expert each that the checkpoint does not
+    stack."""
+    matrices = all(len(shape) == 2 for _, shape in row.sources)
+    return row.per_expert and matrices and stored(row.names(0, 0)[0]).index is None
+
+
+def experts(table: Table) -> Iterator[Entry]:
+    """Tensors of the model that INT4 rounds."""
+    return (entry for entry in table.entries() if rounds(entry.row))
+
+
+def rounded_parts(table: Table, held: Iterable[Part]) -> list[Part]:
+    """Those of a rank's parts `held` that INT4 rounds."""
+    sources = {entry.sources for entry in experts(table)}
+    return [part for part in held if part.sources in sources]
 
 
 QUANTISATION = Quantisation("int4", (1, GROUP), "QUANTISE_INT4", "uint8", "bfloat16", (CODES, SCALES), per_code=2)

@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from slimx.adapters.megatron.attention import DownProjection, LatentAttention, exchange_down_projections
 from slimx.adapters.megatron.builders import exchange
-from slimx.adapters.megatron.latent import DownProjection, LatentAttention, exchange_down_projections
 from slimx.adapters.megatron.layers import ColumnGroupedLinear, NormColumnParallelLinear, RowGroupedLinear
 from slimx.extras.low_precision.products import linear
 from slimx.extras.low_precision.recipes import Recipe

@@ -150,7 +150,7 @@ def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
 
 @rule("qat.experts", "trainer.qat")
 def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
-    from slimx.extras.low_precision.experts import rounds
+    from slimx.extras.low_precision.int4 import rounds
 
     for key, value in (("trainer.qat", trainer.qat), ("publish.quantise", publish.quantise)):
         if value == "int4" and not any(map(rounds, spec.table.rows)):
@@ -166,8 +166,7 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
     """A group of columns lies on one rank: its scale is that of the whole matrix's group."""
     if trainer.qat is None:
         return
-    from slimx.extras.low_precision.experts import rounds
-    from slimx.extras.low_precision.int4 import GROUP
+    from slimx.extras.low_precision.int4 import GROUP, rounds
 
     for row in filter(rounds, spec.table.rows):
         source, (_, cols) = row.sources[0]

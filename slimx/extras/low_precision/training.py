@@ -52,9 +52,11 @@ class Fp8(Rounding):
         megatron.install(block, self.recipe)
 
     def release(self, chunks: Iterable[Any]) -> None:
-        from slimx.extras.low_precision import weight_copies
-
-        weight_copies.drop(chunks)
+        """Empties the copies that Transformer Engine 2.20.2 keeps of weights: megatron-core has them written anew in
+        the first micro-batch of every pass, and while engines generate on the GPU they would cost memory."""
+        for chunk in chunks:
+            for module in chunk.modules():
+                getattr(module, "_fp8_workspaces", {}).clear()
 
     def kept_bytes(self, elements: int) -> int:
         """Codes and scales of the weights' rows, and once more of their columns."""
@@ -68,7 +70,7 @@ class Int4Experts(Rounding):
     ones, as they are."""
 
     def prepare_weights(self, weights: Any) -> None:
-        from slimx.extras.low_precision.experts import rounded_parts
+        from slimx.extras.low_precision.int4 import rounded_parts
         from slimx.extras.low_precision.int4_kernel import round_
 
         names = [part.name for part in rounded_parts(weights.spec.table, weights.held)]

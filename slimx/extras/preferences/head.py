@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from slimx.models.headless import SCORE
+from slimx.models.families import SCORE
 
 POLICY, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 """Ends of the names of architectures."""

@@ -17,8 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slimx.cluster.calls import kill
-from slimx.cluster.waiting import first_line, gather
+from slimx.cluster.waiting import first_line, gather, kill
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.recovery.mirror_store import MirrorLost, MirrorStore
 from slimx.orchestration.ranks.trainers import TrainerGroup

@@ -24,9 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from slimx.cluster.calls import kill
 from slimx.cluster.restarts import Restart
-from slimx.cluster.waiting import first_line, has_died
+from slimx.cluster.waiting import first_line, has_died, kill
 from slimx.data.batch import TrainBatch
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.extras.recovery.fence import fence

@@ -83,7 +83,7 @@ def stacks(
     debug: Debug = False,
 ) -> None:
     """Print the Python stacks of a run's processes on this machine: driver, ranks, engines, workers."""
-    from slimx.extras.watch.stacks import run_stacks
+    from slimx.extras.watch.status import run_stacks
 
     print(visible(run_stacks(run)))
 

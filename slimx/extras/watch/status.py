@@ -1,9 +1,11 @@
-"""`slimx status`: a run described from its directory alone: how far it is, whether it still writes, its engines."""
+"""`slimx status`, a run described from its directory alone: how far it is, whether it still writes, its engines; and
+`slimx stacks`, where its processes on this machine are in their Python code."""
 
 from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Mapping
 from enum import StrEnum
@@ -11,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from slimx.config.sections.run import Stall
-from slimx.extras.watch.alerts import without_signal
-from slimx.extras.watch.pace import SILENT_S, Pace, last_lines, pace
+from slimx.errors import SlimxError
+from slimx.extras.watch.events.alerts import without_signal
+from slimx.extras.watch.events.pace import SILENT_S, Pace, last_lines, pace
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_held
-from slimx.observability.tracking.run_files import read_config, up_to_date
+from slimx.observability.live.stacks import stacks, told
+from slimx.observability.tracking.run_files import check_run, read_config, up_to_date
 
 
 class State(StrEnum):
@@ -131,3 +135,17 @@ def _last_line(file: Path) -> dict[str, Any]:
     """The last whole line of a file of JSON lines; {} where there is none. Reads at most 256 KiB."""
     last = last_lines(file, 2**18)[-1:]
     return json.loads(last[0]) if last else {}
+
+
+def run_stacks(directory: Path) -> str:
+    """The stacks as text. Raises SlimxError for a directory without a run, or where none of its processes runs here."""
+    check_run(directory)
+    found = stacks(directory)
+    if not found:
+        raise SlimxError(
+            f"no process of {directory} runs on {socket.gethostname()}, or none that this user may see; ask on the "
+            "machines of the run, as its user or as root",
+            code="stacks.none",
+            about=str(directory),
+        )
+    return told(found)

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from slimx import entry_points
 from slimx.config.schema import Config
+from slimx.config.sections.run import Model
 from slimx.dotted import load_module
 from slimx.errors import SlimxError
 from slimx.layout.patterns import Sources, select
 from slimx.layout.table import Table
 from slimx.models.fields import Fields
 from slimx.models.files.index import check_downloaded, read_object
-from slimx.models.headless import without_output_layer
 from slimx.models.layer_kind import LayerKind
 from slimx.models.schema import check_fields
 
@@ -71,6 +71,11 @@ UNBUILDABLE: dict[str, str] = {
     "Qwen3_5MoeForConditionalGeneration": _VISION,
 }
 """Architecture -> what it lacks here and in megatron-core 0.19.2, as the end of "... is not supported: "."""
+
+OUTPUT_LAYER = "output_layer.weight"
+"""Name of the output layer in every family's table: megatron-core's."""
+SCORE = "score.weight"
+"""Name of a reward model's head in transformers and SGLang, which a checkpoint may hold in the place of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,27 @@ class ModelSpec:
         rows = self.family.draft_rows(self.hf, fused_shared_experts=fused_shared_experts)
         return replace(table, rows=(*table.rows, *rows), mtp_layers=1)
 
+    def without_output_layer(self) -> ModelSpec:
+        """The model without its output layer, as value and reward models have it of a policy; a checkpoint may still
+        hold the tensor, or that of a reward model's head."""
+        table = self.table
+        rows = tuple(
+            # The second copy of a tied embedding is the output layer.
+            replace(row, copies=tuple(copy for copy in row.copies if copy[1] != OUTPUT_LAYER))
+            for row in table.rows
+            if row.name != OUTPUT_LAYER
+        )
+        unused = {name: shape for row in table.rows if row.name == OUTPUT_LAYER for name, shape in row.sources}
+        aliases = {name: original for name, original in table.aliases.items() if original not in unused}
+        shapes = table.checkpoint_shapes()
+        unused |= {name: shapes[original] for name, original in table.aliases.items() if original in unused}
+        unused[SCORE] = (1, self.transformer["hidden_size"])
+        return replace(
+            self,
+            table=replace(table, rows=rows, aliases=aliases, frozen={**table.frozen, **unused}),
+            gpt={**self.gpt, "share_embeddings_and_output_weights": False},
+        )
+
 
 def load_family(path: str, key: str = "model.family") -> Family:
     """The module with dotted path `path`, a family that slimx does not bring. Raises SlimxError, naming `key`, if it
@@ -173,7 +199,7 @@ def configured_model(config: Config) -> ModelSpec:
     family = load_family(config.model.family) if config.model.family else None
     mtp = config.trainer.megatron.get("mtp_num_layers") or 0
     spec = read_model(config.model.path, mtp_layers=mtp, family=family)
-    return without_output_layer(spec) if config.algorithm.scores else spec
+    return spec.without_output_layer() if config.algorithm.scores else spec
 
 
 def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None = None) -> ModelSpec:
@@ -238,6 +264,13 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
             code="model.field",
             about=str(file),
         ) from error
+
+
+def read_trunk(model: Model) -> ModelSpec:
+    """The trunk of a policy's `model`, which a value model is made of: without layers of multi-token prediction and
+    output layer; a checkpoint may still hold their tensors."""
+    family = load_family(model.family) if model.family else None
+    return read_model(model.path, family=family).without_output_layer()
 
 
 def _config_of(file: Path) -> tuple[dict[str, Any], str]:

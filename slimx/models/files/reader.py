@@ -1,4 +1,5 @@
-"""Reads slices of tensors out of a Hugging Face directory of safetensors files, without loading whole files."""
+"""Reads slices of tensors out of a Hugging Face directory of safetensors files, without loading whole files, and
+refuses weights that are no finite numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import NumberFormat, StoredTensors, all_formats
 from slimx.layout.table import Stored, Table, stored
-from slimx.models.files.finite import check_finite
 from slimx.models.files.index import INDEX, SINGLE, indexed_files, read_object
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 """Dtypes as they are read, by the names of safetensors files."""
 _FLOATS = ("BF16", "F32", "F16", "F64", "F8_E4M3", "F8_E5M2")
 """Dtypes in which NaN can be stored, of those that `torch` computes with."""
+_CODES = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+"""The smallest code, without its sign, of an fp8 dtype that is no finite number."""
 _BLOCK_BYTES = 32 * 2**20
 """Bytes of a tensor that are compared with another's at a time."""
 BUFFER = ".rotary_emb.inv_freq"
@@ -239,3 +241,23 @@ class CheckpointReader:
 def bits(values: torch.Tensor) -> torch.Tensor:
     """The bytes [n] of a tensor in the order of its elements: equal numbers may differ in them, NaN equals nothing."""
     return values.contiguous().flatten().view(torch.uint8)
+
+
+def check_finite(values: torch.Tensor, name: str, path: Path) -> None:
+    """Raises SlimxError if `values`, read of tensor `name` of the checkpoint `path`, hold NaN or an infinity:
+    training, conversions and exports would go on."""
+    if not _finite(values):
+        raise SlimxError(
+            f"{path}: tensor {name} holds NaN or infinite values; restore the file from its source",
+            code="checkpoint.finite",
+            about=name,
+        )
+
+
+def _finite(values: torch.Tensor) -> bool:
+    """Sums are not finite where a value is not, and of all reductions the cheapest: those of columns where values do
+    not lie together. A sum of finite values may overflow; the smallest and the largest value decide then."""
+    if (least := _CODES.get(values.dtype)) is not None:
+        return values.numel() == 0 or bool((values.view(torch.uint8) & 0x7F).max() < least)
+    sums = values.sum() if values.is_contiguous() else values.sum(0)
+    return bool(sums.isfinite().all()) or bool(torch.stack(values.aminmax()).isfinite().all())

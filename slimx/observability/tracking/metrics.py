@@ -1,4 +1,5 @@
-"""The numbers of one step: flat `section/name` keys, one record per step, and its strict-JSON form."""
+"""The numbers of one step: flat `section/name` keys, one record per step, its strict-JSON form, and the count of steps
+of which a policy learned nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.errors import SlimxError
+
+STEPS = "optim/steps_without_signal"
+"""Metric that counts steps in a row without a signal."""
+GROUPS, NORM = "reward/groups_without_signal", "optim/grad_norm"
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -99,3 +104,20 @@ class StepRecord:
         nonfinite = record.get("nonfinite", {})
         metrics = {key: float(nonfinite[key] if value is None else value) for key, value in record["metrics"].items()}
         return cls(step=int(record["step"]), version=record["version"], time=float(record["time"]), metrics=metrics)
+
+
+class Signal:
+    """Counts the steps in a row of which a trained policy learned nothing: all rollouts of a group earned the same, or
+    the gradient was 0. A process counts from 0."""
+
+    def __init__(self, compared: Mapping[str, bool]):
+        """`compared`: by the prefix of each policy's metrics, whether its advantages compare rollouts of a group and
+        nothing else gives them."""
+        self._compared, self._steps = compared, dict.fromkeys(compared, 0)
+
+    def counted(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Counts a step by its metrics; returns the counts of all policies as metrics."""
+        for prefix, compared in self._compared.items():
+            silent = metrics.get(prefix + NORM) == 0 or (compared and metrics.get(prefix + GROUPS) == 1)
+            self._steps[prefix] = self._steps[prefix] + 1 if silent else 0
+        return {prefix + STEPS: float(steps) for prefix, steps in self._steps.items()}

@@ -8,16 +8,20 @@ GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import ray
+
 from slimx import entry_points
 from slimx.cluster.connection import device_of
-from slimx.cluster.place import Placement
+from slimx.cluster.place import Placement, place_among, place_of
 from slimx.cluster.restarts import Restart
+from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.rollout import Proxy
@@ -25,15 +29,20 @@ from slimx.engines.fleet.group import EngineGroup, follow, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.outage import Outages
 from slimx.errors import SlimxError
-from slimx.orchestration.engines.frozen import FrozenEngines
+from slimx.layout.ranks import sizes_of
+from slimx.orchestration.batches import longest_trajectory
+from slimx.orchestration.engines.frozen import FrozenEngines, admit_joining, check_stored, keep_admitting
 from slimx.orchestration.lifetime.hangs import keep_stacks
-from slimx.orchestration.lifetime.lifetime import stopping
+from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.lifetime import stopping, together
+from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.start.prepare import Sources
-from slimx.orchestration.waits import while_served
+from slimx.reshard.packed import PUBLISHER
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hooks import AgentServer
+from slimx.runtime.tasks import while_served
 
 
 class EngineService:
@@ -173,3 +182,78 @@ def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Ca
             await client.generate(GenerationRequest([0], {"max_new_tokens": 1}, 0, rollout.routed_experts))
 
     return probe
+
+
+async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
+    """Raise SlimxError naming an engine on another machine than the publisher if the transport reaches one machine.
+    Called as soon as Ray has placed them, before a weight is loaded."""
+    config = engines.config
+    if not config.publish.one_machine:
+        return
+    hosts, deadline_s = config.rollout.external_hosts, engines.start_deadline_s
+    started = [engine for engine in engines.engines if engine.name not in hosts]
+    (publisher,) = await gather(
+        [trainers.actors[PUBLISHER].__ray_call__.remote(place_among, list(hosts.values()))],
+        what="the look for the publisher's machine",
+        holders=[trainers.holder(PUBLISHER)],
+        deadline_s=deadline_s,
+        logs=trainers.logs[PUBLISHER : PUBLISHER + 1],
+    )
+    places = await gather(
+        [engine.actor.__ray_call__.remote(place_of) for engine in started],
+        what="the look for the engines' machines",
+        holders=[f"engine {engine.name}" for engine in started],
+        deadline_s=deadline_s,
+        logs=[engine.log for engine in started],
+    )
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    here, beside = publisher
+    found = {engine.name: place.node for engine, place in zip(started, places, strict=True)}
+    elsewhere = {name: addresses.get(node, node) for name, node in found.items() if node != here}
+    elsewhere |= {name: host for name, host in hosts.items() if host not in beside}
+    refuse_elsewhere(config.publish.transport, addresses.get(here, here), elsewhere)
+
+
+def refuse_elsewhere(transport: str, here: str, elsewhere: Mapping[str, str]) -> None:
+    """Raise SlimxError if there are engines `elsewhere` (address by name) than at the publisher's address `here`."""
+    for name, where in elsewhere.items():
+        raise SlimxError(
+            f"publish.transport {transport} reaches one machine, and trainer rank {PUBLISHER}, which packs the weights,"
+            f" is on {here}, engine {name} on {where}; set it to nixl or disk, or keep the run on one "
+            "machine",
+            code="publish.reach",
+            about=name,
+        )
+
+
+@asynccontextmanager
+async def serving(
+    config: Config, sources: Sources, directory: Path, note: Callable[[str], None]
+) -> AsyncIterator[EngineService]:
+    """Engines without trainers, for `slimx generate` and `slimx eval`: all of `config` (see
+    slimx.orchestration.start.early), started, and ended afterwards. The servers keep the weights that they start with,
+    and call them version 0. Ray is there already.
+
+    `directory`: gets `logs/` and `engines.json`. `note` takes a line about anything that happens to engines."""
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    async with EngineService(config, sources, directory, note=note) as service:
+        (engines,) = service.place().values()
+        check = partial(check_stored, config.model.path, config.rollout.policy_engines)
+        await together([service.frozen.start, engines.start, check])
+        # As long as what training on the same configuration could take.
+        await service.open(longest_trajectory(config, sources.policies[ACTOR].spec, sizes_of(config.trainer)))
+        await admit_joining(engines, _call_version_0)
+        engines.members.watch()
+        readmitting = asyncio.create_task(keep_admitting(engines, _call_version_0))
+        try:
+            with settled_heap():
+                yield service
+        finally:
+            readmitting.cancel()
+            with suppress(asyncio.CancelledError):
+                await readmitting
+
+
+async def _call_version_0(engine: EngineHandle) -> None:
+    """Stamp what the server started with: tokens without a version are refused."""
+    await engine.perform("stamp", None, "0")

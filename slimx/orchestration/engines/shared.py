@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
 from slimx.errors import SlimxError
-from slimx.reshard.outcome import Publication
+from slimx.reshard.manifest import Publication
 from slimx.reshard.parties import ReceiverLost
 
 Deliver = Callable[[int], Awaitable[Publication]]

@@ -26,11 +26,9 @@ from slimx.cluster.connection import start_ray, stop_ray
 from slimx.cluster.watch import has_ended, own_processes, probes, watch_ray
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, Interrupted, Preempted, SlimxError, ending_of
-from slimx.orchestration.lifetime.hangs import keep_stacks
-from slimx.orchestration.lifetime.pulse import Pulse, pulse_deadline
+from slimx.orchestration.lifetime.hangs import Pulse, Watchdog, keep_stacks, pulse_deadline
 from slimx.orchestration.lifetime.remains import watch_over_this_process
 from slimx.orchestration.lifetime.signals import Signals
-from slimx.orchestration.lifetime.watchdog import Watchdog
 from slimx.runtime.children import bypass_proxies
 from slimx.runtime.clocks import RunningClock, RunningLoop
 

@@ -1,9 +1,9 @@
-"""The ranks of one torch.distributed world as one object."""
+"""The ranks of one torch.distributed world as one object, and the GPUs that they run on."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slimx.cluster.calls import KILL_S, ask_ray, kill
 from slimx.cluster.place import identity_of
-from slimx.cluster.waiting import gather
+from slimx.cluster.starting import start_deadline
+from slimx.cluster.waiting import KILL_S, ask_ray, gather, kill
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, PartLost
 from slimx.layout.ranks import Sizes, coordinates
-from slimx.models.files.starting import start_deadline
-from slimx.orchestration.ranks.placement import PackedGpus
 from slimx.runtime.logs import begin_log
 from slimx.runtime.tasks import cancelled
 from slimx.trainer.worker import TrainerWorker
 
 PLACED_S = 5.0
 """Seconds in which a rank that has a process says so."""
+DOMAIN, ORDER = "slimx-domain", "slimx-order"
+"""Labels of a Ray node: its NVLink domain, and its number in the job (scripts/launch/common.sh)."""
 
 
 async def _result(reference: ray.ObjectRef) -> Any:
@@ -222,3 +224,45 @@ class RankGroup:
         """Per-token results by data-parallel shard, from a rank of the last stage that has them whole."""
         last = self.sizes.stage * (self.sizes.pipeline - 1)
         return [results[last + data * self.sizes.tensor * self.sizes.context] for data in range(self.sizes.data)]
+
+
+class PackedGpus:
+    """GPUs for `count` ranks on as few machines as possible, reserved until `release`: neighbours in number are
+    neighbours in place.
+
+    Ray alone spreads actors over machines once each is half full; tensor-parallel ranks would then talk over the
+    network, and no machine would be left whole for an engine."""
+
+    def __init__(self, name: str, count: int, *, cpus: float, deadline_s: float):
+        """`name`: of the group of ranks. Raises DeadlineError if they are not free within `deadline_s` seconds."""
+        self._group: PlacementGroup | None = placement_group([{"GPU": 1, "CPU": cpus}] * count, strategy="PACK")
+        try:
+            ray.get(self._group.ready(), timeout=deadline_s)
+        except ray.exceptions.GetTimeoutError:
+            self.release()
+            raise DeadlineError(f"{count} GPUs for {name}", deadline_s, "other users of the Ray cluster") from None
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        order = {node: number for number, node in enumerate(in_order(ray.nodes()))}
+        # Bundles of a machine need not follow one another; ranks must.
+        self._bundles = sorted(range(count), key=lambda bundle: (order[nodes[bundle]], bundle))
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Options of the Ray actor of `rank`."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
+        return {"num_gpus": 1, "scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        """Give the GPUs back; actors on them end."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def in_order(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Ids of `ray.nodes()`, neighbours next to each other: by NVLink domain, number in the job, address."""
+
+    def place(node: Mapping[str, Any]) -> tuple[str, str, str]:
+        labels = node.get("Labels") or {}
+        return labels.get(DOMAIN, ""), labels.get(ORDER, ""), node["NodeManagerAddress"]
+
+    return [node["NodeID"] for node in sorted(nodes, key=place)]

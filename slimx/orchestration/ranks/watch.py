@@ -13,7 +13,7 @@ import psutil
 from slimx.cluster.waiting import explain
 from slimx.errors import PartLost
 from slimx.orchestration.ranks.group import RankGroup
-from slimx.runtime.machine import machine
+from slimx.runtime.ports import machine
 from slimx.runtime.tasks import first_of
 
 LOOK_S = 0.5

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.algorithms.credit import load_credit
-from slimx.cluster.access import check_token
-from slimx.cluster.address import check_reachable
+from slimx.cluster.access import check_reachable, check_token
 from slimx.config.rule import all_rules, broken, refuse
 from slimx.config.schema import Config
 from slimx.data.prompts.mapping import make_mapping

@@ -9,7 +9,7 @@ from typing import Any
 
 from slimx.adapters.transformers import import_transformers
 from slimx.algorithms.credit import load_credit
-from slimx.cluster.address import check_reachable
+from slimx.cluster.access import check_reachable
 from slimx.cluster.connection import device_of
 from slimx.config.rule import all_rules, broken, refuse
 from slimx.config.schema import Config

@@ -12,7 +12,7 @@ from typing import Any
 from slimx.config.sections.policies import ACTOR
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import Sizes
-from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.phases import Timeline
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.state.resume import layout_of, trainer_state

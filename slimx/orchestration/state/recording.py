@@ -25,10 +25,9 @@ from slimx.errors import SlimxError
 from slimx.observability.events import Events, Kind
 from slimx.observability.live.table import LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.observability.tracking.phases import Phase
+from slimx.observability.tracking.metrics import Signal
+from slimx.observability.tracking.phases import Phase, Timeline
 from slimx.observability.tracking.samples import RecordedSample
-from slimx.observability.tracking.signal import Signal
-from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import Tracker, make_tracker
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import in_thread

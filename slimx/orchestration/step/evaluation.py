@@ -14,7 +14,7 @@ from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.policies import TrainedPolicy
 from slimx.orchestration.run import Run
-from slimx.orchestration.step.measured import hook_metrics, part_metrics
+from slimx.orchestration.step.measure import hook_metrics, part_metrics
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30

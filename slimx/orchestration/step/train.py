@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
+import numpy as np
+
+from slimx.algorithms.advantages.estimate import finish_advantages
 from slimx.algorithms.learner import learner_of
 from slimx.config.sections.policies import ACTOR
-from slimx.data.batch import TrainBatch
+from slimx.data.batch import TrainBatch, TrainingRow
 from slimx.data.records import Group
 from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.policies import in_order, metrics_of
 from slimx.orchestration.run import Run, StepRows
-from slimx.orchestration.step.advantages import estimate_advantages
-from slimx.runtime.tasks import all_or_none
+from slimx.runtime.tasks import all_or_none, in_thread
 
 Batches = Mapping[str, list[TrainBatch]]
 
@@ -73,3 +76,31 @@ async def _updates(run: Run, groups: Sequence[Group], rows: StepRows, batches: B
         }
         await run.records.keep_trained(run.current, in_order(groups, tokens))
     return metrics
+
+
+async def estimate_advantages(
+    run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
+) -> dict[str, float]:
+    """Let trainers and critic score a step's rows, and finish the advantages of these (`finish_advantages`)."""
+    algorithm, rows = run.config.algorithm, [row for update in updates for row in update]
+    pairs = algorithm.advantages.demonstrated
+    policy = await _logprobs(run, rows, "policy") if pairs else None
+    reference = await _logprobs(run, rows, "reference") if pairs or algorithm.kl_reward_coef else None
+    values = await run.critic.values(rows) if run.critic is not None else None
+    # A second for a million tokens, in which the loop has engines to watch.
+    return await in_thread(
+        finish_advantages,
+        algorithm,
+        groups,
+        updates,
+        policy=policy,
+        reference=reference,
+        values=values,
+        seed=(run.config.run.seed, run.step),
+    )
+
+
+async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:
+    actor = run.policies[ACTOR]
+    batch = actor.packer(rows)
+    return batch.unpack(await run.recovery.lasting(lambda: actor.trainers.logprobs(batch, under=under)), rows)

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from slimx.errors import SlimxError
-from slimx.layout.number_formats import Quantisation
+from slimx.layout.number_formats import ITEMSIZE, Quantisation
 from slimx.layout.parts import matrix
 from slimx.reshard.kernels.record import OP, PIECE, RULE, scale_bytes, written_cols
 from slimx.reshard.plan.copy_plan import Bucket, Plan
-from slimx.reshard.plan.precision import ITEMSIZE
 
 PAGE = 4096
 """Bytes: each target's region of a bucket starts on a page, so that an engine rank can map its own alone."""

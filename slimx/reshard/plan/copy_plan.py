@@ -19,9 +19,9 @@ import numpy as np
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
+from slimx.layout.number_formats import ITEMSIZE, Precision
 from slimx.layout.parts import Part, check_boxes, matrix
 from slimx.reshard.plan.intersect import Move, moves
-from slimx.reshard.plan.precision import ITEMSIZE, Precision
 
 FORMAT = 2
 """Format of `Plan.to_bytes`."""

@@ -12,14 +12,13 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.form import form_of
 from slimx.layout.kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
-from slimx.layout.number_formats import published_format
+from slimx.layout.number_formats import Precision, published_format
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.layout.table import Table, checkpoint_parts
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 
 MIB = 2**20
 

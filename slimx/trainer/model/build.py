@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -15,18 +15,17 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.adapters.megatron import attention as megatron_attention
-from slimx.adapters.megatron import latent as megatron_latent
 from slimx.adapters.megatron.param_gather import wait_by_layer
 from slimx.config.schema import Config
 from slimx.layout.form import AttachedForm, form_of
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.patterns import names_of
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.numerics.mode import NumericsMode, mode_of
 from slimx.numerics.rounding import Rounding, rounding_of
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
-from slimx.trainer.model.freeze import freeze, names_of
 from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
 from slimx.trainer.model.transformer import transformer_config
 from slimx.trainer.model.value_model import ValueHead, ValueModel
@@ -95,6 +94,31 @@ def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> N
         freeze(unwrap(chunk), own, recompute=config.trainer.recompute.granularity != "none")
 
 
+def freeze(module: torch.nn.Module, names: Collection[str], *, recompute: bool) -> None:
+    """Freeze the parameters `names` of one chunk, before it is wrapped for data parallelism: no gradient, no optimizer
+    state; they still publish, export and stand in checkpoints.
+
+    `recompute`: whether the backward pass computes parts of the model again.
+    """
+    parameters = dict(module.named_parameters())
+    for name in names:
+        if name in parameters:  # an expert's selection bias is a buffer and has no gradient anyway
+            parameters[name].requires_grad_(False)
+    embedding = getattr(module, "embedding", None)
+    trainable = any(parameter.requires_grad for parameter in parameters.values())
+    if embedding is None or any(parameter.requires_grad for parameter in embedding.parameters()):
+        return
+    # Recomputed layers whose input needs no gradient get none themselves (torch's checkpoint goes by its inputs), and a
+    # pipeline stage must have an output that the next stage's gradient can enter. Elsewhere the backward pass may end
+    # at the first trainable layer.
+    if recompute or not trainable:
+        embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
 def build_chunk(
     make: Callable[..., PolicyModel | ValueModel],
     spec: ModelSpec,
@@ -108,7 +132,7 @@ def build_chunk(
     `chunk`: its number, None without virtual pipeline stages. `rounding`: by plain torch's layers."""
     layers = spec.layer_kind.decoder_spec(transformer, chunk)
     if transformer.multi_latent_attention:
-        megatron_latent.install(layers)
+        megatron_attention.install_latent(layers)
     router.install(layers)
     if spec.normalises_projections:
         projection_norm.install(layers, transformer)

@@ -13,11 +13,9 @@ from slimx.layout.form import AttachedForm
 from slimx.layout.maps import Rect
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
-from slimx.layout.patterns import select
+from slimx.layout.patterns import names_of, select
 from slimx.models.families import ModelSpec
-from slimx.models.files.finite import check_finite
-from slimx.models.files.reader import CheckpointReader
-from slimx.trainer.model.freeze import names_of
+from slimx.models.files.reader import CheckpointReader, check_finite
 
 HostCopy = dict[str, torch.Tensor]
 """Values of every parameter, and of the buffers that the weight table names, by local name."""

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 
-from slimx.adapters.megatron.served import served
+from slimx.adapters.megatron.layers import served
 from slimx.algorithms.router_terms import LayerTally
 from slimx.errors import SlimxError
 
@@ -128,7 +128,7 @@ class PolicyRouter(TopKRouter):
     """Set for the time of a pass; without one it routes as upstream does."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits of input, by what engines get of the weight (`slimx.adapters.megatron.served`)."""
+        """Logits of input, by what engines get of the weight (`served`)."""
         weight = served(self.weight)
         if weight is self.weight:
             return super().gating(input)

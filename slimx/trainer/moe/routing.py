@@ -14,11 +14,10 @@ import torch.distributed as dist
 from slimx.algorithms.router_terms import LayerTally, Totals, updated_bias
 from slimx.config.sections.trainer import Moe
 from slimx.data.batch import MicroBatch
-from slimx.layout.zigzag import zigzag
-from slimx.trainer.device.transfer import to_device
+from slimx.data.packing import zigzag
 from slimx.trainer.moe.router import Cursor, PolicyRouter, RoutedTokens, RouterWatch
 from slimx.trainer.moe.routes import differing, engine_routes, known_routes
-from slimx.trainer.parallel import ParallelState
+from slimx.trainer.parallel import ParallelState, to_device
 
 Routes = list[torch.Tensor]
 """Routes of each micro-batch of a pass, as `slimx.trainer.moe.routes` describes them."""

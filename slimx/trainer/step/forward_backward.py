@@ -19,9 +19,9 @@ from slimx.algorithms.inputs import Loss, LossInputs, TopLogprobs
 from slimx.data.batch import MicroBatch
 from slimx.data.columns import LOSS_COLUMNS
 from slimx.models.layer_kind import Packing
-from slimx.trainer.device.transfer import to_device
 from slimx.trainer.model.logprobs import KeptTokens, Targets
 from slimx.trainer.moe.routing import Routing
+from slimx.trainer.parallel import to_device
 
 
 class TokenScores(NamedTuple):
@@ -41,8 +41,8 @@ def sum_gradients(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> No
 class Pipeline:
     """One model's forward and backward over a list of micro-batches.
 
-    Under context parallelism the micro-batches are this rank's part of each (`slimx.trainer.context`), T is its length,
-    and only `lengths` tells of the whole."""
+    Under context parallelism the micro-batches are this rank's part of each (`ContextShard`), T is its length, and only
+    `lengths` tells of the whole."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Pipeline:
     ):
         """`chunks`: this rank's modules in the order of the forward pass. `routing`: of their routers; without one they
         choose by themselves (a critic's). `sequence_sum`: sums over the sequences of a pack, given its lengths, which
-        losses want (`slimx.trainer.context`)."""
+        losses want (`slimx.trainer.parallel`)."""
         self.chunks, self.device, self._routing, self._sequence_sum = chunks, device, routing, sequence_sum
         self._run = get_forward_backward_func()
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from slimx.extras.agents.proxy.answer import AnswerReader
+from slimx.extras.agents.proxy.apis.openai_chat import OpenaiChat
 from slimx.extras.agents.proxy.errors import SHOWN, ApiError
-from slimx.extras.agents.proxy.openai_chat import OpenaiChat
 from slimx.extras.agents.proxy.session import Session, SessionLimits
 from slimx.rollout.hooks import GivenUp
 from tests.extras.agents.proxy_stand import TOOLS, USER, Script, context, rollout, tokenizer

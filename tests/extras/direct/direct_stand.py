@@ -12,11 +12,11 @@ from typing import ClassVar
 
 import torch
 
-from slimx.extras.direct.copies import describe_copies
 from slimx.extras.direct.dealing import deal, only
-from slimx.extras.direct.offer import Offer, Region
-from slimx.extras.direct.receiver import Invitation, Receiver
-from slimx.extras.direct.sender import Sender
+from slimx.extras.direct.ends.copies import describe_copies
+from slimx.extras.direct.ends.offer import Offer, Region
+from slimx.extras.direct.ends.receiver import Invitation, Receiver
+from slimx.extras.direct.ends.sender import Sender
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
@@ -34,7 +34,7 @@ DEADLINE_S = 300
 
 
 class MemoryAgent:
-    """`slimx.extras.direct.agent.Agent` within one process, which copies at once: for many publications."""
+    """`slimx.extras.direct.ends.agent.Agent` within one process, which copies at once: for many publications."""
 
     agents: ClassVar[dict[str, MemoryAgent]] = {}
     state, ended, done = "DONE", True, True

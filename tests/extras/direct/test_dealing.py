@@ -17,9 +17,9 @@ from slimx.extras.direct.dealing import BYTES, deal, only, share
 from slimx.extras.direct.wire import move_bytes, quantised_moves, wire_bytes
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.maps import Rect
+from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.unit.reshard.packer_stand import pack_all
 from tests.unit.reshard.plan_oracle import carry_out
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
-from slimx.extras.direct.agent import Agent, LinkError, Transfer, devices_at
 from slimx.extras.direct.dealing import deal
-from slimx.extras.direct.offer import Notice, Offer, Region, Run
-from slimx.extras.direct.sender import Sender
-from slimx.extras.planner.memory.direct import direct_memory
+from slimx.extras.direct.ends.agent import Agent, LinkError, Transfer, devices_at
+from slimx.extras.direct.ends.offer import Notice, Offer, Region, Run
+from slimx.extras.direct.ends.sender import Sender
+from slimx.extras.planner.memory.publication import direct_memory
 from tests.extras.direct.direct_stand import DEADLINE_S, EDGES, ENGINES, HOST, RANKS, Stand, take
 from tests.refusals import numbers, refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank

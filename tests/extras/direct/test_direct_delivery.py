@@ -12,19 +12,19 @@ import ray
 
 from slimx.cluster import waiting
 from slimx.errors import PartLost, SlimxError
-from slimx.extras.direct.agent import LinkError
-from slimx.extras.direct.copies import SentBucket
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
-from slimx.extras.direct.offer import Offer
-from slimx.extras.direct.receiver import Invitation
+from slimx.extras.direct.ends.agent import LinkError
+from slimx.extras.direct.ends.copies import SentBucket
+from slimx.extras.direct.ends.offer import Offer
+from slimx.extras.direct.ends.receiver import Invitation
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import checkpoint_parts
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Share
 from slimx.reshard.parties import LocalRecipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
 from tests.unit.reshard.gather_stand import MODEL, SIZES, WORLD, plan
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.extras.direct import receiver, sender
-from slimx.extras.direct.agent import LinkError
 from slimx.extras.direct.dealing import deal
-from slimx.extras.direct.offer import HEADER, Offer, Region
-from slimx.extras.planner.memory.direct import direct_memory
+from slimx.extras.direct.ends import receiver, sender
+from slimx.extras.direct.ends.agent import LinkError
+from slimx.extras.direct.ends.offer import HEADER, Offer, Region
+from slimx.extras.planner.memory.publication import direct_memory
 from slimx.reshard.packed import PackedBucket
 from tests.extras.direct.direct_stand import EDGES, ENGINES, RANKS, MemoryAgent, Stand, take
 from tests.refusals import refused

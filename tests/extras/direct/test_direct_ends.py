@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.extras.direct import receiver, sender
-from slimx.extras.direct.copies import SentBucket
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
-from slimx.extras.direct.end import DirectEnd
-from slimx.extras.direct.offer import Offer
-from slimx.extras.direct.sender import Sender
+from slimx.extras.direct.ends import receiver, sender
+from slimx.extras.direct.ends.copies import SentBucket
+from slimx.extras.direct.ends.end import DirectEnd
+from slimx.extras.direct.ends.offer import Offer
+from slimx.extras.direct.ends.sender import Sender
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.table import checkpoint_parts
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import LocalRecipient
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from slimx.reshard.transports.memory import open_memory
 from tests.extras.direct.direct_stand import HOST, MemoryAgent
 from tests.refusals import refused

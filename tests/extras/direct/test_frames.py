@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.extras.direct import frames
+from slimx.extras.direct.ends import frames
 from tests.refusals import refused
 
 CHUNK, GROUP = frames.CHUNK, 8

@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from slimx.extras.exact.adapters.megatron import layers as megatron_exact
 from slimx.extras.exact.adapters.megatron.router import ExactRouter
 from slimx.extras.exact.adapters.megatron.rotary import rotary_of
-from slimx.adapters.megatron import latent as megatron_latent
+from slimx.adapters.megatron import attention as megatron_attention
 from slimx.errors import SlimxError
 from slimx.extras.exact.operations import Rotary
 from slimx.trainer.moe import router
@@ -25,7 +25,7 @@ def refusal(kind=ExactRouter, latent=False, **parts):
     options = {"num_experts": 4, "moe_grouped_gemm": True, "multi_latent_attention": latent, "qk_layernorm": True}
     layer = get_gpt_layer_with_transformer_engine_spec(**options)
     block = SimpleNamespace(layer_specs=[layer])
-    megatron_latent.install(block)
+    megatron_attention.install_latent(block)
     router.install(block, kind)
     vars(layer.submodules.self_attention.submodules).update(parts)
     try:

@@ -16,6 +16,7 @@ from slimx.extras.families import gpt_oss
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Deinterleave, Once
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part, check_coverage
 from slimx.layout.patterns import select
 from slimx.layout.ranks import EngineSizes, Sizes
@@ -24,7 +25,6 @@ from slimx.models.families import read_model
 from slimx.models.flops import sequence_flops
 from slimx.models.layer_kind import LayerKind
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.rules.layout import sizes_divide
 from slimx.trainer.device.backends import choose_backends

@@ -13,9 +13,9 @@ from slimx.extras.lora.attached import AttachedAdapters
 from slimx.extras.lora.form import LoraForm, ServedLora
 from slimx.layout.form import AttachedForm, ServedForm, WeightForm, form_of, server_form
 from slimx.layout.maps import Rect
+from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
 from tests.unit.engines.attestation_stand import attesting
 

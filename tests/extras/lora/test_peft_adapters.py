@@ -18,12 +18,12 @@ from slimx.config.sections.trainer import Lora
 from slimx.extras.lora.peft import PeftAdapters
 from slimx.extras.lora.targets import adapter_parts, adapter_targets, adapts
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.preflight.facts import model_facts, weight_facts
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import refused
 from tests.unit.reshard.packer_stand import pack_all

@@ -12,10 +12,10 @@ from slimx.extras.lora.attached import MergingRoom
 from slimx.extras.lora.room import merged_room
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.unit.layout.engine_stand import SERVED
 from tests.unit.layout.layout_stand import MODELS, Tensors, held_by_trainers
 from tests.unit.reshard.packer_stand import VALUES

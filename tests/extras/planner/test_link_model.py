@@ -24,11 +24,11 @@ from slimx.extras.planner.links.model import (
 from slimx.extras.planner.links.rehearsal import Rehearsal, rehearse
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import checkpoint_parts
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision
 from slimx.reshard.transports.memory import open_memory
 from tests.refusals import refused
 from tests.unit.layout.layout_stand import bytes_read

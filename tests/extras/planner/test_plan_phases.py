@@ -14,11 +14,10 @@ from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
 from slimx.config.sections.run import Cluster
 from slimx.data.batch import MicroBatch, TrainBatch
-from slimx.extras.planner.memory.batch_plan import batch_plan
-from slimx.extras.planner.memory.colocated import colocated_memory
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.engine import WORK, beside_trainer, graph_bytes, static_fraction
 from slimx.extras.planner.memory.node import PROCESS, disk_bytes, host_memory, kept_batches
-from slimx.extras.planner.memory.phases import PHASES, phase_memory
+from slimx.extras.planner.memory.phases import PHASES, colocated_memory, phase_memory
 from slimx.extras.planner.memory_record import EngineMemory, Held, Phase, PhaseMemory, TrainerMemory
 from slimx.extras.planner.rules import memory
 from slimx.extras.planner.rules.memory import margin_warnings

@@ -20,10 +20,10 @@ from slimx.errors import DeadlineError
 from slimx.extras.recovery.mirror_store import MirrorLost
 from slimx.extras.recovery.trainers import TrainerRecovery
 from slimx.layout.ranks import Sizes
-from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.phases import Timeline
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.saves import Saves
-from slimx.runtime.machine import machine
+from slimx.runtime.ports import machine
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import Report
 from tests.unit.orchestration.checkpointing_stand import LAYOUT, config, state

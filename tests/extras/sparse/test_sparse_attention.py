@@ -21,7 +21,7 @@ from transformers import (
 
 from slimx.config.rule import all_rules, broken
 from slimx.extras.families import deepseek_v3
-from slimx.extras.planner.memory.batch_plan import batch_plan
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.engine import kv_bytes
 from slimx.extras.planner.memory.trainer import holdings, trainer_memory
 from slimx.extras.sparse import deepseek_v32, glm_moe_dsa

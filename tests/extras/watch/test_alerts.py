@@ -13,10 +13,10 @@ import pytest
 
 from slimx.config.load import load_config
 from slimx.errors import Interrupted, PartLost, Preempted
-from slimx.extras.watch import webhook
-from slimx.extras.watch.alerts import Alerts, alerting, without_signal
-from slimx.extras.watch.webhook import Webhook
-from slimx.observability.tracking.signal import Signal
+from slimx.extras.watch.events import webhook
+from slimx.extras.watch.events.alerts import Alerts, alerting, without_signal
+from slimx.extras.watch.events.webhook import Webhook
+from slimx.observability.tracking.metrics import Signal
 from tests.refusals import numbers, refused
 from tests.webhook_server import Received, webhook_server
 

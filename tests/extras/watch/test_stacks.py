@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from slimx.errors import DeadlineError, PartLost, SlimxError
-from slimx.extras.watch.stacks import run_stacks
+from slimx.extras.watch.status import run_stacks
 from slimx.observability.live import stacks as module
 from slimx.observability.live.stacks import members, stacks
 from slimx.orchestration.lifetime.hangs import keep_stacks

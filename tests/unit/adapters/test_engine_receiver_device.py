@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from slimx.adapters.sglang.weights import buckets as sglang_buckets
-from slimx.adapters.sglang.weights.places import held_sums, local_layout, staged_sums
+from slimx.adapters.sglang.weights.places import held_sums, local_layout, staged_sums, sum_rects
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.kernels.record import PIECE, rectangle
-from slimx.reshard.kernels.sums import sum_rects
 from slimx.reshard.transports.device import DeviceMemory
 from tests.refusals import refused
 from tests.unit.adapters.engine_model import DEEPSEEK, ServerModel, Weights, checkpoint, rank_local

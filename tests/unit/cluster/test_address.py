@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from slimx.cluster.address import check_reachable
+from slimx.cluster.access import check_reachable
 from tests.refusals import refused
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from slimx.config.foreign_names import ALIASES
 from slimx.config.load import load_config
-from slimx.config.names import ALIASES
 from slimx.config.schema import Config
 from tests.refusals import refused
 

@@ -11,8 +11,8 @@ import pytest
 
 from slimx.data.prompts.read import read_prompts
 from slimx.data.whole import as_ids
+from slimx.extras.agents.proxy.apis.openai_chat import OpenaiChat
 from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.openai_chat import OpenaiChat
 from slimx.extras.boxes.choice import BoxOptions
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.rollout.client.request import compact

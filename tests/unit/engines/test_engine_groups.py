@@ -28,7 +28,7 @@ from slimx.engines.server.spec import EngineSpec, NodeShare, server_args, server
 from slimx.errors import SlimxError
 from slimx.extras.rewards import judge
 from slimx.layout.ranks import EngineSizes
-from slimx.orchestration.engines.reach import refuse
+from slimx.orchestration.engines.service import refuse_elsewhere
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import AnswerError, input_logprobs
@@ -151,9 +151,9 @@ def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine()
     assert asked(config_of(**far | {"publish.transport": "disk"}), "cpu") == []
     assert asked(config_of(**far, **{"cluster.ray_address": "auto"}), "cpu") == []
     assert config_of(**far).rollout.external_hosts == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
-    refuse("memory", "10.0.0.1", {})
+    refuse_elsewhere("memory", "10.0.0.1", {})
     with refused("publish.reach", about="actor-1"):
-        refuse("memory", "10.0.0.1", {"actor-1": "10.0.0.2"})
+        refuse_elsewhere("memory", "10.0.0.1", {"actor-1": "10.0.0.2"})
 
 
 async def test_a_group_begins_behind_the_newest_epoch_that_one_of_its_servers_has_seen() -> None:

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from slimx.extras.families import deepseek_v3, glm4_moe, minimax_m2
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
 from slimx.models.families import qwen3_moe
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.precision import ITEMSIZE
 
 # No two dimensions alike and no square matrix, so that a transposed or exchanged one cannot pass.
 QWEN: dict[str, Any] = {

@@ -15,8 +15,7 @@ from slimx.config.schema import Config
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models.families import GROUP, ModelSpec, configured_model, load_family, read_model
-from slimx.models.trunk import read_trunk
+from slimx.models.families import GROUP, ModelSpec, configured_model, load_family, read_model, read_trunk
 from slimx.rollout.client.generation import ModelShape
 from slimx.rules.layout import check_layout
 from tests.refusals import refused

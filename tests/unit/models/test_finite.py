@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimx.models.files.finite import check_finite
+from slimx.models.files.reader import check_finite
 from tests.refusals import refused
 
 PLACES = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from slimx.data.packing import zigzag
 from slimx.layout.megatron import nearly_equal
-from slimx.layout.zigzag import zigzag
 from slimx.numerics.attention import packed_attention, partial_attention
 from tests.refusals import numbers, refused
 

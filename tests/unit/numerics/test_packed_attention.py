@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slimx.layout.zigzag import zigzag
+from slimx.data.packing import zigzag
 from slimx.numerics.attention import packed_attention, partial_attention
 
 SCALE = 0.3

@@ -8,8 +8,7 @@ import time
 import msgspec
 import pytest
 
-from slimx.observability.tracking.phases import Phase, place
-from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.phases import Phase, Timeline, place
 
 
 def phases(run_dir) -> list[Phase]:

@@ -21,7 +21,7 @@ from slimx.observability.tracking.guard import Guard
 from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.names import METRICS, find
-from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.phases import Timeline
 from slimx.observability.tracking.tracker import TrackedRun, Tracker, make_tracker
 from tests.refusals import numbers, refused
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
-from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.phases import Timeline
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.resume import layout_of
 from slimx.orchestration.state.saves import RunState, Saves

@@ -9,7 +9,7 @@ import pytest
 
 from slimx.errors import DeadlineError
 from slimx.layout.ranks import Sizes
-from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.phases import Timeline
 from slimx.orchestration.state import checkpoints as module
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.resume import check_resume, layout_of

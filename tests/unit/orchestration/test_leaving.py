@@ -9,7 +9,7 @@ import pytest
 
 from slimx import cli
 from slimx.errors import Preempted
-from slimx.orchestration.waits import unless
+from slimx.runtime.tasks import unless
 from tests.refusals import numbers
 
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from slimx.errors import LOST, DeadlineError, Interrupted, PartLost, Preempted, SlimxError, ending_of
+from slimx.orchestration.lifetime.hangs import Watchdog
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, interruptible, run_loop
 from slimx.orchestration.lifetime.remains import LOOK_S, POLL_S, unguarded
 from slimx.orchestration.lifetime.signals import TWICE_S, Signals
-from slimx.orchestration.lifetime.watchdog import Watchdog
 from slimx.runtime.tasks import in_thread
 from tests.processes import lives, wait_for
 

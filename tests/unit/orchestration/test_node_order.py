@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimx.orchestration.ranks.placement import DOMAIN, ORDER, in_order
+from slimx.orchestration.ranks.group import DOMAIN, ORDER, in_order
 
 
 def node(name: str, **labels: str) -> dict[str, object]:

@@ -15,13 +15,13 @@ import psutil
 import pytest
 import ray
 
-from slimx.cluster.calls import ask_ray
+from slimx.cluster.waiting import ask_ray
 from slimx.cluster.watch import has_ended, watch_ray
 from slimx.errors import LOST, PartLost, SlimxError
 from slimx.orchestration.lifetime import lifetime
 from slimx.orchestration.ranks import watch as rank_watch
 from slimx.orchestration.ranks.watch import local_pids, watch_ranks
-from slimx.runtime.machine import machine
+from slimx.runtime.ports import machine
 from tests.virtual_time import virtually
 
 HANG_S, ANSWER_S = 60, 2.0

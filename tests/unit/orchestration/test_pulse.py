@@ -13,7 +13,7 @@ import pytest
 
 from slimx.config.load import load_config
 from slimx.errors import LOST, DeadlineError
-from slimx.orchestration.lifetime.pulse import LOOK_S, Pulse, pulse_deadline
+from slimx.orchestration.lifetime.hangs import LOOK_S, Pulse, pulse_deadline
 from tests.unit.orchestration.test_lifetime import PRELUDE, ended
 
 # A run of the real driver's loop, Ray left out, whose generate hook is in a file of the user's.

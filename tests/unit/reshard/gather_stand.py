@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from slimx.runtime.process import end_with_parent
 from tests.unit.layout.engine_stand import SERVED
 from tests.unit.layout.layout_stand import MODELS, Tensors

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from slimx.errors import PartLost, SlimxError
-from slimx.reshard.manifest import Manifest
-from slimx.reshard.outcome import Publication
+from slimx.reshard.manifest import Manifest, Publication
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.parties import Delivery, LocalRecipient, ReceiverLost
 from slimx.reshard.publish import Publisher

@@ -15,13 +15,13 @@ from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, RotateHalf
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.pack.packer import Packer, Share
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import (

@@ -14,13 +14,12 @@ from slimx.extras.low_precision import int4
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
-from slimx.layout.number_formats import Quantisation
+from slimx.layout.number_formats import Precision, Quantisation
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.plan.copy_plan import compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import (

@@ -12,15 +12,15 @@ import torch
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision.block_fp8 import quantisation
-from slimx.extras.planner.memory.direct import packed_on_gpu
+from slimx.extras.planner.memory.publication import packed_on_gpu
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import checkpoint_parts
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.pack.packer import PORTION, Packer
 from slimx.reshard.pack.pieces import compact, portions, spread
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.packer_stand import HUGE, WIDE, Values, one_thread

@@ -18,12 +18,12 @@ from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, Rect, RotateHalf
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import ITEMSIZE, Precision
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.reshard.plan import copy_plan
 from slimx.reshard.plan.copy_plan import ALIGNMENT, Plan, compile_plan
-from slimx.reshard.plan.precision import ITEMSIZE, Precision
 from tests.refusals import numbers
 from tests.unit.layout.engine_stand import SERVED, engine_rank, engine_sizes
 from tests.unit.layout.layout_stand import (

@@ -12,11 +12,11 @@ from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Blocks, Copy, IndexMap, RotateHalf
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.refusals import numbers, refused
 from tests.unit.layout.layout_stand import DEEPSEEK
 

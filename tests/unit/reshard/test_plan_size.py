@@ -17,9 +17,9 @@ from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision.block_fp8 import quantisation
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 
 GOAL_S, GOAL_MB = 5.0, 1024.0
 """Of reshard.md section 6, on one core."""

@@ -14,8 +14,7 @@ from slimx.cluster.access import ADDRESS, local_options
 from slimx.config.sections.run import Cluster
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_env
 from slimx.errors import SlimxError
-from slimx.runtime.meeting import meet
-from slimx.runtime.ports import LOOPBACK, free_port, own_address
+from slimx.runtime.ports import LOOPBACK, free_port, meet, own_address
 from slimx.runtime.private import private_directory, private_token
 from tests.refusals import invalid
 from tests.warm.sglang import run_with_sglang

@@ -56,9 +56,9 @@ def bound(name: str, original: Callable[..., Any], compute: Callable[..., Any]) 
 
 def main() -> None:
     install(sys.argv[1])
-    from slimx.adapters.megatron import deep_ep as adapter
+    from slimx.adapters.megatron.imports import prepare_deep_ep
 
-    adapted = adapter.install(needed=True)
+    adapted = prepare_deep_ep(needed=True)
     import deep_ep
     import torch
     from megatron.core.transformer.moe import fused_a2a

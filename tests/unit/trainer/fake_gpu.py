@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slimx.trainer.device.gpu import MIB
-from slimx.trainer.device.nvml import Process
+from slimx.trainer.device.gpu import MIB, Process
 
 
 @dataclass

@@ -19,19 +19,18 @@ import torch
 
 from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages
 from slimx.data.batch import TrainBatch
-from slimx.data.packing import pack
+from slimx.data.packing import pack, zigzag
 from slimx.data.records import Prompt, Trajectory, Turn
 from slimx.data.saved.codec import load_groups, save_groups
 from slimx.extras.preferences import hook as preferences
-from slimx.layout.zigzag import zigzag
 from slimx.orchestration.batches import make_update_rows
-from slimx.orchestration.step.advantages import estimate_advantages
 from slimx.orchestration.step.reference import refresh_reference, restore_reference
+from slimx.orchestration.step.train import estimate_advantages
 from slimx.rollout import single_turn
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RewardContext, RolloutContext
-from slimx.trainer.context import ContextShard
+from slimx.trainer.parallel import ContextShard
 from slimx.trainer.step.metrics import mismatch_metrics, mismatch_sums
 from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group

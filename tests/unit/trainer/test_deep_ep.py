@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.adapters.megatron import deep_ep
+from slimx.adapters.megatron.imports import prepare_deep_ep
 from slimx.trainer.process import prepare_process
 from tests.needed import missing
 from tests.refusals import refused
@@ -34,7 +34,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_megatrons_import_finds_both_events(package: Path) -> None:
-    assert deep_ep.install(needed=True) == ["deep_ep_events"]
+    assert prepare_deep_ep(needed=True) == ["deep_ep_events"]
     from deep_ep.utils import EventHandle, EventOverlap  # megatron.core.transformer.moe.fused_a2a
 
     assert {EventHandle.__module__, EventOverlap.__module__} == {"deep_ep.utils.event"}
@@ -42,15 +42,15 @@ def test_megatrons_import_finds_both_events(package: Path) -> None:
 
 def test_a_build_that_has_both_is_left_alone(package: Path) -> None:
     (package / "utils" / "__init__.py").write_text("from .event import EventHandle, EventOverlap\n")
-    assert deep_ep.install(needed=True) == []
+    assert prepare_deep_ep(needed=True) == []
 
 
 @pytest.mark.parametrize("line", ["assert False, 'no CUDA home'\n", "raise ImportError('no driver')\n"])
 def test_an_import_that_fails_ends_those_who_need_it_and_no_other(package: Path, line: str) -> None:
     (package / "__init__.py").write_text(line)
     with refused("trainer.deep_ep", about="trainer.moe.dispatcher"):
-        deep_ep.install(needed=True)
-    assert deep_ep.install(needed=False) == ["no_deep_ep"]
+        prepare_deep_ep(needed=True)
+    assert prepare_deep_ep(needed=False) == ["no_deep_ep"]
     with pytest.raises(ImportError):
         import deep_ep as _  # noqa: F401
 
@@ -71,7 +71,7 @@ def test_nvshmem_makes_no_communicators_of_nccl_in_trainers_with_a_flex_dispatch
 
 
 def test_without_the_package_nothing_is_done() -> None:
-    assert deep_ep.install(needed=False) == []
+    assert prepare_deep_ep(needed=False) == []
 
 
 @pytest.mark.slow("needs .venv/deep-ep, imports megatron-core")

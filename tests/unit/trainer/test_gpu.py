@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from slimx.trainer.device.gpu import MIB, MemoryGuard, check_health, largest, set_affinity
-from slimx.trainer.device.nvml import NvmlGpu
+from slimx.trainer.device.gpu import MIB, MemoryGuard, NvmlGpu, check_health, largest, set_affinity
 from tests.refusals import refused
 from tests.unit.trainer.fake_gpu import FakeGpu
 

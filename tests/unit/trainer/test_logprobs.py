@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slimx.algorithms.inputs import TopLogprobs
-from slimx.algorithms.losses.top_kl import DIRECTIONS
+from slimx.algorithms.losses.kl import DIRECTIONS
 from slimx.data.support import Support
 from slimx.trainer.model.logprobs import SMALLEST_CHUNK, KeptTokens, Targets, chunk_tokens, label_logprobs
 

@@ -20,10 +20,11 @@ from torch import nn
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import all_formats
 from slimx.layout.parts import matrix
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cpu import seeds
-from slimx.reshard.kernels.cuda import LONGEST
+from slimx.reshard.kernels.cuda import LONGEST, DevicePlan
 from slimx.reshard.kernels.record import PIECE, rectangle
-from slimx.reshard.kernels.sums import sum_rects
 
 Parameters = Mapping[str, torch.Tensor]
 BASE = "base_layer"
@@ -220,3 +221,22 @@ def _record(part: torch.Tensor, row: int, col: int, pitch: int, index: int) -> l
 
 def _summed(records: list[tuple[int, ...]], count: int, device: torch.device | None) -> np.ndarray:
     return sum_rects(np.array(records, dtype=PIECE), count, device)
+
+
+def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np.ndarray:
+    """The shares that `pieces` [n] of `PIECE` add to the checksums [count] uint64 of their tensors, without seeds.
+
+    `device`: where their sources are, None for host memory. Waits for the device's current stream, so that what was
+    queued on it before is seen.
+    """
+    sums = np.zeros(count, dtype=np.uint64)
+    if device is None:
+        kernel.checksum_rects(pieces, sums)
+        return sums
+    if not len(pieces):
+        return sums
+    names = [f"tensor {number}" for number in range(count)]
+    plan = DevicePlan(pieces, bucket_bytes=0, names=names, bucket="of checksums", device=device, checksum=True)
+    on_device = torch.zeros(count, dtype=torch.int64, device=device)
+    kernel_cuda.checksum_rects(plan, on_device)
+    return kernel_cuda.results(plan, on_device)

@@ -24,12 +24,12 @@ from typing import Any
 from aiohttp import web
 
 from slimx.errors import SlimxError
-from slimx.extras.agents.proxy.anthropic_messages import AnthropicMessages
+from slimx.extras.agents.proxy.apis.anthropic_messages import AnthropicMessages
+from slimx.extras.agents.proxy.apis.openai_chat import OpenaiChat
+from slimx.extras.agents.proxy.apis.openai_responses import OpenaiResponses
+from slimx.extras.agents.proxy.apis.wire import Wire
 from slimx.extras.agents.proxy.errors import ApiError
-from slimx.extras.agents.proxy.openai_chat import OpenaiChat
-from slimx.extras.agents.proxy.openai_responses import OpenaiResponses
 from slimx.extras.agents.proxy.session import TOKEN_CHARACTERS, Session
-from slimx.extras.agents.proxy.wire import Wire
 from slimx.extras.http.connections import Connections, Listening
 from slimx.runtime.children import bypass_proxies
 from slimx.runtime.ports import address

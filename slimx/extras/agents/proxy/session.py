@@ -15,10 +15,10 @@ from aiohttp import web
 from slimx.data.records import Trajectory
 from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader
+from slimx.extras.agents.proxy.apis.wire import AnswerWriter, Wire
 from slimx.extras.agents.proxy.conversations import Conversations, Position
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Json, Message, characters, parts, read_message
-from slimx.extras.agents.proxy.wire import AnswerWriter, Wire
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
 

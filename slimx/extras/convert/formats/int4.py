@@ -13,7 +13,7 @@ from slimx.extras.convert.formats.safetensors import Tensor, Unit
 from slimx.extras.convert.sources import Advance, Reading, Shape, row_blocks
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision import int4_kernel as kernel
-from slimx.extras.low_precision.experts import experts, rounds
+from slimx.extras.low_precision.int4 import experts, rounds
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 

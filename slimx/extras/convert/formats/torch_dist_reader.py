@@ -25,7 +25,7 @@ from slimx.extras.convert.sources import Scratch, Shape
 from slimx.extras.megatron_files.directory import TensorPlace, check_fit, places
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
-from slimx.models.files.finite import check_finite
+from slimx.models.files.reader import check_finite
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.plan.intersect import Move, moves
 

@@ -35,7 +35,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from slimx.adapters.megatron.served import serve
+from slimx.adapters.megatron.layers import serve
 from slimx.config.sections.trainer import Lora
 from slimx.extras.lora.merged import Merged, merged
 from slimx.extras.lora.targets import adapts

@@ -25,9 +25,9 @@ import numpy as np
 from slimx.errors import SlimxError
 from slimx.extras.direct.dealing import deal
 from slimx.extras.direct.wire import move_bytes, summed
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.precision import ITEMSIZE
 
 TOLERANCE = 0.25
 """Share by which the model may miss a measured publication before its predictions are withheld."""

@@ -20,6 +20,7 @@ from slimx.errors import SlimxError
 from slimx.extras.planner.links.model import Links, LinkTrial, Traffic, predict, traffic_of
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.kernels import cpu as kernel
@@ -30,7 +31,6 @@ from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.parties import LocalRecipient, Recipient, Staging
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from slimx.reshard.publish import Publisher
 from slimx.reshard.transports.memory import open_memory
 

@@ -13,14 +13,13 @@ from slimx.extras.lora.targets import adapter_targets
 from slimx.extras.planner.memory.deep_ep import engine_buffers
 from slimx.extras.planner.memory_record import EngineMemory
 from slimx.layout.engine import EngineLayout
-from slimx.layout.number_formats import Quantisation, published_format
+from slimx.layout.number_formats import ITEMSIZE, Quantisation, published_format
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.models.layer_kind import LayerKind
 from slimx.preflight.hardware import OVERHEAD, Machine
-from slimx.reshard.plan.precision import ITEMSIZE
 
 MIB = 2**20
 WORK = 2 * 2**30

@@ -10,10 +10,10 @@ from slimx.extras.planner.memory.state import FP32
 from slimx.extras.planner.memory.trainer import holdings
 from slimx.extras.planner.memory_record import DiskBytes, Held, HostMemory, TrainerMemory
 from slimx.extras.planner.record import BatchPlan, PublicationFigures
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import GIB, Machine
-from slimx.reshard.plan.precision import ITEMSIZE
 
 PROCESS = 4 * GIB
 """Host memory of a trainer's or an engine's process beside what is counted: libraries, CUDA. Assumed."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from slimx.extras.planner.memory_record import EngineMemory, Held, Phase, PhaseMemory, TrainerMemory
+from slimx.extras.planner.memory_record import ColocatedMemory, EngineMemory, Held, Phase, PhaseMemory, TrainerMemory
 from slimx.preflight.hardware import Machine
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -166,3 +166,20 @@ def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
         own |= {"KV cache": engine.cache, "recurrent states": engine.states, "CUDA graphs": engine.graphs}
         own["engine's activations"] = engine.work
     return own
+
+
+def colocated_memory(
+    machine: Machine, phases: Sequence[PhaseMemory], engines: Sequence[EngineMemory]
+) -> ColocatedMemory | None:
+    """The fullest shared GPU; None without one, or where the GPU is unknown."""
+    shared = {each.phase: each.nbytes for each in phases if each.gpu == "shared"}
+    if machine.memory is None or not shared:
+        return None
+    return ColocatedMemory(
+        memory=machine.memory,
+        training=shared["train"],
+        generating=shared["generate"],
+        publishing=shared["publish"],
+        engine_asleep=max(engine.overhead + engine.dispatcher for engine in engines),
+        margin=machine.memory - max(shared.values()),
+    )

@@ -24,8 +24,8 @@ import numpy as np
 
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.planner.memory.parameter_runs import ParameterRun
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes
-from slimx.reshard.plan.precision import ITEMSIZE
 
 FP32 = 4
 ALIGN, BUCKET_ALIGN = 64, 128

@@ -11,18 +11,18 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.config.sections.run import Numerics
 from slimx.config.sections.trainer import Trainer
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.activations import Setting
-from slimx.extras.planner.memory.batch_plan import batch_plan
 from slimx.extras.planner.memory.deep_ep import trainer_buffers
 from slimx.extras.planner.memory.parameter_runs import Holdings, ParameterRun
 from slimx.extras.planner.memory.pipeline import ActivationBytes, activation_bytes
 from slimx.extras.planner.memory.state import Buffers, StateBytes
 from slimx.extras.planner.memory_record import TrainerMemory
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import ModelSpec
 from slimx.numerics.rounding import rounding_of
 from slimx.preflight.hardware import OVERHEAD
-from slimx.reshard.plan.precision import ITEMSIZE
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20

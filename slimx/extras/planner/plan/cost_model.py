@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Trainer
-from slimx.extras.planner.memory.batch_plan import batch_plan
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.modules import recomputed_share
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import sequence_flops
 from slimx.preflight.hardware import Machine
-from slimx.reshard.plan.precision import ITEMSIZE
 
 EFFICIENCY = 0.4
 ACTIVATION = 0.02

@@ -25,6 +25,7 @@ from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
 from slimx.extras.direct.dealing import copies_of, deal
 from slimx.extras.direct.wire import wire_bytes
+from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.links.model import (
     Links,
     Traffic,
@@ -34,13 +35,17 @@ from slimx.extras.planner.links.model import (
     predict,
     traffic_of,
 )
-from slimx.extras.planner.memory.batch_plan import batch_plan
-from slimx.extras.planner.memory.colocated import colocated_memory
-from slimx.extras.planner.memory.direct import CONTEXT, changes_memory, direct_memory, packed_on_gpu
 from slimx.extras.planner.memory.engine import engine_memory
-from slimx.extras.planner.memory.merging import MergingBytes, merging_memory
 from slimx.extras.planner.memory.node import disk_bytes, host_memory, kept_batches
-from slimx.extras.planner.memory.phases import phase_memory
+from slimx.extras.planner.memory.phases import colocated_memory, phase_memory
+from slimx.extras.planner.memory.publication import (
+    CONTEXT,
+    MergingBytes,
+    changes_memory,
+    direct_memory,
+    merging_memory,
+    packed_on_gpu,
+)
 from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.extras.planner.memory_record import TrainerMemory
 from slimx.extras.planner.plan.keepings import told_parts

@@ -25,10 +25,10 @@ from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.extras.planner.memory.engine import beside_trainer, engine_memory
-from slimx.extras.planner.memory.merging import most_merging
 from slimx.extras.planner.memory.node import host_memory
 from slimx.extras.planner.memory.parameter_runs import Holdings
 from slimx.extras.planner.memory.phases import phase_memory
+from slimx.extras.planner.memory.publication import most_merging
 from slimx.extras.planner.memory.trainer import StageState, holdings, stage_states, trainer_memory
 from slimx.extras.planner.memory_record import EngineMemory, TrainerMemory
 from slimx.extras.planner.plan.cost_model import Cost, again, update_cost
@@ -37,11 +37,10 @@ from slimx.extras.planner.plan.splits import Fields, divides, sizes_of_split, sp
 from slimx.extras.planner.record import Searched, Suggestion
 from slimx.extras.planner.rules import memory
 from slimx.extras.planner.rules.memory import together
+from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes
-from slimx.models.families import ModelSpec
-from slimx.models.trunk import read_trunk
+from slimx.models.families import ModelSpec, read_trunk
 from slimx.preflight.hardware import OVERHEAD, Machine
-from slimx.reshard.plan.precision import ITEMSIZE
 from slimx.rules.flow import feeds_trainers, fits_microbatch, has_positions
 from slimx.rules.layout import dispatches, sizes_divide
 

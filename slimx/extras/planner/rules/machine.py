@@ -120,8 +120,8 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
 
 def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
     """A sentence about a deadline that a first start may miss, which ends the run. The weights need not be here."""
-    from slimx.models.files.starting import start_seconds, weight_bytes
-    from slimx.reshard.plan.precision import ITEMSIZE
+    from slimx.cluster.starting import start_seconds, weight_bytes
+    from slimx.layout.number_formats import ITEMSIZE
 
     deadline = config.cluster.start_deadline
     elements = sum(prod(shape) for shape in spec.table.checkpoint_shapes().values())

@@ -31,21 +31,26 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from slimx.adapters.megatron.attention import PackedAttention
+from slimx.adapters.megatron.attention import (
+    DownProjection,
+    LatentAttention,
+    PackedAttention,
+    exchange_down_projections,
+)
 from slimx.adapters.megatron.builders import Builder, exchange, kind_of, submodules_of
-from slimx.adapters.megatron.latent import DownProjection, LatentAttention, exchange_down_projections
 from slimx.adapters.megatron.layers import (
     ColumnGroupedLinear,
     Norm,
     NormColumnParallelLinear,
     RowGroupedLinear,
+    serve,
+    served,
 )
-from slimx.adapters.megatron.served import serve, served
+from slimx.data.packing import zigzag
 from slimx.errors import SlimxError
 from slimx.extras.exact import operations as exact
 from slimx.extras.exact.adapters.megatron.router import ExactRouter
 from slimx.extras.low_precision.megatron import OwnProduct
-from slimx.layout.zigzag import zigzag
 
 WITHOUT_ARITHMETIC = (
     IdentityFuncOp,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from slimx.adapters.megatron.served import served
+from slimx.adapters.megatron.layers import served
 from slimx.extras.exact import operations as exact
 from slimx.trainer.moe.router import PolicyRouter
 
