@@ -33,7 +33,8 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.tasks import race
 
 if TYPE_CHECKING:
-    from slimx.extras.direct.transport import RankSenders
+    from slimx.engines.transport import Trainers
+    from slimx.extras.direct.ends.copies import SentBucket
 
 PATIENCE = 0.8
 """Share of a step's deadline in which a bucket must have come: what is missing is told before the step is late."""
@@ -43,6 +44,42 @@ UNREACHED = ("direct.metadata", "direct.meeting", "direct.missing", "direct.unre
 """Codes of what may be the fault of an engine, of a trainer rank, or of the link between them."""
 INQUIRY = (1 - PATIENCE) / 4
 """Share of a step's deadline for one look at whose fault a failure is; there are two."""
+
+
+class RankSenders:
+    """The trainer ranks of a run, as the delivery calls them."""
+
+    def __init__(self, trainers: Trainers):
+        self.trainers = trainers
+
+    @property
+    def actors(self) -> list[Any]:
+        return self.trainers.actors
+
+    @property
+    def published(self) -> Plan:
+        """The plan by which weights leave the present ranks for one engine."""
+        return self.trainers.plans["publish"].plan
+
+    async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
+        """Bring a dealt plan to all ranks, in which the targets of each receiver of an engine begin at one of `edges`;
+        `item`: bytes of an element where changes travel, 0 where whole weights do; `on_gpus`: whether bytes travel
+        from the memory of GPUs."""
+        (stored,) = await self.trainers.stored([dealt.to_bytes()])
+        arguments = {"plan": stored, "edges": edges, "item": item, "on_gpu": on_gpus}
+        await self.trainers.call("direct.prepare", "the plan of direct transfers", **arguments)
+
+    async def connect(self, engine: int, offer: Offer) -> None:
+        """Have every rank get to know the memory of `engine`."""
+        each = [(offer.of(rank).to_bytes(),) for rank in range(len(self.actors))]
+        what = f"the meeting with engine {offer.engine}"
+        await self.trainers.call("direct.connect", what, each=each, engine=engine)
+
+    async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
+        """Have every rank pack its part of a bucket and begin to write it to `engines`, each with the transfer whose
+        bytes of it the engine holds (`slimx.extras.direct.ends.sender.Sender.send`)."""
+        arguments = {"bucket": bucket, "transfer": transfer, "engines": engines}
+        return await self.trainers.call("direct.send", f"the packing of bucket {bucket} (publish)", **arguments)
 
 
 @dataclass(slots=True)

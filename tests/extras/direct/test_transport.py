@@ -9,10 +9,9 @@ import pytest
 
 from slimx.config.schema import Config
 from slimx.engines.transport import MemoryDelivery, transport_of
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource
+from slimx.extras.direct.delivery import DirectDelivery, DirectSource, RankSenders
 from slimx.extras.direct.ends.end import DirectEnd
 from slimx.extras.direct.ends.offer import Offer, Run
-from slimx.extras.direct.transport import RankSenders
 from slimx.reshard.pack.pieces import PlannedBuckets
 from tests.unit.reshard.gather_stand import WORLD, plan
 
