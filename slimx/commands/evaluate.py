@@ -13,7 +13,8 @@ from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
 from slimx.models.families import configured_model
 from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.orchestration.engines.service import EngineService, serving
+from slimx.orchestration.engines.service import EngineService
+from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.start.prepare import Sources, check_sources
 from slimx.orchestration.state.directory import EVALUATIONS

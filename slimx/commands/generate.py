@@ -25,7 +25,8 @@ from slimx.models.families import configured_model
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.orchestration.engines.service import EngineService, serving
+from slimx.orchestration.engines.service import EngineService
+from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.start.prepare import Sources, check_sources
 from slimx.orchestration.start.prompts import make_source

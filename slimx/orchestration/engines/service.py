@@ -8,9 +8,8 @@ GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fi
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,12 +28,9 @@ from slimx.engines.fleet.group import EngineGroup, follow, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.outage import Outages
 from slimx.errors import SlimxError
-from slimx.layout.ranks import sizes_of
-from slimx.orchestration.batches import longest_trajectory
-from slimx.orchestration.engines.frozen import FrozenEngines, admit_joining, check_stored, keep_admitting
+from slimx.orchestration.engines.frozen import FrozenEngines
 from slimx.orchestration.lifetime.hangs import keep_stacks
-from slimx.orchestration.lifetime.heap import settled_heap
-from slimx.orchestration.lifetime.lifetime import stopping, together
+from slimx.orchestration.lifetime.lifetime import stopping
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.packed import PUBLISHER
@@ -224,36 +220,3 @@ def refuse_elsewhere(transport: str, here: str, elsewhere: Mapping[str, str]) ->
             code="publish.reach",
             about=name,
         )
-
-
-@asynccontextmanager
-async def serving(
-    config: Config, sources: Sources, directory: Path, note: Callable[[str], None]
-) -> AsyncIterator[EngineService]:
-    """Engines without trainers, for `slimx generate` and `slimx eval`: all of `config` (see
-    slimx.orchestration.start.early), started, and ended afterwards. The servers keep the weights that they start with,
-    and call them version 0. Ray is there already.
-
-    `directory`: gets `logs/` and `engines.json`. `note` takes a line about anything that happens to engines."""
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
-    async with EngineService(config, sources, directory, note=note) as service:
-        (engines,) = service.place().values()
-        check = partial(check_stored, config.model.path, config.rollout.policy_engines)
-        await together([service.frozen.start, engines.start, check])
-        # As long as what training on the same configuration could take.
-        await service.open(longest_trajectory(config, sources.policies[ACTOR].spec, sizes_of(config.trainer)))
-        await admit_joining(engines, _call_version_0)
-        engines.members.watch()
-        readmitting = asyncio.create_task(keep_admitting(engines, _call_version_0))
-        try:
-            with settled_heap():
-                yield service
-        finally:
-            readmitting.cancel()
-            with suppress(asyncio.CancelledError):
-                await readmitting
-
-
-async def _call_version_0(engine: EngineHandle) -> None:
-    """Stamp what the server started with: tokens without a version are refused."""
-    await engine.perform("stamp", None, "0")
