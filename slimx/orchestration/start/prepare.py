@@ -22,7 +22,6 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.start.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
 from slimx.preflight.facts import model_facts, weight_facts
-from slimx.preflight.probe import try_hooks
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
@@ -93,8 +92,6 @@ def check_run(config: Config) -> Prepared:
     device = device_of(config)
     checked = {name: _check_model(of_policy, device, config.policies) for name, of_policy in config.by_policy.items()}
     actor = checked[ACTOR]
-    for each in checked.values():
-        try_hooks(each.config)
     sources = _sources(actor.config, actor.facts["spec"], device, actor.facts)
     tokenizers = {ACTOR: sources.policies[ACTOR].tokenizer}
     tokenizers |= {name: _tokenizer(each, device) for name, each in checked.items() if name != ACTOR}

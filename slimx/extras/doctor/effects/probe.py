@@ -137,7 +137,7 @@ def try_hooks(config: Config) -> None:
     except Exception as error:
         raise SlimxError(
             f"{' or '.join(own)} given invented rollouts, raised {raised(error)}; run it by hand on such "
-            "a batch (slimx.preflight.probe.make_probe)",
+            "a batch (slimx.extras.doctor.effects.probe.make_probe)",
             code="algorithm.hook",
             about=" or ".join(own),
         ) from error
