@@ -12,13 +12,13 @@ import torch
 from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages
 from slimx.algorithms.inputs import LossInputs, TopLogprobs
 from slimx.algorithms.losses.objective import make_loss
-from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
 from slimx.config.schema import Config
 from slimx.data.batch import TrainingRow, make_rows
 from slimx.data.columns import LOSS_COLUMNS
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.errors import SlimxError, raised
+from slimx.extras.tokenwise.value_loss import ValueInputs, value_loss
 
 PROMPTS = 6
 DRIFT, GAP = 0.4, 1e-3

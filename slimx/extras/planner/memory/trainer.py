@@ -114,7 +114,7 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
 
 
 def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]:
-    """A critic's head on the last stage, fp32 (`slimx.trainer.model.value_model`)."""
+    """A critic's head on the last stage, fp32 (`slimx.extras.tokenwise.value_model`)."""
     if stage < sizes.pipeline - 1:
         return []
     alike = {"chunk": sizes.virtual - 1, "count": 1, "dtype": "float32", "expert": False, "tied": False}
