@@ -1,6 +1,6 @@
 """Lookup of entry points, by which extras and other packages add to slimx.
 
-    slimx.advantages          estimators of advantages that compare answers of the whole step
+    slimx.advantages          advantages of a kind, or what a kind of loss makes of them: `Estimator`
     slimx.agent_servers       servers of chat completions that agents sample through
     slimx.agents              agents: `rollout.options.agent`
     slimx.checkpoint_formats  forms of checkpoints that a run may start from: `CheckpointFormat`
