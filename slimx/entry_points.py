@@ -27,6 +27,7 @@
     slimx.roundings           rounding of what trainers multiply: `trainer.fp8`, `trainer.qat`
     slimx.rules               modules with rules that a run is checked by before it starts
     slimx.sections            sections of the configuration
+    slimx.server_verbs        verbs about a server's process: functions of SGLang's model runner
     slimx.sinks               destinations of a step's metrics
     slimx.toolboxes           toolboxes: `rollout.options.toolbox`
     slimx.transports          transports of weights to engines: `publish.transport`

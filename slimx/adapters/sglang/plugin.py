@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import slimx
+from slimx import entry_points
 from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import draws as sglang_draws
 from slimx.adapters.sglang import hooks as sglang_hooks
-from slimx.adapters.sglang import trace as sglang_trace
 from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
 from slimx.errors import SlimxError
@@ -38,6 +38,8 @@ ANSWER, ERROR, CODE, ABOUT, PID = "slimx", "error", "code", "about", "pid"
 """Keys of the payload's `checksums`: our JSON answer, or an error's text, code and object, and whose it is."""
 PREFIX = "slimx."
 """Begin of the actions that are slimx's verbs."""
+VERBS = "slimx.server_verbs"
+"""Entry points: verbs about a server's process, functions of the model runner and the verb's arguments."""
 
 
 def register() -> None:
@@ -111,31 +113,21 @@ def check_weights(
 
 
 def _answer(runner: Any, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Do a verb: a method of the model's receiver, or one of `OF_PROCESS`."""
-    if verb in OF_PROCESS:
-        return OF_PROCESS[verb](runner, **arguments)
+    """Do a verb: a method of the model's receiver, or an entry point of `VERBS`."""
+    of_process = entry_points.find(VERBS)
+    if verb in of_process:
+        return entry_points.load(VERBS, verb)(runner, **arguments)
     verbs = {name for name in vars(RankReceiver) if not name.startswith("_")}
     if verb not in verbs:
         raise SlimxError(
             f"unknown action {PREFIX}{verb}; this server's slimx {slimx.__version__} knows "
-            f"{', '.join(sorted(verbs | OF_PROCESS.keys()))}",
+            f"{', '.join(sorted(verbs | of_process.keys()))}",
             code="plugin.action",
             about=PREFIX + verb,
         )
     receiver = receiver_of(runner.model)
     receiver.rank, receiver.experts = _coordinates()["rank"], _expert_location()
     return getattr(receiver, verb)(**arguments)
-
-
-def _trace(runner: Any, on: bool) -> dict[str, Any]:
-    """Begin to note what goes through the model, or end it: {point: digests of rows}."""
-    if on:
-        runner.slimx_trace = sglang_trace.Trace(runner.model)
-        return {}
-    trace = runner.__dict__.pop("slimx_trace", None)
-    if trace is None:
-        raise SlimxError("no trace was begun in this process", code="plugin.trace", about="trace")
-    return trace.end()
 
 
 def _expert_location() -> Any:
@@ -225,7 +217,3 @@ def attest(runner: Any) -> dict[str, Any]:
         "numerics": numerics.contract(dtype, runner.device),
         "cpu": sglang_cpu.attest() if is_cpu() else None,
     }
-
-
-OF_PROCESS: dict[str, Callable[..., dict[str, Any]]] = {"attest": attest, "trace": _trace}
-"""Verbs about this process; all others are methods of `RankReceiver`."""
