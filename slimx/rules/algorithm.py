@@ -1,4 +1,4 @@
-"""Rules about the algorithm: rewards, pairs, critic, teachers and credit that it needs."""
+"""Rules about the algorithm: rewards, pairs, teachers and credit that it needs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Rollout, Sampling
-from slimx.config.sections.trainer import Trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,14 +31,6 @@ def engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
 def rewarded(algorithm: Algorithm, reward: Reward) -> Problems:
     if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.given:
         yield f"algorithm.name={algorithm.name} needs rewards, and there are none; name a reward hook"
-
-
-@rule("algorithm.critic", "critic")
-def has_critic(algorithm: Algorithm, critic: Critic | None) -> Problems:
-    if algorithm.advantages.kind == "gae" and critic is None:
-        yield "algorithm.name", "advantages by gae need a critic; add a section `critic: {}`"
-    if algorithm.advantages.kind != "gae" and critic is not None:
-        yield f"algorithm.name={algorithm.name} has no critic; remove the section, or use ppo"
 
 
 @rule("algorithm.group_size", "rollout.group_size")
@@ -65,13 +55,6 @@ def varied(algorithm: Algorithm, rollout: Rollout) -> Problems:
             f"every advantage would be 0; set it to {default:g} (held-out answers are greedy by themselves, "
             "eval.temperature)",
         )
-
-
-@rule("critic.layout", "critic.layout")
-def critic_fits(trainer: Trainer, critic: Critic | None) -> Problems:
-    if critic is not None:
-        critic_trainer(trainer, critic)
-    yield from ()
 
 
 @rule("algorithm.teacher_engine", "algorithm.teacher_engine")

@@ -94,9 +94,7 @@ async def _first(run: Run, trajectory: Trajectory) -> str:
         trainers = actor.trainers
         each = await trainers.sharded(trainers.folded(batch.shards))
         traces = await trainers.call("trace.scores", "the trace of a pass", each=each)
-    whole = {
-        point: rows for trace in reversed(traces) for point, rows in trace.items()
-    }
+    whole = {point: rows for trace in reversed(traces) for point, rows in trace.items()}
     trained = {point: rows[:count] for point, rows in whole.items()}  # no padding
     found = first_difference(served, trained)
     if found is None:
