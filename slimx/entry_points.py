@@ -6,6 +6,7 @@
     slimx.checkpoint_formats  forms of checkpoints that a run may start from: `CheckpointFormat`
     slimx.commands            commands of the command line: Typer apps
     slimx.datasets            published data sets that `slimx data` writes
+    slimx.devices             changes to megatron-core and SGLang for "cpu" and "cuda": `Device`
     slimx.engine_layers       kinds of layers in SGLang: modules with ROWS, GAPS and REPLACEMENTS
     slimx.environments        environments: `rollout.options.environment`
     slimx.event_receivers     receivers of a run's events: `Events`

@@ -21,8 +21,7 @@ import torch
 
 import slimx
 from slimx import entry_points
-from slimx.adapters.sglang import cpu as sglang_cpu
-from slimx.adapters.sglang import draws as sglang_draws
+from slimx.adapters.device import device_named
 from slimx.adapters.sglang import hooks as sglang_hooks
 from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
@@ -50,8 +49,8 @@ def register() -> None:
     from sglang.srt.utils import is_cpu
 
     numerics, form = server_mode(sys.argv), server_form(sys.argv)
-    if is_cpu():
-        sglang_cpu.open_choices()
+    device = device_named("cpu" if is_cpu() else "cuda")
+    device.open_choices()
     numerics.open_choices()
     # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
     # runs. SGLang calls this in the server's process before it starts others, and in a spawned child after that has
@@ -74,11 +73,7 @@ def register() -> None:
         if sglang_drafted.asked(sys.argv):
             HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
         form.register(HookRegistry, HookType)
-        if not is_cpu():  # which computes fp64 as fast as the estimate that saves it
-            HookRegistry.register(sglang_draws.DRAW, sglang_draws.draw, HookType.REPLACE)
-        else:
-            sglang_cpu.register_hooks(HookRegistry, HookType, experts=not numerics.replaces_layers)
-            sglang_cpu.close_gaps()
+        device.register(HookRegistry, HookType, experts=not numerics.replaces_layers)
         numerics.register(HookRegistry, HookType)
 
 
@@ -215,5 +210,5 @@ def attest(runner: Any) -> dict[str, Any]:
         "experts": any(name.endswith("w13_weight") for name, _ in runner.model.named_parameters()),
         "fp8": any(held.dtype == torch.float8_e4m3fn for held in runner.model.parameters()),
         "numerics": numerics.contract(dtype, runner.device),
-        "cpu": sglang_cpu.attest() if is_cpu() else None,
+        "cpu": device_named("cpu" if is_cpu() else "cuda").attest(),
     }
