@@ -12,6 +12,7 @@
     slimx.event_receivers     receivers of a run's events: `Events`
     slimx.families            families of models, by architecture
     slimx.foreign_names       names that other frameworks have for keys and values
+    slimx.frozen_engines      engines of models that are never published to: `FrozenEngines`
     slimx.generate            generate hooks: `rollout.generate`
     slimx.hook_forms          hooks that were written for another program
     slimx.layer_kinds         kinds of decoder layers

@@ -27,7 +27,6 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
-from slimx.rollout.client.teacher import check_taught
 from slimx.rollout.flow.replay import NO_HOOKS
 from slimx.rollout.hook_loading import Hooks, check_answers, check_generated, check_prompts, load_hooks
 from slimx.trainer.device.backends import Backends, choose_backends, installed
@@ -193,7 +192,9 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
     eval_prompts: dict[str, list[Prompt]] = {}
     if not config.rollout.replay:
         by_source = training_prompts(config, tokenizer, spec)
-        check_taught(config.algorithm, chain.from_iterable(by_source.values()))
+        known = facts | {"tokenizer": tokenizer}
+        prompts = list(chain.from_iterable(by_source.values()))
+        refuse(broken(all_rules(), known | {"prompts": prompts}, before=known))
         make_source(config, by_source)  # that of the user is refused now
         eval_prompts = {
             name: heldout_prompts(config, name, path, tokenizer, spec) for name, path in config.eval.files.items()
