@@ -17,6 +17,7 @@
     slimx.hook_forms          hooks that were written for another program
     slimx.layer_kinds         kinds of decoder layers
     slimx.learners            training of other models than policies, by the kind of their loss: `Learner`
+    slimx.machines            other machines of a server that spans several: `Machines`
     slimx.maps                mapping hooks: `rollout.map`
     slimx.number_formats      formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics            arithmetic of trainer and engines: `numerics.mode`
