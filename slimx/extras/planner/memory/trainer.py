@@ -26,7 +26,7 @@ from slimx.reshard.plan.precision import ITEMSIZE
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
-"""As `slimx.trainer.device.host_moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
+"""As `slimx.extras.host_moments.moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
 them."""
 
 
