@@ -1,24 +1,28 @@
 """Lookup of entry points, by which extras and other packages add to slimx.
 
-    slimx.advantages          estimators of advantages that compare answers of the whole step
+    slimx.advantages          advantages of a kind, or what a kind of loss makes of them: `Estimator`
     slimx.agent_servers       servers of chat completions that agents sample through
     slimx.agents              agents: `rollout.options.agent`
     slimx.checkpoint_formats  forms of checkpoints that a run may start from: `CheckpointFormat`
     slimx.commands            commands of the command line: Typer apps
     slimx.datasets            published data sets that `slimx data` writes
+    slimx.devices             changes to megatron-core and SGLang for "cpu" and "cuda": `Device`
     slimx.engine_layers       kinds of layers in SGLang: modules with ROWS, GAPS and REPLACEMENTS
     slimx.environments        environments: `rollout.options.environment`
     slimx.event_receivers     receivers of a run's events: `Events`
     slimx.families            families of models, by architecture
     slimx.foreign_names       names that other frameworks have for keys and values
+    slimx.frozen_engines      engines of models that are never published to: `FrozenEngines`
     slimx.generate            generate hooks: `rollout.generate`
     slimx.hook_forms          hooks that were written for another program
     slimx.layer_kinds         kinds of decoder layers
     slimx.learners            training of other models than policies, by the kind of their loss: `Learner`
+    slimx.machines            other machines of a server that spans several: `Machines`
     slimx.maps                mapping hooks: `rollout.map`
     slimx.number_formats      formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics            arithmetic of trainer and engines: `numerics.mode`
     slimx.objectives          modules with kinds and presets of section `algorithm`
+    slimx.optimizer_states    optimizers that keep another one's state elsewhere: `OwnState`
     slimx.prompt_files        readers of prompts that are no JSON lines: `read_rows`
     slimx.recoveries          answers to the loss of trainers: `Recovery`, or None
     slimx.reports             reports of finished runs
@@ -27,6 +31,7 @@
     slimx.roundings           rounding of what trainers multiply: `trainer.fp8`, `trainer.qat`
     slimx.rules               modules with rules that a run is checked by before it starts
     slimx.sections            sections of the configuration
+    slimx.server_verbs        verbs about a server's process: functions of SGLang's model runner
     slimx.sinks               destinations of a step's metrics
     slimx.toolboxes           toolboxes: `rollout.options.toolbox`
     slimx.transports          transports of weights to engines: `publish.transport`

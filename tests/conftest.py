@@ -65,7 +65,7 @@ def pytest_collection_finish() -> None:
     """
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch.zeros, "__wrapped__"):
-        pytest.exit("a test module has called slimx.adapters.megatron.cpu.install(); give it a process of its own", 3)
+        pytest.exit("a test module has called megatron.install() of the extra cpu; give it a process of its own", 3)
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)

@@ -43,7 +43,7 @@ ROLES = {
 }
 """Roles of processes, by parts of their command lines; the first that fits."""
 IMPORTS = {
-    "server": "from slimx.adapters.sglang import absent; absent.install(); import sglang.srt.managers.scheduler",
+    "server": "from slimx.extras.cpu.adapters import absent; absent.install(); import sglang.srt.managers.scheduler",
     "Ray worker": "import ray, torch, slimx.trainer.worker",
     "rank": "import torch, megatron.core, slimx.trainer.worker",
     "driver": "import ray, slimx.orchestration.run",

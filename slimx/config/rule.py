@@ -40,6 +40,7 @@ FACTS = {
     "machine": ("local_device",),  # of the machine that asks
     "weights": ("weights", "critic_weights", "teacher_weights", "adapters"),  # directories
     "tokenizer": ("tokenizer",),
+    "prompts": ("prompts",),  # of all sources
 }
 """Facts that a rule can ask for in addition to the sections of a configuration (`slimx.config.schema.Config`), by what
 must be at hand to know them, the cheapest first."""

@@ -58,8 +58,8 @@ class LossColumns[Array]:
     returns: Array | None = field(default=None, metadata=column())
     """float32 [n]: targets of the critic's values; 0 where not trained."""
     selected: Array | None = field(default=None, metadata=column())
-    """float32 [n]: 1 at the tokens chosen by their covariance (`slimx.algorithms.advantages.covariance`), else 0; None
-    where the loss chooses none."""
+    """float32 [n]: 1 at the tokens that clip_cov and kl_cov choose by their covariance, else 0; None where the loss
+    chooses none."""
     teacher_logprobs: Array | None = field(
         default=None,
         metadata=column(source="teacher_logprobs", needed=lambda algorithm: () if algorithm.served_teachers else None),

@@ -44,8 +44,8 @@ class End(Protocol):
     """A transport's end on one machine of an engine, in the process that owns the server there."""
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Prepare for a start of the server. `host`: the machine's address; `nodes`: the server's other machines, whose
-        ends are called by `slimx.engines.server.nodes.Nodes.transport`."""
+        """Prepare for a start of the server. `host`: the machine's address; `nodes`: the server's other machines
+        (`slimx.engines.server.server.Machines`)."""
 
     def landed(self, packed: PackedBucket) -> AbstractAsyncContextManager[PackedBucket]:
         """A bucket in memory that the server opens, for the time of the block."""

@@ -30,7 +30,7 @@ class Context(Protocol):
 
     @property
     def engines(self) -> Mapping[str, Any]:
-        """Frozen models by their group's name (`slimx.rollout.client.frozen.FrozenEngine`)."""
+        """Frozen models by their group's name."""
         ...
 
     def log(self, name: str, value: float) -> None:

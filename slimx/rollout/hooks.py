@@ -26,7 +26,6 @@ from slimx.errors import SlimxError
 from slimx.observability.tracking.metrics import as_number
 from slimx.observability.tracking.names import check_hook_name
 from slimx.rollout.client.completion import Completion
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.stream import TokenStream
 from slimx.rollout.draft import Draft
@@ -161,8 +160,8 @@ class RolloutContext(_Logging):
     group_id: str
     index: int
     """Number of the rollout in its group."""
-    engines: Mapping[str, FrozenEngine] = field(default_factory=dict)
-    """Frozen groups of `rollout.engines`, by name."""
+    engines: Mapping[str, Any] = field(default_factory=dict)
+    """Clients of the frozen groups of `rollout.engines`, by name."""
     address: str = ""
     """URL of the policy's router; "" where there is none. `engine` is the way to tokens that can be trained."""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -212,8 +211,8 @@ class RewardContext(_Logging):
     """The sampled tokens as text, special tokens left out, with a line break between turns; of a group, those of its
     first trajectory."""
     evaluation: bool
-    engines: Mapping[str, FrozenEngine] = field(default_factory=dict)
-    """Frozen groups of `rollout.engines`, by name: a judge, a reward model."""
+    engines: Mapping[str, Any] = field(default_factory=dict)
+    """Clients of the frozen groups of `rollout.engines`, by name: a judge, a reward model."""
     responses: list[Response] = field(default_factory=list)
     """Turns and final answer of each trajectory that is judged; of one turn, `text`, where none are given."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -1,17 +1,15 @@
-"""Rules about the algorithm: rewards, pairs, critic, teachers and credit that it needs."""
+"""Rules about the algorithm: rewards, pairs, teachers and credit that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Rollout, Sampling
-from slimx.config.sections.trainer import Trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,14 +31,6 @@ def engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
 def rewarded(algorithm: Algorithm, reward: Reward) -> Problems:
     if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.given:
         yield f"algorithm.name={algorithm.name} needs rewards, and there are none; name a reward hook"
-
-
-@rule("algorithm.critic", "critic")
-def has_critic(algorithm: Algorithm, critic: Critic | None) -> Problems:
-    if algorithm.advantages.kind == "gae" and critic is None:
-        yield "algorithm.name", "advantages by gae need a critic; add a section `critic: {}`"
-    if algorithm.advantages.kind != "gae" and critic is not None:
-        yield f"algorithm.name={algorithm.name} has no critic; remove the section, or use ppo"
 
 
 @rule("algorithm.group_size", "rollout.group_size")
@@ -67,39 +57,6 @@ def varied(algorithm: Algorithm, rollout: Rollout) -> Problems:
         )
 
 
-@rule("critic.layout", "critic.layout")
-def critic_fits(trainer: Trainer, critic: Critic | None) -> Problems:
-    if critic is not None:
-        critic_trainer(trainer, critic)
-    yield from ()
-
-
-@rule("algorithm.teacher_engine", "algorithm.teacher_engine")
-def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
-    frozen = [group.name for group in rollout.engines if group.frozen]
-    named = {f"algorithm.teacher_engines.{value}": name for value, name in algorithm.teacher_engines.items()}
-    key = "algorithm.teacher_engines"
-    if algorithm.teacher_engine is not None:
-        key = "algorithm.teacher_engine"
-        named[key] = algorithm.teacher_engine
-    for place, name in named.items():
-        if name not in frozen:
-            yield (
-                place,
-                f"rollout.engines has no frozen group {name} ({', '.join(frozen) or 'there is none'}); add one with "
-                "this name, frozen: true and the teacher's model",
-            )
-    for name in ("temperature", "top_p", "top_k") if named else ():
-        value, default = getattr(rollout.sampling, name), Sampling.model_fields[name].default
-        if value != default:
-            yield (
-                key,
-                f"SGLang scores tokens at temperature 1 over the whole vocabulary, not with "
-                f"rollout.sampling.{name}={value:g}; set {name} to {default:g}, or algorithm.teacher, which trainers "
-                "score as the policy samples",
-            )
-
-
 @rule("teacher.architecture", "algorithm.teacher")
 def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems:
     """Tensors are compared by name and shape, and what they do not show (norm's epsilon, rope's base, experts per
@@ -120,33 +77,6 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems
             )
             return
     CheckpointReader(path).check(spec.table)
-
-
-@rule("teacher.top_k", "algorithm.teacher_top_k")
-def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
-    if algorithm.teacher_top_k > spec.vocab_size:
-        yield f"the vocabulary of {spec.path} has {spec.vocab_size} tokens; set it to that or less"
-
-
-@rule("teacher.vocabulary", "algorithm.teacher_engine")
-def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> Problems:
-    """The group gets the policy's token ids. Of servers that run already the texts are compared when the run starts
-    (`slimx.rollout.client.teacher.check_vocabulary`)."""
-    from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which a plan does without
-
-    for group in rollout.frozen_engines:
-        if group.name not in algorithm.served_teachers or group.urls:
-            continue
-        here, there = tokenizer.get_vocab(), load_tokenizer(group.model).get_vocab()
-        if here != there:
-            key = "teacher_engine" if group.name == algorithm.teacher_engine else "teacher_engines"
-            token = min((here.items() ^ there.items()), key=lambda item: (item[1], item[0]))[0]
-            yield (
-                f"algorithm.{key}",
-                f"the teacher {group.name}: {group.model} has another vocabulary than the policy: "
-                f"{token!r} is token {there.get(token)} there and {here.get(token)} here; serve a model with the "
-                "policy's tokenizer",
-            )
 
 
 @rule("policies.shared_credit", "algorithm.credit")

@@ -157,19 +157,9 @@ def fits_microbatch(rollout: Rollout, trainer: Trainer, sizes: Sizes) -> Problem
         )
 
 
-@rule("batch.critic_ranks", "critic.layout.data")
-def feeds_critic(rollout: Rollout, schedule: Schedule, critic_sizes: Sizes | None) -> Problems:
-    rows = _rows(rollout, schedule)
-    if critic_sizes is not None and rows < critic_sizes.data:
-        yield (
-            f"an update of {rows} rollouts {UPDATE} cannot feed the critic's {critic_sizes.data} data-parallel ranks; "
-            "lower critic.layout.data"
-        )
-
-
 @rule("batch.ranks", "trainer.data")
 def feeds_trainers(rollout: Rollout, schedule: Schedule, sizes: Sizes) -> Problems:
-    rows = _rows(rollout, schedule)
+    rows = update_rows(rollout, schedule)
     if rows < sizes.data:
         yield (
             f"an update of {rows} rollouts {UPDATE} cannot feed {sizes.data} data-parallel ranks; raise one of the "
@@ -177,5 +167,6 @@ def feeds_trainers(rollout: Rollout, schedule: Schedule, sizes: Sizes) -> Proble
         )
 
 
-def _rows(rollout: Rollout, schedule: Schedule) -> int:
+def update_rows(rollout: Rollout, schedule: Schedule) -> int:
+    """Rollouts of an update."""
     return rollout.prompts_per_step * rollout.group_size // schedule.updates_per_step

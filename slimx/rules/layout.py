@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, broken, refuse, rule
-from slimx.config.sections.critic import Critic, critic_keys
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.kernels import deep_ep_lacks
@@ -84,20 +83,7 @@ def dispatches(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Problems:
 
 
 SPLIT = (sizes_divide, covers, trains_something, decays_known, dispatches)
-"""Asked of the policy and, with other keys, of the critic; a kind of layers may add some."""
-
-
-@rule("critic.split", "critic.layout")
-def critic_splits(
-    critic: Critic | None, critic_view: Trainer | None, critic_spec: ModelSpec | None, critic_sizes: Sizes | None
-) -> Problems:
-    if critic is None:
-        return
-    try:
-        with critic_keys(critic):
-            refuse(_split_problems(critic_view, critic_spec, critic_sizes))
-    except SlimxError as error:
-        yield error.about, str(error)
+"""Rules about how a model is split; a kind of layers may add some."""
 
 
 def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
@@ -108,11 +94,12 @@ def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
     from slimx.layout.ranks import sizes_of
 
     sizes = sizes_of(trainer)
-    refuse(_split_problems(trainer, spec, sizes))
+    refuse(split_problems(trainer, spec, sizes))
     return sizes
 
 
-def _split_problems(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> list[SlimxError]:
+def split_problems(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> list[SlimxError]:
+    """Refusals by `SPLIT` and the rules of the kind of layers."""
     rules = (*SPLIT, *spec.layer_kind.split_rules())
     return broken(rules, {"trainer": trainer, "spec": spec, "sizes": sizes})
 
@@ -129,16 +116,3 @@ def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
         reader.check(spec.table)
         reader.check_copies(spec.table)
     yield from ()
-
-
-@rule("weights.critic_tensors", "critic.load")
-def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Problems:
-    from slimx.models.files.formats import format_of
-    from slimx.models.files.reader import CheckpointReader
-
-    if critic_spec is None or critic_weights is None:
-        return
-    if format_of(critic_weights) is not None:
-        yield f"the critic cannot start from {critic_weights}; convert it, and give the Hugging Face directory"
-    else:
-        CheckpointReader(critic_weights).check(critic_spec.table)

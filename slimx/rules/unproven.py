@@ -25,7 +25,6 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
     "trainer.optimizer.kind=muon": (
         "trainer.lora",
         "trainer.optimizer.offload_fraction",
-        "algorithm.loss=bradley_terry",
     ),
     "trainer.optimizer.moments_dtype=bfloat16": (
         "trainer.distributed_optimizer",
@@ -52,20 +51,6 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "numerics.mode",
         "critic",
     ),
-    "critic": ("critic.optimizer.kind", "critic.optimizer.moments_dtype"),
-    "algorithm.loss=bradley_terry": (
-        "trainer.lora",
-        "trainer.freeze",
-        "trainer.indexer_replay",
-        "trainer.moe.routing_replay",
-        "trainer.moe.aux_loss_coef",
-        "trainer.moe.z_loss_coef",
-        "trainer.moe.bias_update_rate",
-        "trainer.megatron.mtp_num_layers",
-        "numerics.mode",
-        "publish.quantise",
-        "schedule.colocate",
-    ),
     "policies (with further weights)": (
         "run.fork",
         "numerics.mode",
@@ -75,7 +60,6 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "rollout.replay",
         "algorithm.advantages (that need the whole step, and remax)",
         "algorithm.loss=sft",
-        "algorithm.loss=bradley_terry",
         "algorithm.teacher (in trainers or engines)",
         "algorithm.reference_refresh",
         "critic",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from slimx.adapters.device import device_named
 from slimx.runtime.allocator import set_expandable_segments, set_pinned_sizes
 from slimx.runtime.children import clean_environment
 from slimx.runtime.toolkit import NVSHMEM, set_build_tools
@@ -52,16 +53,16 @@ def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]
     """Prepare this process for megatron.core, before anything imports it; returns the names of those in force.
 
     `plain`: the layers are plain torch's on a GPU too; `deep_ep`: for a flex dispatcher."""
-    from slimx.adapters.megatron import cpu as megatron_cpu
-    from slimx.adapters.megatron.imports import prepare_deep_ep, untracked
+    import torch
 
-    adapters = megatron_cpu.install()
-    if not adapters:  # a trainer on a GPU
-        adapters += prepare_deep_ep(needed=deep_ep)
+    device = device_named("cuda" if torch.cuda.is_available() else "cpu")
+    adapters = device.prepare_megatron(deep_ep=deep_ep)
+    from slimx.adapters.megatron.imports import untracked
+
     with untracked():
         from slimx.adapters.megatron import layers as megatron_layers
 
-    adapters += megatron_cpu.install_megatron()
+    adapters += device.change_megatron()
     return adapters + (["torch_layers"] if megatron_layers.install(always=plain) else [])
 
 

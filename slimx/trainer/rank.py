@@ -3,8 +3,10 @@
 worker.call("model.train_updates", ...) --> TrainerRank.perform --> PolicyTrainer.train_updates
                                                                     (phase "train", all of it on the device)
 
-model     PolicyTrainer, or that of a learner           critic    CriticTrainer
-weights   WeightExport: the model's, to engines and files   rank   the methods below
+model     PolicyTrainer, or that of a learner
+weights   WeightExport: the model's, to engines and files
+rank      the methods below
+others    entry points of `slimx.roles`
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
-from slimx.trainer.critic import CriticTrainer
 from slimx.trainer.device.gpu import MemoryGuard, check_health, gpu_of, set_affinity
 from slimx.trainer.device.memory import PhaseMemory, meter_of
 from slimx.trainer.operation import Operation, operation
@@ -80,7 +81,7 @@ class TrainerRank:
         )
 
     def build(self, roles: Collection[str]) -> None:
-        """Build `roles`: "model", "critic" or both; with the model come its "weights"."""
+        """Build `roles`; with the "model" come its "weights"."""
         if "model" in roles:
             learner = learner_of(self.config.algorithm)
             trainer = PolicyTrainer if learner is None else learner.trainer()
@@ -88,8 +89,8 @@ class TrainerRank:
             # First: its buffers go before the weights that they were filled from.
             self.roles["weights"] = WeightExport(model, self._memory)
             self.roles["model"] = model
-        if "critic" in roles:
-            self.roles["critic"] = CriticTrainer(self.config, self.parallel)
+        for name in roles:
+            self._role(name)
 
     def perform(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """Do the operation `name`, "role.method", under its conditions."""

@@ -32,7 +32,6 @@ from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, reduce
 from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
 from slimx.trainer.step.passes import ForwardPasses, Holder
-from slimx.trainer.step.trace import traced
 from slimx.trainer.trained import TrainedModel
 
 
@@ -197,13 +196,6 @@ class PolicyTrainer(TrainedModel):
             self.passes.refresh_reference()
         else:
             self.passes.load_reference(path)
-
-    @operation(needs="weights")
-    def trace(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
-        """Digests of the residual stream in this rank's layers in a pass over `batches` (slimx.trainer.step.trace)."""
-        with traced([unwrap(chunk) for chunk in self.chunks]) as rows:
-            self.pipeline.scores(self._local(batches))
-        return dict(rows)
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """Mark this rank's tokens that differ, or follow one of their sequence that does."""

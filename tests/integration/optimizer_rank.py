@@ -17,7 +17,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
 from slimx.trainer.checkpoint import files
-from slimx.trainer.device.host_moments import MOMENTS
+from slimx.trainer.device.offload import MOMENTS
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank, demonstrations
 from tests.refusals import told

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
-from slimx.adapters.megatron import cpu as megatron_cpu
+from slimx.extras.cpu.adapters import megatron as megatron_cpu
 
 DEVICE = torch.device("cuda", 0)
 WAITS: Counter[str] = Counter()

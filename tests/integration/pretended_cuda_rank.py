@@ -44,7 +44,7 @@ def _steps_with_host_moments(out: Path) -> None:
     import torch
 
     from slimx.adapters.megatron.layers import Adam
-    from slimx.trainer.device.host_moments import HostMoments
+    from slimx.extras.host_moments.moments import HostMoments
     from tests.integration import pretended_cuda
 
     def stepped(device: str) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def _steps_with_host_moments(out: Path) -> None:
     said = {
         "alike": all(map(torch.equal, found, expected)),
         "waits": len(waits),
-        "copies": {place: n for place, n in (pretended_cuda.WAITS - before).items() if "host_moments" in place},
+        "copies": {place: n for place, n in (pretended_cuda.WAITS - before).items() if "moments.py" in place},
     }
     (out / "moments.json").write_text(json.dumps(said))
 

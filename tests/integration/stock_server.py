@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 
-from slimx.adapters.sglang import absent as sglang_absent
+from slimx.extras.cpu.adapters import absent as sglang_absent
 
 os.environ["SGLANG_PLUGINS"] = "none"
 sglang_absent.install()

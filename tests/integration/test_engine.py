@@ -24,8 +24,8 @@ from slimx.engines.server.launch import CPU_VARIABLES
 from slimx.engines.server.router import Router
 from slimx.engines.server.spec import EngineSpec, server_env
 from slimx.errors import SlimxError
+from slimx.extras.served_models.client import FrozenEngine
 from slimx.models.families import read_model
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port

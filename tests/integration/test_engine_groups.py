@@ -23,15 +23,15 @@ from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import Standing
 from slimx.engines.server.engine import Engine
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource
+from slimx.extras.served_models.client import FrozenEngine
+from slimx.extras.served_models.engines import ServedModels
+from slimx.extras.served_models.teacher import check_vocabulary
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
-from slimx.orchestration.engines.frozen import FrozenEngines
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.publish import Publisher
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.client.teacher import check_vocabulary
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 from tests.integration.direct_trainers import DirectTrainers, plan_for
 from tests.integration.engine_oracle import PROMPT, logprobs_of
@@ -161,7 +161,7 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         judges = config_of(
             tiny_model, tmp_path, [{"name": "a"}, {"name": "judge", "frozen": True, **running}], "memory"
         )
-        frozen = FrozenEngines(judges, "cpu", tmp_path, note=print)
+        frozen = ServedModels(judges, "cpu", tmp_path, note=print)
         stack.push_async_callback(frozen.stop)
         await frozen.start()
         scored = await asyncio.to_thread(
@@ -177,7 +177,7 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         shutil.copytree(tiny_model, spoilt := tmp_path / "spoilt")
         save_file({"w": torch.tensor([float("nan")])}, spoilt / "model.safetensors")
         judge = {"name": "judge", "frozen": True, "model": str(spoilt)}
-        unread = FrozenEngines(
+        unread = ServedModels(
             config_of(tiny_model, tmp_path, [{"name": "a"}, judge], "memory"), "cpu", tmp_path, note=print
         )
         stack.push_async_callback(unread.stop)

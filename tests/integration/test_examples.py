@@ -21,8 +21,8 @@ from slimx.engines.server.engine import Engine
 from slimx.engines.server.router import Router
 from slimx.extras.agents import multi_turn
 from slimx.extras.agents import tools as mcp_tools
+from slimx.extras.served_models.client import FrozenEngine
 from slimx.models.families import read_model
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hook_loading import load_hooks

@@ -221,9 +221,9 @@ def planned_peak(job: dict[str, Any], model: str, case: dict[str, Any]) -> int:
 
 def test_what_slimx_plan_repeats_of_the_trainer_is_the_same_there():
     """These stand twice because a plan must not import torch."""
+    from slimx.extras.host_moments import moments as host_moments
     from slimx.extras.planner.memory import pipeline as memory_pipeline
     from slimx.extras.planner.memory import trainer as memory_trainer
-    from slimx.trainer.device import host_moments
     from slimx.trainer.model import logprobs
 
     assert memory_pipeline.CHUNK_BYTES == logprobs.CHUNK_BYTES

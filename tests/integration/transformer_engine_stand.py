@@ -24,7 +24,7 @@ from unittest.mock import MagicMock
 import torch
 import torch.nn.functional as F
 
-from slimx.adapters.megatron import cpu as megatron_cpu
+from slimx.extras.cpu.adapters import megatron as megatron_cpu
 from slimx.extras.low_precision import products
 from slimx.extras.low_precision.recipes import RECIPES
 from slimx.numerics.attention import packed_attention

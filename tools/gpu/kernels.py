@@ -77,8 +77,8 @@ def main() -> int:
     set_build_tools(os.environ)
     import torch
 
-    from slimx.adapters.sglang.absent import install
     from slimx.adapters.transformers import import_transformers
+    from slimx.extras.cpu.adapters.absent import install
     from tools.gpu.model import GPU
     from tools.gpu.pretended import pretend_gpu
 

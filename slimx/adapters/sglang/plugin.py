@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 import slimx
-from slimx.adapters.sglang import cpu as sglang_cpu
-from slimx.adapters.sglang import draws as sglang_draws
+from slimx import entry_points
+from slimx.adapters.device import device_named
 from slimx.adapters.sglang import hooks as sglang_hooks
-from slimx.adapters.sglang import trace as sglang_trace
 from slimx.adapters.sglang.weights import drafted as sglang_drafted
 from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
 from slimx.errors import SlimxError
@@ -38,6 +37,8 @@ ANSWER, ERROR, CODE, ABOUT, PID = "slimx", "error", "code", "about", "pid"
 """Keys of the payload's `checksums`: our JSON answer, or an error's text, code and object, and whose it is."""
 PREFIX = "slimx."
 """Begin of the actions that are slimx's verbs."""
+VERBS = "slimx.server_verbs"
+"""Entry points: verbs about a server's process, functions of the model runner and the verb's arguments."""
 
 
 def register() -> None:
@@ -48,8 +49,8 @@ def register() -> None:
     from sglang.srt.utils import is_cpu
 
     numerics, form = server_mode(sys.argv), server_form(sys.argv)
-    if is_cpu():
-        sglang_cpu.open_choices()
+    device = device_named("cpu" if is_cpu() else "cuda")
+    device.open_choices()
     numerics.open_choices()
     # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
     # runs. SGLang calls this in the server's process before it starts others, and in a spawned child after that has
@@ -72,11 +73,7 @@ def register() -> None:
         if sglang_drafted.asked(sys.argv):
             HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
         form.register(HookRegistry, HookType)
-        if not is_cpu():  # which computes fp64 as fast as the estimate that saves it
-            HookRegistry.register(sglang_draws.DRAW, sglang_draws.draw, HookType.REPLACE)
-        else:
-            sglang_cpu.register_hooks(HookRegistry, HookType, experts=not numerics.replaces_layers)
-            sglang_cpu.close_gaps()
+        device.register(HookRegistry, HookType, experts=not numerics.replaces_layers)
         numerics.register(HookRegistry, HookType)
 
 
@@ -111,31 +108,21 @@ def check_weights(
 
 
 def _answer(runner: Any, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Do a verb: a method of the model's receiver, or one of `OF_PROCESS`."""
-    if verb in OF_PROCESS:
-        return OF_PROCESS[verb](runner, **arguments)
+    """Do a verb: a method of the model's receiver, or an entry point of `VERBS`."""
+    of_process = entry_points.find(VERBS)
+    if verb in of_process:
+        return entry_points.load(VERBS, verb)(runner, **arguments)
     verbs = {name for name in vars(RankReceiver) if not name.startswith("_")}
     if verb not in verbs:
         raise SlimxError(
             f"unknown action {PREFIX}{verb}; this server's slimx {slimx.__version__} knows "
-            f"{', '.join(sorted(verbs | OF_PROCESS.keys()))}",
+            f"{', '.join(sorted(verbs | of_process.keys()))}",
             code="plugin.action",
             about=PREFIX + verb,
         )
     receiver = receiver_of(runner.model)
     receiver.rank, receiver.experts = _coordinates()["rank"], _expert_location()
     return getattr(receiver, verb)(**arguments)
-
-
-def _trace(runner: Any, on: bool) -> dict[str, Any]:
-    """Begin to note what goes through the model, or end it: {point: digests of rows}."""
-    if on:
-        runner.slimx_trace = sglang_trace.Trace(runner.model)
-        return {}
-    trace = runner.__dict__.pop("slimx_trace", None)
-    if trace is None:
-        raise SlimxError("no trace was begun in this process", code="plugin.trace", about="trace")
-    return trace.end()
 
 
 def _expert_location() -> Any:
@@ -223,9 +210,5 @@ def attest(runner: Any) -> dict[str, Any]:
         "experts": any(name.endswith("w13_weight") for name, _ in runner.model.named_parameters()),
         "fp8": any(held.dtype == torch.float8_e4m3fn for held in runner.model.parameters()),
         "numerics": numerics.contract(dtype, runner.device),
-        "cpu": sglang_cpu.attest() if is_cpu() else None,
+        "cpu": device_named("cpu" if is_cpu() else "cuda").attest(),
     }
-
-
-OF_PROCESS: dict[str, Callable[..., dict[str, Any]]] = {"attest": attest, "trace": _trace}
-"""Verbs about this process; all others are methods of `RankReceiver`."""

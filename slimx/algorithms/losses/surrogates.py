@@ -89,7 +89,7 @@ def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Obj
 
 def clip_cov(tokens: LossTokens, *, low: float, high: float, **selection: float) -> Objective:
     """The clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617). `selection`: parameters by which they
-    were selected (`slimx.algorithms.advantages.covariance`)."""
+    were selected."""
     value, held = _clipped(tokens.log_ratio, tokens.advantages, low, high)
     selected = tokens.columns.selected > 0
     return torch.where(selected, 0.0, value), held | selected

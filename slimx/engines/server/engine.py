@@ -217,11 +217,6 @@ class Engine(Server):
         elif not self.asleep and self.state is State.ASLEEP:
             self.move(State.PAUSED)
 
-    async def trace(self, on: bool) -> dict[str, list[str]]:
-        """Begin (`on`) or end noting digests of the residual stream; at the end the first rank's, by point."""
-        self.require("trace", State.READY)
-        return (await self.ask("trace", on=on))[0]
-
     # Publication (the verbs of slimx.reshard.parties.Receiver) --------------------------------------------------------
 
     async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:

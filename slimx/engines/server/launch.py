@@ -16,6 +16,7 @@ import signal
 import sys
 
 from slimx import entry_points
+from slimx.adapters.device import device_named
 from slimx.adapters.transformers import import_transformers
 from slimx.engines.server.keys import Keys
 from slimx.layout import form
@@ -59,9 +60,7 @@ def prepare_imports() -> None:
     sys.modules["megatron"] = None
     import_transformers()
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":  # on a GPU nothing may be absent
-        from slimx.adapters.sglang import absent as sglang_absent
-
-        sglang_absent.install()
+        device_named("cpu").prepare_sglang()
 
 
 def main(arguments: list[str], keys: Keys) -> None:

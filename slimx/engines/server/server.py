@@ -9,12 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from slimx import entry_points
 from slimx.cluster.place import Placement
 from slimx.engines.server.attestation import attested
-from slimx.engines.server.nodes import Nodes
-from slimx.engines.server.spec import EngineSpec, server_argv, server_env
+from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
 from slimx.engines.server.wire import Json, Wire
 from slimx.engines.transport import End
 from slimx.errors import DeadlineError, SlimxError
@@ -40,6 +40,26 @@ PORTS = 3
 """Ports that a start tries when other programs take them."""
 PORT_TAKEN = "error while attempting to bind on address"
 """Words of uvicorn in the server's log."""
+
+
+MACHINES = "slimx.machines"
+"""Entry points: classes of `Machines`."""
+
+
+class Machines(Protocol):
+    """The machines of a server that spans several, but for the first, in whose process this is."""
+
+    async def start(self, host: str, deadline_s: float) -> NodeShare:
+        """Start their processes; return the share of the first machine, at `host`."""
+        ...
+
+    async def ended(self, deadline_s: float) -> str | None:
+        """Return the end of the first of them that ended, in words; None while they run, or do not answer."""
+        ...
+
+    async def stop(self, grace_s: float, deadline_s: float) -> None:
+        """End their processes. Does not raise."""
+        ...
 
 
 class Server:
@@ -75,8 +95,8 @@ class Server:
         self.wire = Wire(spec.url, f"engine {spec.name}", spec.keys, self.deadline_s)
         self.process: SupervisedProcess | None = None
         """None for somebody else's."""
-        self.nodes: Nodes | None = None
-        """The machines of a server on several."""
+        self.nodes: Machines | None = None
+        """The other machines of a server on several."""
         self.attestation: list[Json] = []
         self._listens = False
         """True once it has answered."""
@@ -98,7 +118,8 @@ class Server:
     async def _launch(self, deadline_s: float) -> None:
         self.reset(self._placed())
         if self.places:
-            self.nodes = Nodes(self.planned, self.log_path, self.network, self.places, self.make_end, self.deadline_s)
+            make = entry_points.load(MACHINES, "ray")
+            self.nodes = make(self.planned, self.log_path, self.network, self.places, self.make_end, self.deadline_s)
             self.spec = replace(self.spec, node=await self.nodes.start(self.host, deadline_s))
         if not self.spec.external:
             name, keys = f"engine {self.spec.name}", self.spec.keys.to_bytes()

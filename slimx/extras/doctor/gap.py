@@ -14,7 +14,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Trajectory
-from slimx.numerics.rows import first_difference
+from slimx.extras.doctor.row_digests import first_difference
 from slimx.observability.live.safe_text import visible
 from slimx.orchestration.run import Run
 from slimx.orchestration.session import run_session
@@ -82,16 +82,20 @@ async def _first(run: Run, trajectory: Trajectory) -> str:
     await run.publish()  # forgets the KV of these tokens, so that the engine computes them all
     actor = run.policies[ACTOR]
     engines = actor.engines.engines
-    await asyncio.gather(*(engine.perform("trace", None, True) for engine in engines))
+    await asyncio.gather(*(engine.perform("ask", None, "begin_trace") for engine in engines))
     await actor.client.score(trajectory.token_ids)  # by one of them
-    traces = await asyncio.gather(*(engine.perform("trace", None, False) for engine in engines))
+    answers = await asyncio.gather(*(engine.perform("ask", None, "end_trace") for engine in engines))
+    traces = [ranks[0] for ranks in answers]
     served = max(traces, key=lambda trace: sum(map(len, trace.values())))
     count = len(trajectory.token_ids) - 1
     copies = [trajectory] * actor.sizes.data  # a pass wants one for each data-parallel rank
     batch = actor.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))
     async with run.trainers_turn(publish=False):
-        traces = await actor.trainers.trace(batch)
-    trained = {point: rows[:count] for point, rows in traces.items()}  # no padding
+        trainers = actor.trainers
+        each = await trainers.sharded(trainers.folded(batch.shards))
+        traces = await trainers.call("trace.scores", "the trace of a pass", each=each)
+    whole = {point: rows for trace in reversed(traces) for point, rows in trace.items()}
+    trained = {point: rows[:count] for point, rows in whole.items()}  # no padding
     found = first_difference(served, trained)
     if found is None:
         return "the residual stream is the same in every layer: what differs comes after the last norm, if anything"

@@ -27,7 +27,7 @@ ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
 """Packages that are always shown; of the others only what is wrong."""
 STAND_INS = ("sgl_kernel", "torchvision")
-"""`slimx.adapters.sglang.absent.PACKAGES`: this room may not import the servers' adapters, a test compares the two."""
+"""`slimx.extras.cpu.adapters.absent.PACKAGES`, which this room may not import; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 """`slimx.trainer.device.backends.FLASH`, which needs pydantic; a test compares the two."""

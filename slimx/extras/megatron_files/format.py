@@ -12,6 +12,8 @@ from slimx.models.families import ModelSpec
 class MegatronFormat:
     """A `slimx.models.files.formats.CheckpointFormat`."""
 
+    name = "Megatron-LM"
+
     def recognises(self, directory: Path) -> bool:
         return is_megatron(directory)
 

@@ -13,10 +13,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slimx.algorithms.advantages.estimate import Estimator, Step
 from slimx.algorithms.advantages.group import mean
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.extras.preferences.objectives import Dpo
+
+
+class Preferences(Estimator):
+    """Advantages of DPO, which begin as 0."""
+
+    def finish(self, step: Step) -> dict[str, float]:
+        return assign_preferences(self.algorithm.advantages, step.groups, step.rows, step.policy, step.reference)
 
 
 def assign_preferences(

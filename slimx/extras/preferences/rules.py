@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
@@ -10,9 +10,35 @@ from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Eval, Rollout
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
+from slimx.rules.unproven import found_in, sections_in
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+UNPROVEN = {
+    "algorithm.loss=bradley_terry": (
+        "trainer.lora",
+        "trainer.freeze",
+        "trainer.indexer_replay",
+        "trainer.moe.routing_replay",
+        "trainer.moe.aux_loss_coef",
+        "trainer.moe.z_loss_coef",
+        "trainer.moe.bias_update_rate",
+        "trainer.megatron.mtp_num_layers",
+        "trainer.optimizer.kind",
+        "numerics.mode",
+        "policies (with further weights)",
+        "publish.quantise",
+        "schedule.colocate",
+    )
+}
+"""As `slimx.rules.unproven.UNPROVEN`."""
+
+
+@rule("unproven", "algorithm.loss", facts=sections_in(UNPROVEN))
+def unproven(**sections: Any) -> Problems:
+    yield from found_in(UNPROVEN, sections)
 
 
 @rule("algorithm.dpo_reference", "algorithm.reference")
@@ -80,8 +106,8 @@ def pairs_held_out(algorithm: Algorithm, eval: Eval) -> Problems:
 def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
     from slimx.models.files.formats import format_of
 
-    if algorithm.scores and format_of(weights) is not None:
+    if algorithm.scores and (found := format_of(weights)) is not None:
         yield (
-            f"a reward model cannot start from {weights}, which is no Hugging Face directory; convert it with `slimx "
-            "convert` and give that"
+            f"a reward model cannot start from {weights}, a checkpoint of {found.name}; give a Hugging Face directory "
+            "(slimx convert)"
         )

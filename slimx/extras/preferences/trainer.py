@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slimx.algorithms.losses.value_loss import ValueInputs
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
+from slimx.extras.tokenwise.value_loss import ValueInputs
+from slimx.extras.tokenwise.value_model import ValueModel
+from slimx.extras.tokenwise.value_trainer import ValueTrainer
 from slimx.models.families import ModelSpec
-from slimx.trainer.model.value_model import ValueModel
 from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.value_trainer import ValueTrainer
 
 
 class ScoreModel(ValueModel):

@@ -11,6 +11,9 @@ from slimx import entry_points
 class CheckpointFormat(Protocol):
     """A form of checkpoint directories that a run may start from."""
 
+    name: str
+    """Program that writes them."""
+
     def recognises(self, directory: Path) -> bool:
         """Return True if `directory` has this form."""
         ...

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import ray
 
@@ -28,7 +29,6 @@ from slimx.engines.fleet.group import EngineGroup, follow, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.outage import Outages
 from slimx.errors import SlimxError
-from slimx.orchestration.engines.frozen import FrozenEngines
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.lifetime import stopping
 from slimx.orchestration.ranks.group import RankGroup
@@ -36,9 +36,48 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.packed import PUBLISHER
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, Score, Speaker
 from slimx.rollout.hooks import AgentServer
 from slimx.runtime.tasks import while_served
+
+FROZEN = "slimx.frozen_engines"
+"""Entry points: classes derived from `FrozenEngines`."""
+
+
+class FrozenEngines:
+    """Frozen groups of `rollout.engines`, models that are never published to: none."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: str,
+        log_dir: Path,
+        *,
+        note: Callable[[str], None],
+        record: Callable[[Restart], None] = lambda restart: None,
+    ):
+        """`note` takes one line about every engine that is lost or started again, `record` every restart."""
+        self.config = config
+        self.groups: dict[str, EngineGroup] = {}
+        self.clients: dict[str, Any] = {}
+        """Clients by group, which hooks ask."""
+
+    async def start(self) -> None:
+        """Start all servers; they answer when this returns, and are watched from then on."""
+
+    async def check(self, tokenizer: Any) -> None:
+        """Raise SlimxError for a started model that cannot do its work beside a policy with `tokenizer`."""
+
+    def scorer(self) -> Score | None:
+        """Return what scores finished rollouts; None: nothing does."""
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        """Return `engines/GROUP/serving` and the like."""
+        return {}
+
+    async def stop(self) -> None:
+        """End routers and servers; servers that run elsewhere are left alone."""
 
 
 class EngineService:
@@ -68,7 +107,8 @@ class EngineService:
         self.config, self.sources, self.directory = config, sources, directory
         self.device, self.logs = device_of(config), directory / "logs"
         self.note, self._record, self._lost = note, record, lost
-        self.frozen = FrozenEngines(config, self.device, self.logs, note=note, record=record)
+        models = entry_points.load(FROZEN, "routers") if config.rollout.frozen_engines else FrozenEngines
+        self.frozen = models(config, self.device, self.logs, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
         """Engines by policy; {} where nothing is sampled."""
         self.clients: dict[str, GenerationClient] = {}
@@ -111,8 +151,8 @@ class EngineService:
     async def open(self, context: int) -> None:
         """Connect client and proxy to engines that have all started. `context`: tokens of the longest trajectory.
 
-        Raises SlimxError for a teacher with another vocabulary."""
-        await self.frozen.check_teacher(self.sources.policies[ACTOR].tokenizer)
+        Raises SlimxError for a frozen model that cannot do its work."""
+        await self.frozen.check(self.sources.policies[ACTOR].tokenizer)
         groups = [*self.groups.values(), *self.frozen.groups.values()]
         self._stack.callback(tell_restarts, groups, self.note)
         follow(groups, self.directory / "engines.json")
@@ -147,7 +187,15 @@ class EngineService:
             for name, policy in self.sources.policies.items()
         }
         outage = Outages(tuple(group.members.outage for group in self.groups.values()))
-        return GroupMaker(self.config, self.sources.hooks, speakers, self.frozen.clients, self.proxy, outage)
+        return GroupMaker(
+            self.config,
+            self.sources.hooks,
+            speakers,
+            self.frozen.clients,
+            self.proxy,
+            outage,
+            score=self.frozen.scorer(),
+        )
 
     async def watched[T](self, work: Awaitable[T]) -> T:
         """The result of `work`. Raises SlimxError when no engine is left that could come back."""

@@ -152,14 +152,6 @@ class TrainerGroup(RankGroup):
             await self.call("model.measure_gap", what, each=each, version=version, mismatch=mismatch)
         )
 
-    async def trace(self, batch: TrainBatch) -> dict[str, list[str]]:
-        """Digests of the residual stream in a pass over `batch`, by point: those of one data-parallel rank."""
-        found: dict[str, list[str]] = {}
-        each = await self.sharded(self.folded(batch.shards))
-        for points in await self.call("model.trace", "the trace of a pass", each=each):
-            found = points | found
-        return found
-
     async def check_files(self, path: Path, shares: list[bytes]) -> None:
         """Have every rank compare its share of the files in `path` with their records."""
         each = [(share,) for share in shares]

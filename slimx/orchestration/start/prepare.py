@@ -22,13 +22,11 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.start.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
 from slimx.preflight.facts import model_facts, weight_facts
-from slimx.preflight.probe import try_hooks
 from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
-from slimx.rollout.client.teacher import check_taught
 from slimx.rollout.flow.replay import NO_HOOKS
 from slimx.rollout.hook_loading import Hooks, check_answers, check_generated, check_prompts, load_hooks
 from slimx.trainer.device.backends import Backends, choose_backends, installed
@@ -93,8 +91,6 @@ def check_run(config: Config) -> Prepared:
     device = device_of(config)
     checked = {name: _check_model(of_policy, device, config.policies) for name, of_policy in config.by_policy.items()}
     actor = checked[ACTOR]
-    for each in checked.values():
-        try_hooks(each.config)
     sources = _sources(actor.config, actor.facts["spec"], device, actor.facts)
     tokenizers = {ACTOR: sources.policies[ACTOR].tokenizer}
     tokenizers |= {name: _tokenizer(each, device) for name, each in checked.items() if name != ACTOR}
@@ -196,7 +192,9 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
     eval_prompts: dict[str, list[Prompt]] = {}
     if not config.rollout.replay:
         by_source = training_prompts(config, tokenizer, spec)
-        check_taught(config.algorithm, chain.from_iterable(by_source.values()))
+        known = facts | {"tokenizer": tokenizer}
+        prompts = list(chain.from_iterable(by_source.values()))
+        refuse(broken(all_rules(), known | {"prompts": prompts}, before=known))
         make_source(config, by_source)  # that of the user is refused now
         eval_prompts = {
             name: heldout_prompts(config, name, path, tokenizer, spec) for name, path in config.eval.files.items()

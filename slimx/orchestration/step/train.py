@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from slimx.algorithms.advantages.estimate import finish_advantages
+from slimx.algorithms.advantages.estimate import Step, finish_advantages
 from slimx.algorithms.learner import learner_of
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainBatch, TrainingRow
@@ -87,17 +87,16 @@ async def estimate_advantages(
     policy = await _logprobs(run, rows, "policy") if pairs else None
     reference = await _logprobs(run, rows, "reference") if pairs or algorithm.kl_reward_coef else None
     values = await run.critic.values(rows) if run.critic is not None else None
-    # A second for a million tokens, in which the loop has engines to watch.
-    return await in_thread(
-        finish_advantages,
-        algorithm,
-        groups,
-        updates,
+    step = Step(
+        groups=groups,
+        updates=updates,
         policy=policy,
         reference=reference,
         values=values,
         seed=(run.config.run.seed, run.step),
     )
+    # A second for a million tokens, in which the loop has engines to watch.
+    return await in_thread(finish_advantages, algorithm, step)
 
 
 async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +21,7 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.engines.outage import Outage, Outages
 from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import REQUEST
-from slimx.rollout.client.teacher import make_teachers
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import GroupProgress
@@ -44,6 +42,8 @@ from slimx.rollout.hooks import (
 )
 from slimx.runtime.clocks import Clock
 
+Score = Callable[[Prompt, Trajectory], Awaitable[None]]
+"""Adds numbers of another model, such as a teacher's, to a trajectory of a prompt. Raises SlimxError."""
 STRAGGLER = "straggler"
 """Reason of a group that was given up, unfinished, because a batch would have waited for it too long."""
 
@@ -90,16 +90,17 @@ class GroupMaker:
         config: Config,
         hooks: Hooks,
         speakers: Mapping[str, Speaker],
-        engines: Mapping[str, FrozenEngine] | None = None,
+        engines: Mapping[str, Any] | None = None,
         proxy: AgentServer | None = None,
         outage: Outage | Outages | None = None,
+        score: Score | None = None,
     ):
-        """`speakers`: every trained policy by its name, first `actor`. `engines`: frozen ones, which hooks may ask, and
-        teachers among them. `proxy`: the server through which agents sample. `outage`: while it lasts, no rollout's
-        deadline runs."""
+        """`speakers`: every trained policy by its name, first `actor`. `engines`: clients of frozen ones, which hooks
+        may ask. `proxy`: the server through which agents sample. `outage`: while it lasts, no rollout's deadline
+        runs. `score`: called with each finished rollout that is trained."""
         self.config, self.hooks, self.speakers = config, hooks, speakers
         self.engines, self.proxy = engines or {}, proxy
-        self._teachers = make_teachers(config, self.engines)
+        self._score = score
         self.versions = dict.fromkeys(speakers, 0)
         """Newest published weight version of each policy; the loop keeps it."""
         self.begun: dict[str, int] = {}
@@ -278,8 +279,8 @@ class GroupMaker:
         else:
             alone = self.config.reward.scope == "trajectory"
             work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories if alone]
-            if self._teachers is not None and not (evaluation or greedy):
-                work += [self._teach(prompt, trajectory) for trajectory in trajectories]
+            if self._score is not None and not (evaluation or greedy):
+                work += [self._scored(prompt, trajectory) for trajectory in trajectories]
             if len(work) == 1:  # no task of its own for the one that most rollouts have
                 await work[0]
             else:
@@ -335,9 +336,9 @@ class GroupMaker:
                 trajectory.reward, trajectory.reward_parts = verdict
             _keep_logged(trajectories[0], ctx.metrics)
 
-    async def _teach(self, prompt: Prompt, trajectory: Trajectory) -> None:
+    async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> None:
         with _marking(trajectory, "teacher"):
-            await self._teachers.of(prompt).score(trajectory)
+            await self._score(prompt, trajectory)
 
 
 @contextmanager

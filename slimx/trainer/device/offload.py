@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from slimx.numerics.rounding import Rounding
-from slimx.trainer.device.host_moments import MOMENTS
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of Adam's moments, each as large as its parameter."""
 STATE = (*MOMENTS, "momentum_buffer")
 """Names of optimizer state as large as its parameter: Adam's two, and Muon's one."""
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -28,7 +29,6 @@ from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
 from slimx.trainer.model.transformer import transformer_config
-from slimx.trainer.model.value_model import ValueHead, ValueModel
 from slimx.trainer.moe import router
 
 
@@ -38,7 +38,7 @@ def build_model(
     backends: Backends,
     *,
     device: torch.device,
-    kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
+    kind: type[GPTModel] = PolicyModel,
 ) -> tuple[list[DistributedDataParallel], AttachedForm]:
     """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded, and what stands
     beside these; more than one chunk with virtual pipeline stages only. What is frozen (`ModelSpec.frozen`) has no
@@ -120,7 +120,7 @@ def _require_gradient(_: torch.nn.Module, __: object, output: torch.Tensor) -> t
 
 
 def build_chunk(
-    make: Callable[..., PolicyModel | ValueModel],
+    make: Callable[..., GPTModel],
     spec: ModelSpec,
     transformer: TransformerConfig,
     chunk: int | None,
@@ -158,14 +158,14 @@ def build_chunk(
         if isinstance(module, TopKRouter):
             # Float16Module halves buffers too; the selection bias is fp32 before its values are loaded.
             module._maintain_float32_expert_bias()
-        elif isinstance(module, ValueHead):
+        elif getattr(module, "IN_FP32", False):
             module.float()
         for parameter in spec.layer_kind.fp32_parameters(module):
             parameter.data = parameter.data.float()
     return halved
 
 
-def unwrap(model: torch.nn.Module) -> PolicyModel | ValueModel:
+def unwrap(model: torch.nn.Module) -> GPTModel:
     """The GPT model inside its data-parallel and half-precision wrappers."""
     while hasattr(model, "module"):
         model = model.module

@@ -27,11 +27,22 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
+from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Optimizer
 from slimx.errors import SlimxError
-from slimx.trainer.device.host_moments import HostMoments
 from slimx.trainer.model.transformer import DTYPES
+
+STATES = "slimx.optimizer_states"
+"""Entry points: classes of `OwnState` by the place of the state."""
+
+
+class OwnState:
+    """An optimizer that keeps the state of another one elsewhere, in whose place it stands."""
+
+    def make_state(self) -> None:
+        """Give parameters that have no state yet the zeros that Adam begins with, where they belong elsewhere."""
+        raise NotImplementedError
 
 
 def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch.nn.Parameter] = ()) -> Any:
@@ -67,9 +78,10 @@ def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     optimizer = get_megatron_optimizer(settings, chunks, _groups(settings, undecayed))
     if options.offload_fraction:
+        on_host = entry_points.load(STATES, "host")
         for part in optimizer.chained_optimizers:
             if part.optimizer is not None:
-                part.optimizer = HostMoments(part.optimizer, options.offload_fraction)
+                part.optimizer = on_host(part.optimizer, options.offload_fraction)
     return optimizer
 
 
@@ -90,8 +102,8 @@ def make_moments(part: Any) -> None:
                 if not inner.state[parameter]:
                     inner.initialize_state(parameter, store_param_remainders=False)
         return
-    if isinstance(inner, HostMoments):
-        inner.make()
+    if isinstance(inner, OwnState):
+        inner.make_state()
     part.init_state_fn(inner, part.config)
 
 

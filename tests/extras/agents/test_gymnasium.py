@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.algorithms.advantages.gigpo import step_advantages
 from slimx.data.records import Prompt, Trajectory
 from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.agents import multi_turn
 from slimx.extras.agents.hubs.gymnasium import Gymnasium
 from slimx.extras.agents.hubs.views import state_digest
+from slimx.extras.tokenwise.gigpo import step_advantages
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.needed import need_package

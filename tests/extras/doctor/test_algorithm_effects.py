@@ -15,8 +15,8 @@ from slimx.config.sections.objectives import PRESETS
 from slimx.config.sections.run import Model
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.doctor.effects.effects import Effect, effects
+from tests.extras.doctor.effects_stand import config
 from tests.refusals import refused
-from tests.unit.preflight.effects_stand import config
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "moe"
 

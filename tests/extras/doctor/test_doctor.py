@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from slimx import cli
-from slimx.adapters.sglang import absent as sglang_absent
 from slimx.errors import SlimxError
 from slimx.extras.boxes.programs.sandbox import Sandbox
+from slimx.extras.cpu.adapters import absent as sglang_absent
 from slimx.extras.doctor import machine as doctor
 from slimx.extras.exact.ordered import kernel as exact_kernel
 from slimx.reshard.kernels import cpu as kernel

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
-from slimx.adapters.sglang.trace import Trace
 from slimx.extras.doctor.gap import describe
-from slimx.numerics.rows import OUTPUT, attention_point, first_difference, mlp_point, row_digests
-from slimx.trainer.step.trace import traced
+from slimx.extras.doctor.row_digests import OUTPUT, attention_point, first_difference, mlp_point, row_digests
+from slimx.extras.doctor.server_trace import Trace
+from slimx.extras.doctor.trace_role import traced
 from tests.refusals import numbers
 
 POINTS = [point(layer) for layer in range(2) for point in (attention_point, mlp_point)] + [OUTPUT]

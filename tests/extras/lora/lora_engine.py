@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from slimx.adapters.sglang import absent
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.engines.server.launch import prepare
 from slimx.errors import SlimxError
+from slimx.extras.cpu.adapters import absent
 from slimx.extras.lora.adapters import sglang as sglang_lora
 from slimx.layout.form import server_form
 from tests.unit.adapters.engines_on_meta import built

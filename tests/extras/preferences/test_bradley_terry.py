@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.algorithms.losses.value_loss import ValueInputs
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.extras.preferences.bradley_terry import assign_slopes, pair_rows, preference_metrics
 from slimx.extras.preferences.trainer import score_loss
+from slimx.extras.tokenwise.value_loss import ValueInputs
 from tests.refusals import refused
 
 

@@ -16,8 +16,8 @@ from slimx.config.schema import Config
 from slimx.data.records import Prompt
 from slimx.extras.preferences.head import declare_score, write_score
 from slimx.extras.preferences.hook import check_pair
+from slimx.extras.tokenwise.value_trainer import read_score
 from slimx.models.families import configured_model
-from slimx.trainer.value_trainer import read_score
 from tests.refusals import invalid, refused
 
 MODEL = Path("configs/moe/models/Qwen3-30B-A3B")

@@ -14,7 +14,7 @@ from slimx.data.records import Prompt
 from slimx.extras.http.answers import MAX_ANSWER
 from slimx.extras.rewards import choice, f1, judge, math, overlong, pattern, remote
 from slimx.extras.rewards.shared import http
-from slimx.rollout.client.frozen import FrozenEngine
+from slimx.extras.served_models.client import FrozenEngine
 from slimx.rollout.hook_loading import check_answers
 from tests.extras.rewards.reward_stand import context, hooks_of, judged, trajectory
 from tests.refusals import invalid, refused

@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimx.adapters.sglang import absent
 from slimx.adapters.sglang.weights.drafted import take_draft
 from slimx.adapters.sglang.weights.places import weights_of
 from slimx.adapters.sglang.weights.receiver import receiver_of
+from slimx.extras.cpu.adapters import absent
 from slimx.layout.engine import DRAFT, EngineLayout
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model

@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import torch
 import torch.testing._internal.distributed.fake_pg as fake_pg
 
-from slimx.adapters.sglang import absent
 from slimx.engines.server.launch import prepare
+from slimx.extras.cpu.adapters import absent
 
 
 def built(path: str, rank: int, world: int, given: dict[str, Any], device: str = "meta") -> torch.nn.Module:

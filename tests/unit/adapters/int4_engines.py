@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from slimx.adapters.sglang import absent
 from slimx.engines.server.launch import prepare
+from slimx.extras.cpu.adapters import absent
 from slimx.reshard.kernels.cpu import checksum_tensor
 from tests.unit.adapters.engines_on_meta import built
 

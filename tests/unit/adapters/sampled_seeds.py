@@ -15,8 +15,9 @@ from types import SimpleNamespace
 
 import torch
 
-from slimx.adapters.sglang import absent, draws, hooks
-from slimx.adapters.sglang import cpu as sglang_cpu
+from slimx.adapters.sglang import draws, hooks
+from slimx.extras.cpu.adapters import absent
+from slimx.extras.cpu.adapters import sglang as sglang_cpu
 
 VOCABULARY, REQUESTS = 500, 16
 WIDE = (64, 151936)

@@ -81,8 +81,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 saved = Qwen2ForCausalLM(Qwen2Config(vocab_size=8, num_hidden_layers=1, **sizes))
 saved.save_pretrained(sys.argv[1])
-from slimx.adapters.megatron import cpu
-cpu.install()
+from slimx.extras.cpu.adapters import megatron
+megatron.install()
 loaded, tokens = Qwen2ForCausalLM.from_pretrained(sys.argv[1]), torch.arange(8)[None]
 print(torch.equal(loaded.model.rotary_emb.inv_freq, saved.model.rotary_emb.inv_freq))
 print(torch.equal(loaded(tokens).logits, saved(tokens).logits))
@@ -105,7 +105,7 @@ print(*(name for name in ("torch", "ray", "sglang", "megatron", "transformers") 
 
 
 def test_the_actors_of_engines_import_no_torch():
-    script = "import sys, slimx.engines.server.engine, slimx.engines.server.nodes; print('torch' in sys.modules)"
+    script = "import sys, slimx.engines.server.engine, slimx.extras.spanning.nodes; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["False"], done.stderr
 

@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from slimx.algorithms.advantages.covariance import select_tokens
-from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages, group_advantages
+from slimx.algorithms.advantages.estimate import Step, all_advantages, finish_advantages, group_advantages
 from slimx.algorithms.advantages.group import gdpo, remax, rloo
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.objectives import ClipCov, KlCov
@@ -17,6 +16,7 @@ from slimx.data.batch import TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.extras.preferences.dpo import assign_preferences
+from slimx.extras.tokenwise.covariance import select_tokens
 from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group, trajectory
 from tests.unit.algorithms.loss_stand import loss_inputs
@@ -105,7 +105,7 @@ def test_order_changes_nothing_and_empty_comparisons_teach_nothing(name):
     def run(groups: list[Group]) -> dict[str, list[float]]:
         members = [t for g in groups for t in g.trajectories]
         rows = rows_of(algorithm, groups)
-        finish_advantages(algorithm, groups, [rows], seed=(1, 2))
+        finish_advantages(algorithm, Step(groups=groups, updates=[rows], seed=(1, 2)))
         return {t.id: row.advantages[1:].tolist() for t, row in zip(members, rows, strict=True)}
 
     found = run(groups)
@@ -160,7 +160,8 @@ def test_reinforce_with_kl_in_every_tokens_reward(estimator, name):
         name=name, reference=True, kl_reward_coef=0.2, kl_reward_estimator=estimator, advantages={"gamma": 0.9}
     )
     rows = rows_of(algorithm, groups)
-    metrics = finish_advantages(algorithm, groups, [rows[:3], rows[3:]], reference=reference, seed=(0, 0))
+    step = Step(groups=groups, updates=[rows[:3], rows[3:]], reference=reference, seed=(0, 0))
+    metrics = finish_advantages(algorithm, step)
     rewards = [1.0, 0.0, 0.5, 2.0, 1.5]
     if name == "reinforce_pp_baseline":
         rewards = [0.5, -0.5, 0.0, 0.25, -0.25]
@@ -209,7 +210,7 @@ def test_turns_that_began_in_the_same_state_are_compared_by_hand():
     and 1, mean 2.5. The step's weight is 2."""
     members = [episode(0, 4.0, ["s", "u"], [1.0, 3.0]), episode(1, 1.0, ["s", "v"], [0.0, 0.0])]
     algorithm = Algorithm(name="gigpo", advantages={"gamma": 0.5, "normalize_std": False, "step_coef": 2.0})
-    found = group_advantages(algorithm, Group(id="g", prompt=Prompt(id="g", token_ids=[1]), trajectories=members))
+    found = all_advantages(algorithm, [Group(id="g", prompt=Prompt(id="g", token_ids=[1]), trajectories=members)])
     for array, whole, step in zip(found, (1.5, -1.5), (1.0, -1.0), strict=True):
         both = whole + 2 * step
         # Positions predict tokens 1 to 6: prompt, two of turn 0, the tool's, two of turn 1.
@@ -231,7 +232,7 @@ def test_turns_are_compared_across_the_group_whatever_their_number_and_order():
     steps = [[s[0], t[0], s[1]], [t[1], s[2]], [0.0]]
     for order in ([0, 1, 2], [2, 0, 1]):
         group_ = Group(id="g", prompt=Prompt(id="g", token_ids=[1]), trajectories=[members[i] for i in order])
-        for number, array in zip(order, group_advantages(algorithm, group_), strict=True):
+        for number, array in zip(order, all_advantages(algorithm, [group_]), strict=True):
             sampled = members[number].loss_mask[1:].astype(bool)
             wanted = np.repeat(whole[number] / deviation + np.array(steps[number]), 2)
             assert array[sampled].tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
@@ -242,8 +243,8 @@ def test_turns_without_a_state_are_refused_by_name(turns, code):
     members = [episode(0, 1.0, ["s", "t"], [0.0, 0.0]), episode(1, 0.0, ["s", "t"], [0.0, 0.0])]
     members[1].turns = turns
     with refused(code, about="g/1"):
-        group_advantages(
-            Algorithm(name="gigpo"), Group(id="g", prompt=Prompt(id="g", token_ids=[1]), trajectories=members)
+        all_advantages(
+            Algorithm(name="gigpo"), [Group(id="g", prompt=Prompt(id="g", token_ids=[1]), trajectories=members)]
         )
 
 
@@ -262,7 +263,8 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     algorithm = Algorithm(name="dpo", advantages={"beta": 0.3})
     rows = rows_of(algorithm, groups, "sum")
     policy, reference = ([-2 * random.random(len(row)) for row in rows] for _ in range(2))
-    metrics = finish_advantages(algorithm, groups, [rows], policy=policy, reference=reference, seed=(0, 0))
+    step = Step(groups=groups, updates=[rows], policy=policy, reference=reference, seed=(0, 0))
+    metrics = finish_advantages(algorithm, step)
     leaves = [torch.tensor(each, requires_grad=True) for each in policy]
     loss = torch.zeros((), dtype=torch.float64)
     for row, lp in zip(rows, leaves, strict=True):

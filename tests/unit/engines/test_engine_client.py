@@ -224,12 +224,6 @@ async def test_every_rank_answers_once_in_order() -> None:
         assert await Wire(url).ask("status") == [{"of": 0}, {"of": 1}]
 
 
-async def test_a_trace_is_that_of_the_first_rank(tmp_path: Path) -> None:
-    async with ranks(lambda action, of, rank: {"at": [action, of["on"], rank]}, [(1, 11), (0, 10)]) as (url, _):
-        engine = engine_at(url, tmp_path, State.READY)
-        assert await engine.trace(False) == {"at": ["trace", False, 0]}
-
-
 async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -> None:
     for places, code in (
         ([(0, 10), (1, 11), (0, 12), (1, 13)], "engine.replicas"),

@@ -27,10 +27,10 @@ from slimx.engines.server.router import Router
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_args, server_env
 from slimx.errors import SlimxError
 from slimx.extras.rewards import judge
+from slimx.extras.served_models.client import FrozenEngine
 from slimx.layout.ranks import EngineSizes
 from slimx.orchestration.engines.service import refuse_elsewhere
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import AnswerError, input_logprobs
 from slimx.rules import engines, publish
 from slimx.runtime.ports import free_port, is_own

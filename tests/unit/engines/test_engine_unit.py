@@ -1,9 +1,8 @@
-"""Engines without a server: states, arguments, process trees and what the plugin adds on the CPU."""
+"""Engines without a server: states, arguments, and process trees."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -13,14 +12,12 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import plugin as sglang_plugin
 from slimx.engines.server.arguments import check_server_args, command_line, server_fields
 from slimx.engines.server.attestation import check_backends, check_ranks
@@ -367,44 +364,3 @@ def test_the_plugin_leaves_other_servers_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     sglang_plugin.register()
     assert not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu")
-
-
-def test_minimaxs_norms_on_the_cpu_are_those_over_all_heads_of_all_ranks() -> None:
-    query, key = torch.randn(3, 4 * 6), torch.randn(3, 2 * 6)
-    weights = torch.randn(4 * 6), torch.randn(2 * 6)
-    halves = [[x.chunk(2, -1)[rank] for x in (query, key, *weights)] for rank in range(2)]
-    sums = sum(sglang_cpu.sums_of_squares(q, k) for q, k, _, _ in halves)
-    found = [sglang_cpu.normed_by_sums(*half, sums, 2, 1e-3) for half in halves]
-    for number, (whole, weight) in enumerate(zip((query, key), weights, strict=True)):
-        wanted = torch.nn.functional.rms_norm(whole, weight.shape, weight, 1e-3)
-        torch.testing.assert_close(torch.cat([pair[number] for pair in found], -1), wanted)
-
-
-def test_the_factor_of_ling_2s_experts_is_applied_on_the_cpu_as_long_as_sglang_does_not() -> None:
-    """When the second part fails, let the hook go: outputs would be scaled twice."""
-    block = SimpleNamespace(routed_scaling_factor=2.5)
-    found = sglang_cpu.scaled_experts(lambda _, hidden, batch: hidden + batch, block, torch.ones(2, 3), 1)
-    assert torch.equal(found, torch.full((2, 3), 5.0))
-    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
-    assert "routed_scaling" not in Path(package, "srt/layers/moe/fused_moe_native.py").read_text()
-    assert "*= self.routed_scaling_factor" not in Path(package, "srt/models/bailing_moe.py").read_text()
-
-
-def test_the_cpus_hash_is_murmurhash3() -> None:
-    def reference(seed: int, position: int, column: int) -> int:
-        """MurmurHash3_x86_32 with seed 0 of four little-endian words."""
-        state, mask = 0, 0xFFFFFFFF
-        for word in (seed & mask, seed >> 32, position, column):
-            word = word * 0xCC9E2D51 & mask
-            word = (word << 15 | word >> 17) * 0x1B873593 & mask
-            state ^= word
-            state = ((state << 13 | state >> 19) & mask) * 5 + 0xE6546B64 & mask
-        state ^= 16
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            state = (state ^ state >> shift) * factor & mask
-        return state ^ state >> 16
-
-    seeds, positions, columns = [0, 1, 2**40 + 12345], [0, 7, 2**31 + 5], [0, 1, 151935]
-    got = sglang_cpu.murmur_hash32(*(torch.tensor(values) for values in (seeds, positions, columns)))
-    want = [[reference(seed, position, c) for c in columns] for seed, position in zip(seeds, positions, strict=True)]
-    assert got.tolist() == want and got.dtype == torch.uint32

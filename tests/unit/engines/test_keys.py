@@ -22,8 +22,8 @@ from slimx.engines.server.router import Router
 from slimx.engines.server.spec import EngineSpec, server_args, server_argv, server_env
 from slimx.engines.server.wire import Wire
 from slimx.errors import SlimxError
+from slimx.extras.served_models.client import FrozenEngine
 from slimx.reshard.transports.memory import MemoryFile, open_memory
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.runtime.ports import free_port
 from slimx.runtime.process import SupervisedProcess
 from tests.refusals import invalid

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimx.adapters.sglang import absent
+from slimx.extras.cpu.adapters import absent
 
 
 def loaded(path: str, tensor: int, expert: int, rank: int) -> nn.Module:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimx.adapters.sglang import absent
+from slimx.extras.cpu.adapters import absent
 from slimx.extras.recurrent.adapters.sglang import delta_net
 
 

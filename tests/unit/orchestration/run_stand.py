@@ -161,7 +161,7 @@ class Service(EngineService):
         self.clients = {name: each.client for name, each in parts.items()}
         for client in self.clients.values():
             client.retried = 0
-        self.frozen = SimpleNamespace(clients={}, metrics=dict)
+        self.frozen = SimpleNamespace(clients={}, metrics=dict, scorer=lambda: None)
         self.groups = {
             name: SimpleNamespace(
                 members=Members(), engines=[], interrupt=each.interrupt, sleep=each.sleep, wake=each.wake

@@ -45,10 +45,12 @@ class Parts:
         )
 
     def frozen(self, *_: Any, **__: Any) -> SimpleNamespace:
-        async def check_teacher(tokenizer: Any) -> None:
-            self.done.append("teacher checked")
+        async def check(tokenizer: Any) -> None:
+            self.done.append("frozen engines checked")
 
-        return SimpleNamespace(groups={}, clients={}, check_teacher=check_teacher, stop=self.stopping("frozen engines"))
+        return SimpleNamespace(
+            groups={}, clients={}, check=check, scorer=lambda: None, stop=self.stopping("frozen engines")
+        )
 
     def stopping(self, name: str) -> Any:
         async def stop() -> None:
@@ -87,7 +89,7 @@ async def test_parts_are_ended_in_the_reverse_order_and_the_engines_take_the_giv
         assert engines.members.probe is not None
         maker.close()
     assert parts.shared == [["gpu 0"]]
-    assert parts.done == ["teacher checked", "restarts told", "engines stopped", "frozen engines stopped"]
+    assert parts.done == ["frozen engines checked", "restarts told", "engines stopped", "frozen engines stopped"]
 
 
 async def test_a_part_that_does_not_stop_hides_no_error_and_is_told(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from slimx.config.sections.engines import Engines
-from slimx.orchestration.engines.frozen import check_stored
+from slimx.orchestration.engines.serving import check_stored
 from tests.refusals import refused
 
 STORED = {

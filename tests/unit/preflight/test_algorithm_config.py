@@ -29,7 +29,6 @@ from slimx.config.sections.objectives import (
     Sapo,
     read_objective,
 )
-from slimx.preflight.probe import try_hooks
 from tests.refusals import invalid, refused
 from tests.unit.algorithms.advantage_stand import group
 
@@ -287,23 +286,6 @@ def test_advantages_that_break_the_contract_are_refused(path, code, about):
 def test_a_hook_that_is_not_there_is_refused_by_name():
     with refused("dotted.missing", about="algorithm.advantages"):
         all_advantages(Algorithm(advantages=f"{HERE}.nothing"), [group("a", [1.0, 0.5])])
-
-
-def broken(inputs):
-    return inputs.no_such_field
-
-
-def test_hooks_are_tried_on_invented_rollouts_before_a_run():
-    def settings(**algorithm: str) -> Config:
-        return Config.model_validate({**BASE, "algorithm": algorithm})
-
-    try_hooks(settings())
-    try_hooks(settings(advantages=f"{HERE}.own_advantages", loss=f"{HERE}.own_loss"))
-    with refused("algorithm.hook", about=f"algorithm.loss={HERE}.broken") as told:
-        try_hooks(settings(loss=f"{HERE}.broken"))
-    assert isinstance(told.value.__cause__, AttributeError)
-    with refused("hook.advantages_result", about=f"{HERE}.too_few"):
-        try_hooks(settings(advantages=f"{HERE}.too_few"))
 
 
 def inputs() -> LossInputs:

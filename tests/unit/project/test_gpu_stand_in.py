@@ -30,7 +30,7 @@ MODULES = (
 """Modules that a server and its scheduler import on CUDA."""
 IMPORTS = """
 import importlib, importlib.util, sys
-from slimx.adapters.sglang.absent import install
+from slimx.extras.cpu.adapters.absent import install
 from slimx.adapters.transformers import import_transformers
 
 import_transformers()

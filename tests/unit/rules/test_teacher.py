@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from slimx.config.rule import broken, rules_in
-from slimx.config.sections.algorithm import Algorithm
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.rules import algorithm as algorithm_rules
@@ -45,13 +44,6 @@ def test_another_number_in_its_configuration_is_named(policy, tmp_path, change, 
     (problem,) = asked(other, policy)
     assert (problem.code, problem.about) == ("teacher.architecture", "algorithm.teacher")
     assert told in str(problem) and str(other) in str(problem)
-
-
-@pytest.mark.parametrize(("top", "fits"), [(128, True), (129, False)])
-def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(policy, top, fits):
-    algorithm = Algorithm(name="distillation", teacher_engine="wise", teacher_top_k=top, teacher_kl_coef=1.0)
-    problems = broken(rules_in(algorithm_rules), {"spec": read_model(str(policy)), "algorithm": algorithm})
-    assert [(each.code, each.about) for each in problems] == [("teacher.top_k", "algorithm.teacher_top_k")] * (not fits)
 
 
 def test_the_same_architecture_is_taken_and_a_lost_file_is_not(policy, tmp_path):

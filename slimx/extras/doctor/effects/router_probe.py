@@ -9,8 +9,8 @@ import torch
 
 from slimx.algorithms.router_terms import LayerTally, Totals, normalised_scores
 from slimx.config.schema import Config
+from slimx.extras.doctor.effects.probe import Probe, policy_gradient
 from slimx.models.families import ModelSpec
-from slimx.preflight.probe import Probe, policy_gradient
 
 MICROBATCHES = 2
 """Into which the probe's rollouts are packed: `global_aux_loss` adds up loads over them."""

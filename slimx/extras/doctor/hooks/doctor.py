@@ -19,12 +19,12 @@ from slimx.config.schema import Config
 from slimx.config.sections.algorithm import CREDITS
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import SlimxError, raised
+from slimx.extras.doctor.effects.probe import try_hooks
 from slimx.extras.doctor.hooks.scripted_server import LOGPROB, VERDICT, ScriptedServer
 from slimx.extras.doctor.hooks.trial import HookTrial, Tried
 from slimx.models.families import ModelSpec, configured_model
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.start.prompts import run_tokenizer, training_prompts
-from slimx.preflight.probe import try_hooks
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.hook_loading import Hooks, check_generated, load_generate, load_keep, load_rewards

@@ -15,10 +15,11 @@ from slimx.config.sections.rollout import Proxy
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks.scripted_server import VERSION, ScriptedServer
+from slimx.extras.served_models.client import FrozenEngine
+from slimx.extras.served_models.teacher import make_scorer
 from slimx.models.families import ModelSpec
 from slimx.orchestration.engines.service import make_agent_server
 from slimx.rollout.client.completion import ModelShape
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, Speaker
 from slimx.rollout.hook_loading import Hooks
@@ -110,7 +111,7 @@ class HookTrial:
             # Every policy is the stand-in, in the words of the actor's tokenizer.
             speaker = Speaker(client if sampled else None, self.tokenizer, self.spec.vocab_size)
             speakers = dict.fromkeys(self.config.trained, speaker)
-            maker = GroupMaker(self.config, hooks, speakers, frozen, proxy)
+            maker = GroupMaker(self.config, hooks, speakers, frozen, proxy, score=make_scorer(self.config, frozen))
             maker.version = VERSION
             try:
                 tried: list[Tried] = []

@@ -263,7 +263,8 @@ def _close(gaps: tuple[Gap, ...]) -> None:
     for gap in gaps:
         if not gap.open():
             raise SlimxError(
-                f"sglang now has what slimx.adapters.sglang.cpu adds as '{gap.name}' ({gap.reason}); delete that entry",
+                f"sglang now has what slimx.extras.cpu.adapters.sglang adds as '{gap.name}' ({gap.reason}); delete "
+                "that entry",
                 code="sglang.gap_closed",
                 about=gap.name,
             )

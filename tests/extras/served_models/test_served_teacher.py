@@ -29,14 +29,14 @@ from slimx.data.records import Prompt, Span, Trajectory
 from slimx.data.saved.codec import decode_groups, encode_groups
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.doctor.effects.effects import effects
+from slimx.extras.served_models.client import FrozenEngine
+from slimx.extras.served_models.rules import same_vocabulary
+from slimx.extras.served_models.teacher import Teacher, check_taught, check_vocabulary, make_scorer
 from slimx.rollout import single_turn
-from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.sending import input_top_logprobs
-from slimx.rollout.client.teacher import Teacher, check_taught, check_vocabulary, make_teachers
 from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
-from slimx.rules.algorithm import same_vocabulary
 from tests.refusals import invalid, numbers, refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
@@ -67,9 +67,8 @@ class FakeTeacher:
 
 def maker(teacher: FakeTeacher, generate: Generate = single_turn.generate, **changes: Any) -> GroupMaker:
     config = config_of(**{**SERVED, "reward__function": None, **changes})
-    return GroupMaker(
-        config, Hooks(generate, one, None), {"actor": Speaker(FakeEngine(), the_tokenizer())}, {"wise": teacher}
-    )
+    speakers, score = {"actor": Speaker(FakeEngine(), the_tokenizer())}, make_scorer(config, {"wise": teacher})
+    return GroupMaker(config, Hooks(generate, one, None), speakers, score=score)
 
 
 def trajectory(mask: Sequence[int], **changes: Any) -> Trajectory:
@@ -249,9 +248,8 @@ async def test_a_prompts_metadata_says_which_teacher_scores_its_rollouts_and_oth
     engines = [ACTOR, *(TEACHER | {"name": name} for name in teachers)]
     changes = {**SERVED, **TWO, "algorithm__teacher_field": field, "algorithm__teacher_engine": "common"}
     config = config_of(**{**changes, "engines": engines, "reward__function": None})
-    make = GroupMaker(
-        config, Hooks(single_turn.generate, one, None), {"actor": Speaker(FakeEngine(), the_tokenizer())}, teachers
-    ).make
+    speakers, score = {"actor": Speaker(FakeEngine(), the_tokenizer())}, make_scorer(config, teachers)
+    make = GroupMaker(config, Hooks(single_turn.generate, one, None), speakers, score=score).make
     for number, (name, teacher) in enumerate({"sums": "wise", "primes": "other", "knots": "common"}.items()):
         outcome = await make(prompt_of(name, field), group_id=f"g{number}", number=number)
         assert outcome.reason is None
@@ -323,9 +321,9 @@ def test_its_term_is_looked_at_by_the_effect_check():
 
 
 def test_rollouts_that_are_replayed_have_their_scores():
-    assert make_teachers(config_of(**SERVED), {"wise": FakeTeacher()}) is not None
-    assert make_teachers(config_of(**SERVED, replay="runs/before"), {}) is None
-    assert make_teachers(config_of(), {}) is None
+    assert make_scorer(config_of(**SERVED), {"wise": FakeTeacher()}) is not None
+    assert make_scorer(config_of(**SERVED, replay="runs/before"), {}) is None
+    assert make_scorer(config_of(), {}) is None
 
 
 # The request ----------------------------------------------------------------------------------------------------------

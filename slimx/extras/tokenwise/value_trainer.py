@@ -9,15 +9,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
+from slimx.extras.tokenwise.value_loss import ValueInputs, ValueLoss
+from slimx.extras.tokenwise.value_model import ValueModel
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import SCORE, ModelSpec
 from slimx.models.files.reader import CheckpointReader, check_finite
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.model.build import build_model, unwrap
-from slimx.trainer.model.value_model import ValueModel
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState

@@ -13,9 +13,33 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from slimx.algorithms.advantages.estimate import Estimator, Step, by_rollout, rollout_rewards
+from slimx.algorithms.advantages.group import mean
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.objectives import Gae
 from slimx.data.batch import TrainingRow
+from slimx.data.records import Group
+
+
+class TokenAdvantages(Estimator):
+    """Advantages of PPO and REINFORCE++. They begin as the trajectory's reward, or what it is above the group's mean,
+    which falls on its last trained token."""
+
+    def estimate(self, groups: Sequence[Group]) -> list[float]:
+        above_mean = self.algorithm.advantages.kind == "reinforce_baseline"
+        out: list[float] = []
+        for group in groups:
+            baseline = 0.0
+            if above_mean and group.trajectories:
+                baseline = mean(rollout_rewards(by_rollout(group)))
+            out += [trajectory.reward - baseline for trajectory in group.trajectories]
+        return out
+
+    def finish(self, step: Step) -> dict[str, float]:
+        scores = [float(row.advantages[0]) for row in step.rows]
+        values = step.values if isinstance(self.algorithm.advantages, Gae) else None
+        return assign_advantages(self.algorithm, step.rows, scores, values, step.reference)
 
 
 def token_rewards(

@@ -16,7 +16,8 @@ from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
-from slimx.rollout.client.frozen import FrozenEngine
+from slimx.extras.served_models.client import FrozenEngine
+from slimx.rollout.flow.rollouts import Score
 
 PIECE = 8192
 """Token ids whose texts are asked for at once."""
@@ -81,16 +82,16 @@ class Teachers:
         top = algorithm.teacher_top_k
         self._teachers = {name: Teacher(engines[name], concurrency, top) for name in algorithm.served_teachers}
 
-    def of(self, prompt: Prompt) -> Teacher:
-        """The teacher of `prompt`'s rollouts; raises SlimxError if it names none."""
-        return self._teachers[teacher_of(self._algorithm, prompt)]
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> None:
+        """Score a rollout of `prompt` by its teacher; raises SlimxError if it names none, and as `Teacher.score`."""
+        await self._teachers[teacher_of(self._algorithm, prompt)].score(trajectory)
 
 
-def make_teachers(config: Config, engines: Mapping[str, FrozenEngine]) -> Teachers | None:
-    """The teachers among frozen `engines`; None without any, or where replayed rollouts have their scores."""
+def make_scorer(config: Config, engines: Mapping[str, FrozenEngine]) -> Score | None:
+    """The scorer by teachers among frozen `engines`; None without any, or where replayed rollouts have their scores."""
     if not config.algorithm.served_teachers or config.rollout.replay:
         return None
-    return Teachers(config.algorithm, engines, config.rollout.concurrency)
+    return Teachers(config.algorithm, engines, config.rollout.concurrency).score
 
 
 def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:

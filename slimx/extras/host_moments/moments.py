@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from slimx.trainer.device.offload import MOMENTS
+from slimx.trainer.step.optimizer import OwnState
+
 PIECE_BYTES = 512 * 2**20
 """Moments on the device at once."""
 
 
-class HostMoments:
+class HostMoments(OwnState):
     """Takes the place of `inner`, an Adam whose state has the shape of apex's FusedAdam (moments per parameter, a step
     per group); all else is answered by `inner`."""
 
@@ -67,7 +69,7 @@ class HostMoments:
                 for key in own.keys() & set(MOMENTS):
                     own[key] = self._memory(parameter, key).copy_(own[key])
 
-    def make(self) -> None:
+    def make_state(self) -> None:
         """Give parameters whose moments belong on the host, and that have none yet, zeros there."""
         for parameter in self.moved:
             state = self.inner.state[parameter]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from slimx.algorithms.losses.value_loss import value_loss
 from slimx.config.schema import Config
+from slimx.extras.tokenwise.value_loss import value_loss
+from slimx.extras.tokenwise.value_trainer import ValueTrainer
 from slimx.models.families import read_trunk
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.value_trainer import ValueTrainer
+from slimx.trainer.rank import TrainerRank
 
 
 class CriticTrainer(ValueTrainer):
@@ -31,3 +32,8 @@ class CriticTrainer(ValueTrainer):
     def offload(self, *, weights: bool = True) -> None:
         """Give all of the critic's memory back: nothing is published from its weights."""
         super().offload()
+
+
+def make_critic(rank: TrainerRank) -> CriticTrainer:
+    """Build the critic of a rank (role "critic")."""
+    return CriticTrainer(rank.config, rank.parallel)

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages
+from slimx.algorithms.advantages.estimate import Step, all_advantages, finish_advantages
 from slimx.algorithms.inputs import LossInputs, TopLogprobs
 from slimx.algorithms.losses.objective import make_loss
-from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
 from slimx.config.schema import Config
 from slimx.data.batch import TrainingRow, make_rows
 from slimx.data.columns import LOSS_COLUMNS
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.errors import SlimxError, raised
+from slimx.extras.tokenwise.value_loss import ValueInputs, value_loss
 
 PROMPTS = 6
 DRIFT, GAP = 0.4, 1e-3
@@ -84,9 +84,7 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
 
     `without_advantages`: of its other terms alone."""
     algorithm, rows = config.algorithm, _rows(config, probe)
-    finish_advantages(
-        algorithm, probe.groups, [rows], policy=probe.begin, reference=probe.reference, values=probe.values, seed=(0, 0)
-    )
+    _finish(config, probe, rows)
     if without_advantages:
         for row in rows:
             row.advantages = np.zeros_like(row.advantages)
@@ -137,7 +135,7 @@ def try_hooks(config: Config) -> None:
     except Exception as error:
         raise SlimxError(
             f"{' or '.join(own)} given invented rollouts, raised {raised(error)}; run it by hand on such "
-            "a batch (slimx.preflight.probe.make_probe)",
+            "a batch (slimx.extras.doctor.effects.probe.make_probe)",
             code="algorithm.hook",
             about=" or ".join(own),
         ) from error
@@ -146,9 +144,7 @@ def try_hooks(config: Config) -> None:
 def value_gradient(config: Config, probe: Probe) -> np.ndarray:
     """Gradient of the critic's loss with respect to all its values at the step's last update, float64 [N]."""
     rows = _rows(config, probe)
-    finish_advantages(
-        config.algorithm, probe.groups, [rows], reference=probe.reference, values=probe.values, seed=(0, 0)
-    )
+    _finish(config, probe, rows)
     now = _joined(probe.values_now).requires_grad_()
     loss, _ = value_loss(ValueInputs(predicted=now, **_columns(rows)), clip=config.critic.value_clip)
     return torch.autograd.grad(loss, now)[0].numpy()
@@ -174,6 +170,18 @@ def _rows(config: Config, probe: Probe) -> list[TrainingRow]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     weights = loss_weights(trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens)
     return make_rows(trajectories, all_advantages(config.algorithm, groups), weights)
+
+
+def _finish(config: Config, probe: Probe, rows: list[TrainingRow]) -> None:
+    step = Step(
+        groups=probe.groups,
+        updates=[rows],
+        policy=probe.begin,
+        reference=probe.reference,
+        values=probe.values,
+        seed=(0, 0),
+    )
+    finish_advantages(config.algorithm, step)
 
 
 def _trajectory(number: int, index: int, sampled: np.ndarray, random: np.random.Generator, newest: int) -> Trajectory:

@@ -6,34 +6,27 @@ They join their router when they have started, not after a publication, and come
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
-from slimx.config.sections.engines import Engines
 from slimx.engines.fleet.group import EngineGroup, keys_of
-from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
 from slimx.engines.server.keys import Keys
-from slimx.errors import SlimxError
-from slimx.models.files.index import INDEX, SINGLE
-from slimx.models.files.reader import CheckpointReader
+from slimx.extras.served_models.client import FrozenEngine
+from slimx.extras.served_models.teacher import check_vocabulary, make_scorer
+from slimx.orchestration.engines.service import FrozenEngines
+from slimx.orchestration.engines.serving import admit_joining, check_stored, keep_admitting
 from slimx.orchestration.lifetime.lifetime import together
-from slimx.reshard.parties import ReceiverLost
-from slimx.rollout.client.frozen import FrozenEngine
-from slimx.rollout.client.teacher import check_vocabulary
+from slimx.rollout.flow.rollouts import Score
 from slimx.runtime.tasks import all_tried, cancelled
 
-READING = 8
-"""Threads that read the weights of a directory: servers of hundreds of GB must not wait for one."""
 
-
-class FrozenEngines:
-    """The frozen groups of `rollout.engines`, and what hooks reach them by (`clients`, by group name)."""
+class ServedModels(FrozenEngines):
+    """Frozen groups behind their routers."""
 
     def __init__(
         self,
@@ -45,7 +38,7 @@ class FrozenEngines:
         record: Callable[[Restart], None] = lambda restart: None,
     ):
         """`note` is told in one line of every engine that is lost or started again, `record` of every restart."""
-        self.config = config
+        super().__init__(config, device, log_dir, note=note, record=record)
         self.groups = {
             group.name: EngineGroup(
                 config,
@@ -59,7 +52,6 @@ class FrozenEngines:
             )
             for group in config.rollout.frozen_engines
         }
-        self.clients: dict[str, FrozenEngine] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -72,11 +64,14 @@ class FrozenEngines:
             self._tasks.append(asyncio.create_task(keep_admitting(group)))
             self.clients[name] = self._client(name, group.router.url, group.keys, group.members)
 
-    async def check_teacher(self, tokenizer: Any) -> None:
+    async def check(self, tokenizer: Any) -> None:
         """Compare the vocabulary of teachers' servers that ran before with the policy's; raises SlimxError."""
         for group in self.config.rollout.frozen_engines:
             for url in group.urls if group.name in self.config.algorithm.served_teachers else ():
                 await check_vocabulary(self._client(group.name, url, keys_of(group)), tokenizer)
+
+    def scorer(self) -> Score | None:
+        return make_scorer(self.config, self.clients)
 
     def _client(self, name: str, url: str, keys: Keys, members: Membership | None = None) -> FrozenEngine:
         """The client of a router, with the `members` behind it, or of a server that nobody watches."""
@@ -98,36 +93,3 @@ class FrozenEngines:
         """End routers and servers; servers that run elsewhere are left alone."""
         await cancelled(*self._tasks)
         await all_tried(*(group.stop() for group in self.groups.values()))
-
-
-async def check_stored(model: str, groups: Iterable[Engines]) -> None:
-    """Read the safetensors files that servers of `groups` start from, of `model` where a group names no other, while
-    these start. Raises SlimxError for weights that are NaN or infinite: SGLang answers with them all the same."""
-    for path in sorted({Path(group.model or model) for group in groups if not group.urls}):
-        if not (path / SINGLE).is_file() and not (path / INDEX).is_file():
-            continue
-        reader = CheckpointReader(path)
-        names = iter(sorted(reader.names))
-        await together([partial(_check, reader.reopened(), names) for _ in range(READING)])
-
-
-async def _check(reader: CheckpointReader, names: Iterator[str]) -> None:
-    for name in names:
-        await asyncio.to_thread(reader.check_finite, name)
-
-
-async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Let engines that have started serve what they started with. `prepare` is awaited for each before."""
-    for engine in group.members.joining():
-        with contextlib.suppress(ReceiverLost):  # lost meanwhile: it comes back here if it may
-            if prepare is not None:
-                await prepare(engine)
-            await group.members.admit(engine)
-
-
-async def keep_admitting(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Let engines that came back serve again. Ends when none is left: whoever asks this group is told so."""
-    with contextlib.suppress(SlimxError):
-        while True:
-            await group.members.back()
-            await admit_joining(group, prepare)

@@ -7,8 +7,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slimx.algorithms.advantages.estimate import Estimator, Step
 from slimx.config.sections.objectives import ClipCov, KlCov
 from slimx.data.batch import TrainingRow
+
+
+class Selection(Estimator):
+    """The tokens that a loss treats in another way, chosen by their advantages."""
+
+    def finish(self, step: Step) -> dict[str, float]:
+        loss = self.algorithm.loss
+        chosen = [select_tokens(loss, update, (*step.seed, number)) for number, update in enumerate(step.updates)]
+        return {name: float(np.mean([each[name] for each in chosen])) for name in chosen[0]}
 
 
 def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from slimx.numerics.rows import OUTPUT, attention_point, mlp_point, row_digests
+from slimx.errors import SlimxError
+from slimx.extras.doctor.row_digests import OUTPUT, attention_point, mlp_point, row_digests
 
 _NORMS = re.compile(r"model\.(?:layers\.(\d+)\.(input|post_attention)_layernorm|norm)")
 
@@ -42,3 +43,17 @@ class Trace:
         for handle in self._handles:
             handle.remove()
         return dict(self.rows)
+
+
+def begin(runner: Any) -> dict[str, Any]:
+    """Begin to note what goes through the model (verb "begin_trace")."""
+    runner.slimx_trace = Trace(runner.model)
+    return {}
+
+
+def end(runner: Any) -> dict[str, list[str]]:
+    """End it (verb "end_trace"); return digests of rows by point."""
+    trace = runner.__dict__.pop("slimx_trace", None)
+    if trace is None:
+        raise SlimxError("no trace was begun in this process", code="plugin.trace", about="end_trace")
+    return trace.end()

@@ -7,9 +7,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slimx.algorithms.advantages.estimate import Estimator, group_advantages
 from slimx.algorithms.advantages.group import grpo
-from slimx.data.records import Trajectory
+from slimx.config.sections.objectives import Grpo
+from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
+
+
+class TurnAdvantages(Estimator):
+    """GRPO's advantages plus weighted ones of turns."""
+
+    def estimate(self, groups: Sequence[Group]) -> list[float | np.ndarray]:
+        options = self.algorithm.advantages
+        std = {"normalize_std": options.normalize_std, "eps": options.eps}
+        by_group = self.algorithm.model_copy(update={"advantages": Grpo(kind="grpo", **std)})
+        out: list[float | np.ndarray] = []
+        for group in groups:
+            wholes = group_advantages(by_group, group)
+            turns = step_advantages(group.trajectories, gamma=options.gamma, **std)
+            out += [whole + options.step_coef * turn for whole, turn in zip(wholes, turns, strict=True)]
+        return out
 
 
 def returns(trajectory: Trajectory, gamma: float) -> list[float]:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from slimx.config.sections.objectives import PRESETS
-from slimx.preflight.probe import Probe, make_probe, policy_gradient, value_gradient
-from tests.unit.preflight.effects_stand import config
+from slimx.extras.doctor.effects.probe import Probe, make_probe, policy_gradient, value_gradient
+from tests.extras.doctor.effects_stand import config
 
 FAR = -1000.0
 MEASURED = ("begin", "now", "reference", "teacher", "entropy", "values", "values_now")

@@ -15,6 +15,8 @@ class ValueHead(torch.nn.Module):
     """A linear map from a hidden state to a number, in fp32 whatever the trunk is, whole on every tensor-parallel
     rank: `weight` [1, hidden], `bias` [1] or None."""
 
+    IN_FP32 = True
+
     def __init__(self, config: TransformerConfig, *, bias: bool = True):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32))

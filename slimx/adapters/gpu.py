@@ -1,0 +1,21 @@
+"""Changes to SGLang and torch on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.adapters.device import Device
+
+
+class Gpu(Device):
+    """An NVIDIA GPU."""
+
+    def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
+        from slimx.adapters.megatron.imports import prepare_deep_ep
+
+        return prepare_deep_ep(needed=deep_ep)
+
+    def register(self, registry: Any, kinds: Any, *, experts: bool) -> None:
+        from slimx.adapters.sglang import draws  # a CPU computes fp64 as fast as the estimate that saves it
+
+        registry.register(draws.DRAW, draws.draw, kinds.REPLACE)

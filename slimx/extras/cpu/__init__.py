@@ -1,0 +1,1 @@
+"""Trainers and engines on machines without a GPU."""

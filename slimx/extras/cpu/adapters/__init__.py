@@ -1,0 +1,1 @@
+"""Changes to torch, megatron-core and SGLang where there is no GPU."""

@@ -1,0 +1,42 @@
+"""The CPU as a kind of device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.adapters.device import Device
+
+
+class Cpu(Device):
+    """A machine without a GPU."""
+
+    def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
+        from slimx.extras.cpu.adapters import megatron
+
+        return megatron.install()
+
+    def change_megatron(self) -> list[str]:
+        from slimx.extras.cpu.adapters import megatron
+
+        return megatron.install_megatron()
+
+    def prepare_sglang(self) -> None:
+        from slimx.extras.cpu.adapters import absent
+
+        absent.install()
+
+    def open_choices(self) -> None:
+        from slimx.extras.cpu.adapters import sglang
+
+        sglang.open_choices()
+
+    def register(self, registry: Any, kinds: Any, *, experts: bool) -> None:
+        from slimx.extras.cpu.adapters import sglang
+
+        sglang.register_hooks(registry, kinds, experts=experts)
+        sglang.close_gaps()
+
+    def attest(self) -> dict[str, bool] | None:
+        from slimx.extras.cpu.adapters import sglang
+
+        return sglang.attest()

@@ -1,0 +1,21 @@
+"""The rule that a user's advantages and loss answer an invented batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.schedule import Schedule
+
+
+@rule("algorithm.hook", "algorithm.loss")
+def hooks_answer(algorithm: Algorithm, rollout: Rollout, schedule: Schedule, weights: Path) -> Problems:
+    """Needs the weights' directory, so that hooks are called after all that is cheaper to find wrong."""
+    if algorithm.hooks:
+        from slimx.config.schema import Config
+        from slimx.extras.doctor.effects.probe import try_hooks  # it imports torch, which a plan does without
+
+        try_hooks(Config.model_construct(algorithm=algorithm, rollout=rollout, schedule=schedule))
+    yield from ()

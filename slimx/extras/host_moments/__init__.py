@@ -1,0 +1,1 @@
+"""Optimizer moments in host memory."""

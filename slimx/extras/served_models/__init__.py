@@ -1,0 +1,1 @@
+"""Models that engines serve and nothing trains: judges, reward models, teachers."""

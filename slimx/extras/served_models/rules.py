@@ -1,0 +1,76 @@
+"""Rules about teachers that frozen engines serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from slimx.config.rule import Problems, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.rollout import Rollout, Sampling
+
+if TYPE_CHECKING:
+    from slimx.data.records import Prompt
+    from slimx.models.families import ModelSpec
+
+
+@rule("algorithm.teacher_engine", "algorithm.teacher_engine")
+def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
+    frozen = [group.name for group in rollout.engines if group.frozen]
+    named = {f"algorithm.teacher_engines.{value}": name for value, name in algorithm.teacher_engines.items()}
+    key = "algorithm.teacher_engines"
+    if algorithm.teacher_engine is not None:
+        key = "algorithm.teacher_engine"
+        named[key] = algorithm.teacher_engine
+    for place, name in named.items():
+        if name not in frozen:
+            yield (
+                place,
+                f"rollout.engines has no frozen group {name} ({', '.join(frozen) or 'there is none'}); add one with "
+                "this name, frozen: true and the teacher's model",
+            )
+    for name in ("temperature", "top_p", "top_k") if named else ():
+        value, default = getattr(rollout.sampling, name), Sampling.model_fields[name].default
+        if value != default:
+            yield (
+                key,
+                f"SGLang scores tokens at temperature 1 over the whole vocabulary, not with "
+                f"rollout.sampling.{name}={value:g}; set {name} to {default:g}, or algorithm.teacher, which trainers "
+                "score as the policy samples",
+            )
+
+
+@rule("teacher.top_k", "algorithm.teacher_top_k")
+def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
+    if algorithm.teacher_top_k > spec.vocab_size:
+        yield f"the vocabulary of {spec.path} has {spec.vocab_size} tokens; set it to that or less"
+
+
+@rule("teacher.vocabulary", "algorithm.teacher_engine")
+def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> Problems:
+    """The group gets the policy's token ids. Of servers that run already the texts are compared when the run starts
+
+    (`slimx.extras.served_models.teacher.check_vocabulary`)."""
+    from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which a plan does without
+
+    for group in rollout.frozen_engines:
+        if group.name not in algorithm.served_teachers or group.urls:
+            continue
+        here, there = tokenizer.get_vocab(), load_tokenizer(group.model).get_vocab()
+        if here != there:
+            key = "teacher_engine" if group.name == algorithm.teacher_engine else "teacher_engines"
+            token = min((here.items() ^ there.items()), key=lambda item: (item[1], item[0]))[0]
+            yield (
+                f"algorithm.{key}",
+                f"the teacher {group.name}: {group.model} has another vocabulary than the policy: "
+                f"{token!r} is token {there.get(token)} there and {here.get(token)} here; serve a model with the "
+                "policy's tokenizer",
+            )
+
+
+@rule("teacher.prompt", "algorithm.teacher_engines")
+def taught(algorithm: Algorithm, prompts: Sequence[Prompt]) -> Problems:
+    from slimx.extras.served_models.teacher import check_taught  # it imports clients, which a plan does without
+
+    check_taught(algorithm, prompts)
+    yield from ()

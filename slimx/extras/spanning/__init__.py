@@ -1,0 +1,1 @@
+"""Servers that span several machines."""

@@ -1,0 +1,1 @@
+"""Algorithms whose advantages differ from token to token."""

@@ -1,0 +1,84 @@
+"""Rules about the critic: the algorithm that has one, its ranks and its weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slimx.config.rule import Problems, refuse, rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic, critic_keys, critic_trainer
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+from slimx.errors import SlimxError
+from slimx.rules.flow import UPDATE, update_rows
+from slimx.rules.layout import split_problems
+from slimx.rules.unproven import found_in, sections_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slimx.layout.ranks import Sizes
+    from slimx.models.families import ModelSpec
+
+UNPROVEN = {"critic": ("critic.optimizer.kind", "critic.optimizer.moments_dtype")}
+"""As `slimx.rules.unproven.UNPROVEN`."""
+
+
+@rule("unproven", "critic", facts=sections_in(UNPROVEN))
+def unproven(**sections: Any) -> Problems:
+    yield from found_in(UNPROVEN, sections)
+
+
+@rule("algorithm.critic", "critic")
+def has_critic(algorithm: Algorithm, critic: Critic | None) -> Problems:
+    if algorithm.advantages.kind == "gae" and critic is None:
+        yield "algorithm.name", "advantages by gae need a critic; add a section `critic: {}`"
+    if algorithm.advantages.kind != "gae" and critic is not None:
+        yield f"algorithm.name={algorithm.name} has no critic; remove the section, or use ppo"
+
+
+@rule("critic.layout", "critic.layout")
+def critic_fits(trainer: Trainer, critic: Critic | None) -> Problems:
+    if critic is not None:
+        critic_trainer(trainer, critic)
+    yield from ()
+
+
+@rule("batch.critic_ranks", "critic.layout.data")
+def feeds_critic(rollout: Rollout, schedule: Schedule, critic_sizes: Sizes | None) -> Problems:
+    rows = update_rows(rollout, schedule)
+    if critic_sizes is not None and rows < critic_sizes.data:
+        yield (
+            f"an update of {rows} rollouts {UPDATE} cannot feed the critic's {critic_sizes.data} data-parallel ranks; "
+            "lower critic.layout.data"
+        )
+
+
+@rule("critic.split", "critic.layout")
+def critic_splits(
+    critic: Critic | None, critic_view: Trainer | None, critic_spec: ModelSpec | None, critic_sizes: Sizes | None
+) -> Problems:
+    if critic is None:
+        return
+    try:
+        with critic_keys(critic):
+            refuse(split_problems(critic_view, critic_spec, critic_sizes))
+    except SlimxError as error:
+        yield error.about, str(error)
+
+
+@rule("weights.critic_tensors", "critic.load")
+def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Problems:
+    from slimx.models.files.formats import format_of
+    from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
+
+    if critic_spec is None or critic_weights is None:
+        return
+    if (found := format_of(critic_weights)) is not None:
+        yield (
+            f"the critic cannot start from {critic_weights}, a checkpoint of {found.name}; give a Hugging Face "
+            "directory (slimx convert)"
+        )
+    else:
+        CheckpointReader(critic_weights).check(critic_spec.table)
