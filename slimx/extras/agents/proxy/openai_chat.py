@@ -127,7 +127,7 @@ class ChatWriter(AnswerWriter):
         return _event(self._frame("chat.completion.chunk", {"delta": delta, "finish_reason": finish}, logprobs))
 
     def _frame(self, kind: str, choice: Json | None = None, logprobs: list[Any] | None = None) -> Json:
-        """What all parts of an answer have in common, around its choice."""
+        """The frame that all parts of an answer have, around its choice."""
         told = {"content": logprobs} if logprobs is not None else None
         choices = [] if choice is None else [{"index": 0, **choice, "logprobs": told}]
         return {
