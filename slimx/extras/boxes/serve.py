@@ -217,11 +217,9 @@ class Service:
         held, path = self._held(request), request.query["path"]
         if _size(request) > MAX_FILE:
             return _refused(413, "box.large", f"a file has {MAX_FILE} bytes at most", path)
-        content = bytearray()
         async with asyncio.timeout(BODY_S):
-            async for piece in request.content.iter_chunked(2**18):  # no more than Content-Length
-                content += piece
-        await self.boxes.call(held, lambda box: box.put(path, bytes(content)))
+            content = await request.content.read()  # no more than Content-Length
+        await self.boxes.call(held, lambda box: box.put(path, content))
         return web.Response(status=204)
 
     async def _get(self, request: web.Request) -> web.Response:

@@ -38,15 +38,10 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 def check_pair(prompt: Prompt) -> None:
     """Raise SlimxError unless `prompt` holds two answers that differ, and a margin that is a number if it has one."""
     rejected = prompt.metadata.get("rejected")
-    if prompt.answer is None or not isinstance(rejected, str):
+    if prompt.answer is None or not isinstance(rejected, str) or prompt.answer == rejected:
         raise SlimxError(
-            f"prompt {prompt.id} is no pair: give the chosen answer as answer, the rejected one as metadata.rejected",
-            code="hooks.pair",
-            about=prompt.id,
-        )
-    if prompt.answer == rejected:
-        raise SlimxError(
-            f"prompt {prompt.id} has the same text as its chosen and its rejected answer; remove it",
+            f"prompt {prompt.id} is no pair: give the chosen answer as answer, and another text, the rejected one, as "
+            "metadata.rejected",
             code="hooks.pair",
             about=prompt.id,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,13 +11,8 @@ from slimx.extras.slime.hooks import GenerateHook, KeepHook, RewardHook, written
 
 load_generate = GenerateHook.load
 load_keep = KeepHook.load
+load_reward = RewardHook.load
 is_form_of = written_for_slime
-
-
-def load_reward(
-    key: str, path: str, options: Mapping[str, Any], *, group: bool, facts: Mapping[str, Any]
-) -> RewardHook:
-    return RewardHook.load(key, path, options, group=group, run=RunFacts(**facts))
 
 
 def facts(config: Config) -> dict[str, Any]:

@@ -183,9 +183,12 @@ class RewardHook:
         return ruled or getattr(self.function, "needs_process", False)
 
     @classmethod
-    def load(cls, key: str, path: str, options: Mapping[str, Any], *, group: bool, run: RunFacts) -> RewardHook:
-        """`key`: of the configuration. SlimxError as `load`."""
-        return cls(load(f"{key}.function", path, "rewards" if group else "reward"), path, options, group, run)
+    def load(
+        cls, key: str, path: str, options: Mapping[str, Any], *, group: bool, facts: Mapping[str, Any]
+    ) -> RewardHook:
+        """`key`: of the configuration; `facts`: fields of a RunFacts. SlimxError as `load`."""
+        function = load(f"{key}.function", path, "rewards" if group else "reward")
+        return cls(function, path, options, group, RunFacts(**facts))
 
     async def __call__(self, ctx: Any, judged: Trajectory | Group) -> float | list[float]:
         """ctx: RewardContext. What the generate hook set as `sample.reward` already is the reward."""

@@ -11,7 +11,7 @@ import pytest
 
 from slimx.data.prompts.read import read_prompts
 from slimx.data.whole import as_ids
-from slimx.extras.agents.proxy.apis.openai_chat import OpenaiChat
+from slimx.extras.agents.proxy.apis.openai_chat import CHAT
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.boxes.choice import BoxOptions
 from slimx.extras.boxes.programs.watch import Limits
@@ -57,6 +57,6 @@ def test_limits_are_whole_numbers() -> None:
 
 def test_an_agent_may_write_the_most_tokens_with_a_point() -> None:
     body = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 16.0}
-    assert json.dumps(OpenaiChat().read(body, {}, strict=False).max_tokens) == "16"
+    assert json.dumps(CHAT.read(body, {}, strict=False).max_tokens) == "16"
     with pytest.raises(ApiError):
-        OpenaiChat().read(body | {"max_tokens": 16.5}, {}, strict=False)
+        CHAT.read(body | {"max_tokens": 16.5}, {}, strict=False)

@@ -1,4 +1,4 @@
-"""What step environments of other projects have in common: a view shows observations and reads actions, and turns that
+"""Shared parts of step environments of other projects: a view shows observations and reads actions, and turns that
 ask for no action are counted."""
 
 from __future__ import annotations

@@ -45,13 +45,12 @@ class AnswerReader:
             self.tokenizer.decode(list(after[-OPEN_TAIL:]), skip_special_tokens=False).rstrip().endswith(THOUGHT_BEGINS)
         )
 
-    async def calls(self, token_ids: Sequence[int], tools: list[Json], *, after: Sequence[int]) -> Calls:
+    async def calls(
+        self, token_ids: Sequence[int], tools: list[Json], *, after: Sequence[int], stop: Sequence[str] = ()
+    ) -> Calls:
         """The calls behind an answer's thinking: one that the model only thinks of is not made. `after`: the tokens
         before the answer."""
-        return await self._calls(self.raw(token_ids, ()), tools, after)
-
-    async def _calls(self, text: str, tools: list[Json], after: Sequence[int]) -> Calls:
-        thought, answer = spoken(text, opened=self.opened(after))
+        thought, answer = spoken(self.raw(token_ids, stop), opened=self.opened(after))
         content, calls = await self.parse_tools(answer, tools)
         return Calls(thought, content, calls, ATTEMPT.search(answer) is not None)
 
@@ -83,7 +82,7 @@ class AnswerReader:
             message["reasoning_content"] = thought
         if not request.calls_tools:
             return message, False
-        found = await self._calls(self.raw(token_ids, request.stop), request.tools or [], after)
+        found = await self.calls(token_ids, request.tools or [], after=after, stop=request.stop)
         if found.calls and not (request.object_arguments and not all(_is_object(call) for call in found.calls)):
             message["content"] = (found.content if self.separates_reasoning else found.text) or None
             message["tool_calls"] = written(found.calls, number)

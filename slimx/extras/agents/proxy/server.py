@@ -24,9 +24,9 @@ from typing import Any
 from aiohttp import web
 
 from slimx.errors import SlimxError
-from slimx.extras.agents.proxy.apis.anthropic_messages import AnthropicMessages
-from slimx.extras.agents.proxy.apis.openai_chat import OpenaiChat
-from slimx.extras.agents.proxy.apis.openai_responses import OpenaiResponses
+from slimx.extras.agents.proxy.apis.anthropic_messages import COUNT_TOKENS, MESSAGES
+from slimx.extras.agents.proxy.apis.openai_chat import CHAT
+from slimx.extras.agents.proxy.apis.openai_responses import RESPONSES
 from slimx.extras.agents.proxy.apis.wire import Wire
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.session import TOKEN_CHARACTERS, Session
@@ -98,10 +98,10 @@ class ChatProxy:
                 self._open = Connections(most=self.connections, idle=self.idle_deadline)
                 app = web.Application(client_max_size=self._most)
                 for path, wire, answer in (
-                    ("chat/completions", OpenaiChat(), self._answer),
-                    ("responses", OpenaiResponses(), self._answer),
-                    ("messages", AnthropicMessages(), self._answer),
-                    ("messages/count_tokens", AnthropicMessages(counts=True), self._count),
+                    ("chat/completions", CHAT, self._answer),
+                    ("responses", RESPONSES, self._answer),
+                    ("messages", MESSAGES, self._answer),
+                    ("messages/count_tokens", COUNT_TOKENS, self._count),
                 ):
                     app.router.add_post(f"/{{session}}/v1/{path}", partial(self._served, wire, answer))
                 app.router.add_get("/{session}/v1/models", self._models)

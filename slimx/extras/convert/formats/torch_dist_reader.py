@@ -82,12 +82,9 @@ class TorchDistReader:
         for name, end in sorted(ends.items()):
             file = self.path / name
             if not file.is_file():
-                raise self._damaged(name, "is missing, but .metadata names it")
+                raise _damaged(self.path, name, "is missing, but .metadata names it")
             if (size := file.stat().st_size) < end:
-                raise self._damaged(name, f"is truncated: {size} bytes, .metadata wants {end}")
-
-    def _damaged(self, file: str, what: str, code: str = "megatron.file") -> SlimxError:
-        return _damaged(self.path, file, what, code)
+                raise _damaged(self.path, name, f"is truncated: {size} bytes, .metadata wants {end}")
 
     @property
     def names(self) -> Collection[str]:
@@ -157,23 +154,20 @@ class TorchDistReader:
         mapped = self._files[piece.file]
         if (at := self._headers.get(piece)) is None:
             with _HEADERS, FakeTensorMode():
-                found = self._load(piece)
+                found = _load(self.path, piece)
             storage = found.untyped_storage()
             if tuple(found.shape) != piece.sizes:
                 what = f"holds a tensor {list(found.shape)} where .metadata has {list(piece.sizes)}"
-                raise self._damaged(piece.file, what)
+                raise _damaged(self.path, piece.file, what)
             start = piece.start + storage._checkpoint_offset + found.storage_offset() * found.itemsize
             if found.dtype != dtype:
                 what = f"holds a tensor of {found.dtype} where .metadata has {dtype}"
-                raise self._damaged(piece.file, what, code="megatron.dtype")
+                raise _damaged(self.path, piece.file, what, code="megatron.dtype")
             at = self._headers[piece] = (start, found.numel() * found.itemsize) if found.is_contiguous() else (-1, 0)
         start, size = at
         if start >= 0:
             return mapped[start : start + size]
-        return self._load(piece).contiguous().view(-1).view(torch.uint8)
-
-    def _load(self, piece: _Stored) -> torch.Tensor:
-        return _load(self.path, piece)
+        return _load(self.path, piece).contiguous().view(-1).view(torch.uint8)
 
 
 def read_whole(path: Path, key: str, metadata: Metadata) -> torch.Tensor:

@@ -6,11 +6,10 @@ The names are those of Anthropic's API reference for /v1/messages.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from slimx.extras.agents.proxy.answer import AnswerReader
-from slimx.extras.agents.proxy.apis.wire import AnswerWriter
+from slimx.extras.agents.proxy.apis.wire import AnswerWriter, Wire
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
@@ -53,54 +52,37 @@ CARRIED_OUT = frozenset(
 ERRORS = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
 
 
-@dataclass(frozen=True, slots=True)
-class AnthropicMessages:
-    """The API /v1/messages; with `counts` /v1/messages/count_tokens, whose requests have no max_tokens."""
-
-    counts: bool = False
-
-    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
-        """The request in a JSON body. Raises ApiError for what cannot be carried out."""
-        given = fields_of(body, IGNORED | CARRIED_OUT, {})
-        if not self.counts and "max_tokens" not in given:
-            raise invalid("max_tokens", "is missing; give a positive number")
-        tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(typed(given, "tools", list, []))]
-        choice, forced = _choice(given, tools)
-        return ChatRequest(
-            messages=_messages(given),
-            model=typed(given, "model", str, ""),
-            tools=tools or None,
-            calls_tools=bool(tools) and choice != "none",
-            forced=forced,
-            max_tokens=most_tokens(given, "max_tokens"),
-            stop=_stop(given),
-            stream=typed(given, "stream", bool, False),
-            object_arguments=True,
-            overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given),
-        )
-
-    def refusal(self, error: ApiError) -> Json:
-        """The body of an error; `code` and `param` are those that chat completions tell."""
-        kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        told = {"type": kind, "message": str(error), "code": error.code, "param": error.param}
-        return {"type": "error", "error": told}
-
-    def writer(self, request: ChatRequest, number: int, prompt: int, reading: AnswerReader) -> AnswerWriter:
-        """The writer of one answer."""
-        return MessageWriter(self, request, number, prompt, reading)
+def read_messages(body: Any, sampling: Json, *, strict: bool, counts: bool = False) -> ChatRequest:
+    """The request in a JSON body, which with `counts` needs no max_tokens. Raises ApiError for what cannot be carried
+    out."""
+    given = fields_of(body, IGNORED | CARRIED_OUT, {})
+    if not counts and "max_tokens" not in given:
+        raise invalid("max_tokens", "is missing; give a positive number")
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(typed(given, "tools", list, []))]
+    choice, forced = _choice(given, tools)
+    return ChatRequest(
+        messages=_messages(given),
+        model=typed(given, "model", str, ""),
+        tools=tools or None,
+        calls_tools=bool(tools) and choice != "none",
+        forced=forced,
+        max_tokens=most_tokens(given, "max_tokens"),
+        stop=_stop(given),
+        stream=typed(given, "stream", bool, False),
+        object_arguments=True,
+        overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given),
+    )
 
 
-@dataclass(slots=True)
-class MessageWriter:
+def refusal(error: ApiError) -> Json:
+    """The body of an error; `code` and `param` are those that chat completions tell."""
+    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    told = {"type": kind, "message": str(error), "code": error.code, "param": error.param}
+    return {"type": "error", "error": told}
+
+
+class MessageWriter(AnswerWriter):
     """Writes one message of Anthropic's API."""
-
-    api: AnthropicMessages
-    request: ChatRequest
-    number: int
-    prompt: int
-    reading: AnswerReader
-    _open: bool = field(default=False, init=False)
-    """True while the block of text is not ended."""
 
     def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
@@ -132,7 +114,7 @@ class MessageWriter:
 
     def failed(self, error: ApiError) -> bytes:
         """The event error."""
-        return _event("error", error=self.api.refusal(error)["error"])
+        return _event("error", error=refusal(error)["error"])
 
     def _frame(self, content: list[Json], usage: dict[str, int]) -> Json:
         out = {"id": f"msg_{self.number}", "type": "message", "role": "assistant", "model": self.request.model}
@@ -292,3 +274,9 @@ def _stop(given: Json) -> list[str]:
         raise invalid("stop_sequences", f"has {len(stop)} strings; at most {STOP_SEQUENCES} are looked for")
     check_stop(stop, "stop_sequences")
     return stop
+
+
+MESSAGES = Wire(read_messages, MessageWriter, refusal)
+"""The API /v1/messages."""
+COUNT_TOKENS = Wire(partial(read_messages, counts=True), MessageWriter, refusal)
+"""The API /v1/messages/count_tokens."""

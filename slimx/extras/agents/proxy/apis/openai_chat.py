@@ -6,12 +6,9 @@ The names are those of OpenAI's API reference for chat completions.
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import dataclass, field
 from typing import Any
 
-from slimx.extras.agents.proxy.answer import AnswerReader
-from slimx.extras.agents.proxy.apis.wire import AnswerWriter
+from slimx.extras.agents.proxy.apis.wire import AnswerWriter, Wire
 from slimx.extras.agents.proxy.errors import ApiError, invalid
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
@@ -67,50 +64,31 @@ CARRIED_OUT = frozenset(
 )
 
 
-class OpenaiChat:
-    """The API /v1/chat/completions."""
-
-    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
-        """The request in a JSON body. Raises ApiError for what cannot be carried out."""
-        given = fields_of(body, IGNORED | CARRIED_OUT, NEUTRAL)
-        overridden = overridden_by_run(given, sampling, strict=strict)
-        tools = typed(given, "tools", list, []) or None
-        stream_options = typed(given, "stream_options", dict, {})
-        calls_tools, forced = read_choice(given, tools or [])
-        most = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-        return ChatRequest(
-            messages=_messages(given),
-            model=typed(given, "model", str, ""),
-            tools=tools,
-            calls_tools=tools is not None and calls_tools,
-            forced=forced,
-            max_tokens=most_tokens(given, most),
-            stop=_stop(given),
-            stream=typed(given, "stream", bool, False),
-            usage=typed(stream_options, "include_usage", bool, False),
-            logprobs=typed(given, "logprobs", bool, False),
-            overridden=overridden,
-        )
-
-    def refusal(self, error: ApiError) -> Json:
-        """The body of an error."""
-        return error.body
-
-    def writer(self, request: ChatRequest, number: int, prompt: int, reading: AnswerReader) -> AnswerWriter:
-        """The writer of one answer."""
-        return ChatWriter(request, number, prompt, reading.tokenizer)
+def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
+    """The request in a JSON body. Raises ApiError for what cannot be carried out."""
+    given = fields_of(body, IGNORED | CARRIED_OUT, NEUTRAL)
+    overridden = overridden_by_run(given, sampling, strict=strict)
+    tools = typed(given, "tools", list, []) or None
+    stream_options = typed(given, "stream_options", dict, {})
+    calls_tools, forced = read_choice(given, tools or [])
+    most = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    return ChatRequest(
+        messages=_messages(given),
+        model=typed(given, "model", str, ""),
+        tools=tools,
+        calls_tools=tools is not None and calls_tools,
+        forced=forced,
+        max_tokens=most_tokens(given, most),
+        stop=_stop(given),
+        stream=typed(given, "stream", bool, False),
+        usage=typed(stream_options, "include_usage", bool, False),
+        logprobs=typed(given, "logprobs", bool, False),
+        overridden=overridden,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class ChatWriter:
+class ChatWriter(AnswerWriter):
     """Writes one chat completion."""
-
-    request: ChatRequest
-    number: int
-    prompt: int
-    """Tokens of the prompt."""
-    tokenizer: Any
-    created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
@@ -149,7 +127,7 @@ class ChatWriter:
         return _event(self._frame("chat.completion.chunk", {"delta": delta, "finish_reason": finish}, logprobs))
 
     def _frame(self, kind: str, choice: Json | None = None, logprobs: list[Any] | None = None) -> Json:
-        """What all parts of an answer have in common, around its choice."""
+        """The frame that all parts of an answer have, around its choice."""
         told = {"content": logprobs} if logprobs is not None else None
         choices = [] if choice is None else [{"index": 0, **choice, "logprobs": told}]
         return {
@@ -176,7 +154,7 @@ class ChatWriter:
             return None
         out = []
         for token, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True):
-            text = self.tokenizer.decode([token])
+            text = self.reading.tokenizer.decode([token])
             out.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return out
 
@@ -210,3 +188,7 @@ def _stop(given: Json) -> list[str]:
         raise invalid("stop", "is a string or a list of up to four")
     check_stop(stop, "stop")
     return stop
+
+
+CHAT = Wire(read_chat, ChatWriter)
+"""The API /v1/chat/completions."""

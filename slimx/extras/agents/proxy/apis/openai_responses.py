@@ -6,12 +6,9 @@ The names are those of OpenAI's API reference for /v1/responses. Nothing is stor
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import dataclass, field
 from typing import Any
 
-from slimx.extras.agents.proxy.answer import AnswerReader
-from slimx.extras.agents.proxy.apis.wire import AnswerWriter
+from slimx.extras.agents.proxy.apis.wire import AnswerWriter, Wire
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
@@ -65,47 +62,29 @@ SERVICE_TOOLS = ("web_search", "web_search_preview")
 """Tools of OpenAI's service that agents offer by default. The model is not told of them."""
 
 
-class OpenaiResponses:
-    """The API /v1/responses."""
-
-    def read(self, body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
-        """The request in a JSON body. Raises ApiError for what cannot be carried out."""
-        given = fields_of(body, IGNORED | CARRIED_OUT | NOT_DONE, NEUTRAL)
-        asked = typed(given, "tools", list, [])
-        tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked) if not _of_service(tool)]
-        calls_tools, forced = read_choice(given, tools)
-        return ChatRequest(
-            messages=_messages(given),
-            model=typed(given, "model", str, ""),
-            tools=tools or None,
-            calls_tools=bool(tools) and calls_tools,
-            forced=forced,
-            max_tokens=most_tokens(given, "max_output_tokens"),
-            stream=typed(given, "stream", bool, False),
-            overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given, asked),
-        )
-
-    def refusal(self, error: ApiError) -> Json:
-        """The body of an error."""
-        return error.body
-
-    def writer(self, request: ChatRequest, number: int, prompt: int, reading: AnswerReader) -> AnswerWriter:
-        """The writer of one answer."""
-        return ResponseWriter(request, number, prompt)
+def read_responses(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
+    """The request in a JSON body. Raises ApiError for what cannot be carried out."""
+    given = fields_of(body, IGNORED | CARRIED_OUT | NOT_DONE, NEUTRAL)
+    asked = typed(given, "tools", list, [])
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked) if not _of_service(tool)]
+    calls_tools, forced = read_choice(given, tools)
+    return ChatRequest(
+        messages=_messages(given),
+        model=typed(given, "model", str, ""),
+        tools=tools or None,
+        calls_tools=bool(tools) and calls_tools,
+        forced=forced,
+        max_tokens=most_tokens(given, "max_output_tokens"),
+        stream=typed(given, "stream", bool, False),
+        overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given, asked),
+    )
 
 
-@dataclass(slots=True)
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writes one response."""
 
-    request: ChatRequest
-    number: int
-    prompt: int
-    created: int = field(default_factory=lambda: int(time.time()))
-    _events: int = field(default=0, init=False)
+    _events = 0
     """Events so far: each has its number."""
-    _open: bool = field(default=False, init=False)
-    """True while the item of text is not ended."""
 
     def whole(self, message: Message, completion: Completion) -> Json:
         """The answer in one."""
@@ -320,3 +299,7 @@ def _tool(tool: Any, where: str) -> Json:
     typed(tool, "parameters", dict, {}, where)
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
+
+
+RESPONSES = Wire(read_responses, ResponseWriter)
+"""The API /v1/responses."""
