@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +31,6 @@ from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, Recipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.tasks import race
-
-if TYPE_CHECKING:
-    from slimx.extras.direct.transport import RankSenders
 
 PATIENCE = 0.8
 """Share of a step's deadline in which a bucket must have come: what is missing is told before the step is late."""
@@ -83,16 +80,17 @@ class DirectDelivery(Delivery):
 
     def __init__(
         self,
-        senders: RankSenders,
+        senders: Any,
         engines: Mapping[str, Sequence[int | None]],
         *,
         step_deadline_s: float,
         changes: tuple[int, int] | None = None,
     ):
-        """`engines`: by name the receivers of each, to all of which trainer ranks write, as many on each of its
-        machines: for each the GPU, as that machine's process counts them, in whose memory it takes them, None for host
-        memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None for whole weights each time, else
-        as in `slimx.config.sections.publish.Publish.changes`."""
+        """`senders`: the trainer ranks (`slimx.extras.direct.transport.RankSenders`). `engines`: by name receivers of
+        each, to all of which trainer ranks write, as many on each of its machines: for each the GPU, as that machine's
+        process counts them, in whose memory it takes them, None for host memory. `step_deadline_s`: seconds for one
+        call to one engine. `changes`: None for whole weights each time, else as in
+        `slimx.config.sections.publish.Publish.changes`."""
         self.senders, self.step_deadline_s = senders, step_deadline_s
         self.item, self.every_full = changes or (0, 1)
         self.engines = {name: number for number, name in enumerate(engines)}
