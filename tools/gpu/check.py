@@ -42,10 +42,10 @@ NEEDED = ("numpy", "torch", "pytest", "setuptools")
 """Packages without which nothing runs."""
 TRAINERS = ("trainer", "exact_trainer")
 """Tests of which a half runs without a GPU."""
-FIRST = ("errors", "pack", "numerics", "sharing", "delta", *TRAINERS)
+FIRST = ("errors", "pack", "numerics", "sharing", *TRAINERS)
 LAST = ("sanitizer",)
 """It is slow, and matters only where the rest passes."""
-QUICK = ("errors", "pack", "numerics", "sharing", "delta", "trainer")
+QUICK = ("errors", "pack", "numerics", "sharing", "trainer")
 QUICK_TRAINER = ("-k", "qwen and not bf16")
 """Log-probs, gradients, losses, weights and a checkpoint in fp32, against the CPU: one model, two processes."""
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-rs", "--maxfail=8", "-p", "no:cacheprovider")

@@ -98,12 +98,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-def measure_gap(config: Config, console: Console, *, layers: bool) -> bool:
-    """Compares the log-probs of a batch between engines and trainers; returns True if they are equal to the last bit.
+def _show_gap(config: Config, layers: bool) -> bool:
+    """False if numerics.mode is exact and the log-probs of a batch are not equal to the last bit.
 
-    `layers`: also name the first part of the model that differs. Raises SlimxError for a run in which nothing can be
-    compared, before torch is imported.
-    """
+    Raises SlimxError for a run in which nothing can be compared, before torch is imported."""
     if not config.rollout.policy_engines:
         raise SlimxError(
             "slimx doctor --gap compares trainers with engines, and rollout.engines is empty",
@@ -122,12 +120,7 @@ def measure_gap(config: Config, console: Console, *, layers: bool) -> bool:
     early.check_parts(config)
     from slimx.extras.doctor.gap import run_gap
 
-    return run_gap(config, console, layers=layers)
-
-
-def _show_gap(config: Config, layers: bool) -> bool:
-    """False if numerics.mode is exact and there is a gap."""
-    return measure_gap(config, Console(soft_wrap=True), layers=layers) or not config.exact
+    return run_gap(config, Console(soft_wrap=True), layers=layers) or not config.exact
 
 
 def _show_effects(file: Path, config: Config) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -44,12 +43,13 @@ class MergingRoom(Made):
     def places(self, bucket: int) -> dict[str, torch.Tensor]:
         """By name where `make` writes each that `bucket` reads; always the same memory."""
         if bucket not in self._places:
-            names, ends = self._names(self._plan.moves_of(self._rank, bucket)), self._ends(bucket)
-            self._places[bucket] = {
-                name: self._memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-                for name, start in zip(names, ends, strict=False)
-                for parameter in (self._parameters[name],)
-            }
+            places, start = {}, 0
+            for name in self._names(self._plan.moves_of(self._rank, bucket)):
+                parameter = self._parameters[name]
+                own = self._memory[start : start + parameter.nbytes]
+                places[name] = own.view(parameter.dtype).view(parameter.shape)
+                start += -(-parameter.nbytes // ALIGN) * ALIGN
+            self._places[bucket] = places
         return self._places[bucket]
 
     @torch.no_grad()
@@ -64,12 +64,6 @@ class MergingRoom(Made):
             return []
         read = np.unique(moves["parameter"]).tolist()
         return [name for number in read if (name := self._plan.parameters[number].name) in self._merging]
-
-    def _ends(self, bucket: int) -> list[int]:
-        """Offsets at which the bucket's weights begin, and the end of the last."""
-        names = self._names(self._plan.moves_of(self._rank, bucket))
-        sizes = (-(-self._parameters[name].nbytes // ALIGN) * ALIGN for name in names)
-        return list(accumulate(sizes, initial=0))
 
 
 class AttachedAdapters(AttachedForm):

@@ -38,22 +38,6 @@ def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {CODES: (rows, cols // PER_WORD), SCALES: (rows, cols // GROUP), SHAPE: (2,)}
 
 
-def other_scheme(quantisation: Mapping[str, Any]) -> str | None:
-    """The first field of a `quantization_config` that says another format than this one, with its value."""
-    for key, only in (("quant_method", "compressed-tensors"), ("format", "pack-quantized")):
-        if quantisation.get(key) != only:
-            return f"quantization_config.{key} {quantisation.get(key)}"
-    for name, group in (quantisation.get("config_groups") or {}).items():
-        here = f"quantization_config.config_groups.{name}"
-        if group.get("input_activations") is not None:
-            return f"{here}.input_activations"
-        weights = group.get("weights") or {}
-        for key, only in {**SCHEME, "actorder": None}.items():
-            if weights.get(key) != only:
-                return f"{here}.weights.{key} {weights.get(key)}"
-    return None
-
-
 def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Values, bf16 [rows, words * 8], of int32 codes [rows, words] and bf16 scales [rows, words / 4]."""
     import torch  # here: who only asks for shapes plans a run, without torch
@@ -97,7 +81,18 @@ class Int4(NumberFormat):
     """Shapes and orders of columns, which Triton's kernel never reads."""
 
     def other_scheme(self, described: Mapping[str, Any]) -> str | None:
-        return other_scheme(described)
+        for key, only in (("quant_method", "compressed-tensors"), ("format", "pack-quantized")):
+            if described.get(key) != only:
+                return f"quantization_config.{key} {described.get(key)}"
+        for name, group in (described.get("config_groups") or {}).items():
+            here = f"quantization_config.config_groups.{name}"
+            if group.get("input_activations") is not None:
+                return f"{here}.input_activations"
+            weights = group.get("weights") or {}
+            for key, only in {**SCHEME, "actorder": None}.items():
+                if weights.get(key) != only:
+                    return f"{here}.weights.{key} {weights.get(key)}"
+        return None
 
     def holds(self, files: Any, name: str) -> bool:
         return name not in files.names and name + CODES in files.names

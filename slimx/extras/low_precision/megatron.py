@@ -107,17 +107,17 @@ class Fp8LatentAttention(LatentAttention):
         exchange_down_projections(self, partial(Fp8Down, recipe=recipe))
 
 
-class Fp8ColumnGrouped(ColumnGroupedLinear):
+class _Grouped:
+    """Linear layers of experts, each with the recipe."""
+
+    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
+        self.options = {**self.options, "recipe": recipe}
+        super().__init__(*args, **kwargs)
+
+
+class Fp8ColumnGrouped(_Grouped, ColumnGroupedLinear):
     layer = Fp8Column
 
-    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
-        self.options = {**self.options, "recipe": recipe}
-        super().__init__(*args, **kwargs)
 
-
-class Fp8RowGrouped(RowGroupedLinear):
+class Fp8RowGrouped(_Grouped, RowGroupedLinear):
     layer = Fp8Row
-
-    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
-        self.options = {**self.options, "recipe": recipe}
-        super().__init__(*args, **kwargs)

@@ -87,18 +87,18 @@ class EngineMemory(Record):
     ranks: int
     """Ranks of one server."""
     weights: int
-    static_fraction: float | None
+    static_fraction: float | None = None
     """SGLang's mem_fraction_static, given or as it would choose."""
-    static: int | None
+    static: int | None = None
     """Weights and KV cache together, a share of the memory that is free when the server starts; null: the GPU's memory
     is unknown."""
     kv_per_token: int
-    kv_room: int | None
-    kv_tokens: int | None
+    kv_room: int | None = None
+    kv_tokens: int | None = None
     """Tokens whose keys and values fit, per copy of the attention."""
     state_per_request: int
     """Recurrent states of a request, whatever its length; 0: the model has none."""
-    concurrency: int | None
+    concurrency: int | None = None
     """Rollouts of the greatest length that one server holds at once."""
     staged: int
     """Beside the weights, while weights are published."""

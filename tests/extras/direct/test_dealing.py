@@ -110,7 +110,7 @@ def least_busiest(plan: Plan, ranks: int, engines: int) -> float:
 
 @given(layouts())
 @settings(max_examples=60, deadline=None)
-def test_every_byte_of_every_engine_comes_once_and_the_busiest_rank_sends_what_the_layouts_force(case: Layouts):
+def test_every_byte_of_every_engine_comes_once_and_the_busiest_link_carries_what_the_layouts_force(case: Layouts):
     plan = case.plan()
     dealt = deal(plan, engines=case.engines, grain=1)
     assert dealt.targets == case.engine * case.engines and dealt.count == plan.count

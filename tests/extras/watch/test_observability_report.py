@@ -358,7 +358,7 @@ def test_a_stacked_bar_adds_up_to_the_time_of_its_step():
         Phase(name="train", step=1, track="main", start=START + 1, seconds=6.0),
         Phase(name="optimizer", step=1, track="main", start=START + 2, seconds=2.0),
     ]
-    bars, _ = phase_charts(phases, points=100)
+    bars, _ = phase_charts(phases, points=100, colours=PhaseColours())
     assert {bar.name: bar.y[0] for bar in bars.figure.data} == pytest.approx(
         {"step, rest": 4.0, "train, rest": 4.0, "optimizer": 2.0}, abs=1e-4
     )
@@ -370,7 +370,7 @@ def test_the_last_steps_are_drawn_by_track():
         for step in range(20)
         for name, track, offset in (("generate", "rollout", 0), ("train", "main", 5))
     ]
-    _, gantt = phase_charts(phases, points=100)
+    _, gantt = phase_charts(phases, points=100, colours=PhaseColours())
     assert numbers(gantt.title) == [6]
     assert set(gantt.figure.layout.yaxis.ticktext) == {"rollout", "main"}
     assert {step for bar in gantt.figure.data for step in bar.customdata} == set(range(14, 20))

@@ -27,7 +27,7 @@ STARTS = {
     "train": "start.train(config, console)",
     "generate": "start.generate(config, None, console)",
     "eval": "start.evaluate(config, None, print)",
-    "gap": "doctor.measure_gap(config, console, layers=False)",
+    "gap": "doctor._show_gap(config, False)",
     "script.train": "script.train(config, console=console)",
     "script.evaluate": "script.evaluate(config)",
 }

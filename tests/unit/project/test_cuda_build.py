@@ -23,7 +23,7 @@ PATH = f"{os.environ['PATH']}:/usr/local/cuda/bin"
 ARCHITECTURES = {"sm_90", "sm_100"}
 KERNELS = {
     **{"pack": r"7reshardILNS_6KernelE0EE", "checksum": r"7reshardILNS_6KernelE1EE", "scales": "13triton_scales"},
-    **{"delta": r"12delta_encodeI", "join": "10delta_join", "int4": r"10int4_roundI"},
+    "int4": r"10int4_roundI",
     **{name: rf"\d+exact_{name}I" for name in ("linear", "rms_norm", "silu_and_mul", "log_normaliser", "attend")},
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'(.*?)Compile time", re.S)

@@ -43,6 +43,12 @@ class Examined:
     """Why a run would fail, or teach nothing; one sentence each."""
     notes: list[SlimxError] = field(default_factory=list)
 
+    def problem(self, code: str, about: str, sentence: str) -> None:
+        self.problems.append(SlimxError(sentence, code=code, about=about))
+
+    def note(self, code: str, about: str, sentence: str) -> None:
+        self.notes.append(SlimxError(sentence, code=code, about=about))
+
 
 def examine_hooks(config: Config, texts: Sequence[str] = ()) -> Examined:
     """Load and try the hooks of a run. Never raises SlimxError: what is wrong is in `problems`. `texts`: what the
@@ -50,8 +56,7 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> Examined:
     found = Examined()
     hooks = _load(config, found)
     if found.problems:
-        untried = "hooks were not tried, as not all could be loaded"
-        found.notes.append(SlimxError(untried, code="hooks.untried", about="hooks"))
+        found.note("hooks.untried", "hooks", "hooks were not tried, as not all could be loaded")
         return found
     try:
         spec, tokenizer = configured_model(config), run_tokenizer(config)
@@ -114,32 +119,30 @@ def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried:
     _limits(config, spec, trajectories, found)
     if not any(trajectory.loss_mask.any() for trajectory in trajectories):
         sentence = f"rollout.generate: {hook} trains no token; add_sampled with train=True"
-        found.problems.append(SlimxError(sentence, code="hooks.untrained", about=hook))
+        found.problem("hooks.untrained", hook, sentence)
     elif empty := [trajectory.id for trajectory in trajectories if not trajectory.loss_mask.any()]:
         sentence = f"trajectory {empty[0]} has no trained token: it counts in its group and teaches nothing"
-        found.notes.append(SlimxError(sentence, code="hooks.empty", about=empty[0]))
+        found.note("hooks.empty", empty[0], sentence)
     if any(trajectory.loss_mask[trajectory.versions() < 0].any() for trajectory in trajectories) and tried[0].requests:
         sentence = f"{hook} trains tokens that no engine sampled: their ratio to the rollout's policy is unknown"
-        found.notes.append(SlimxError(sentence, code="hooks.unsampled", about=hook))
+        found.note("hooks.unsampled", hook, sentence)
     held = min(each.held for each in tried)  # the first rollout may import and load besides
     if held > HELD_S:
-        found.notes.append(
-            SlimxError(
-                f"the event loop stood still for {held:.1f} s, and all rollouts share it: let {hook} await, or its "
-                "environment live in a process (environment_processes)",
-                code="hooks.holding",
-                about=hook,
-            )
+        found.note(
+            "hooks.holding",
+            hook,
+            f"the event loop stood still for {held:.1f} s, and all rollouts share it: let {hook} await, or its "
+            "environment live in a process (environment_processes)",
         )
     if any(each.same_seed for each in tried):
         sentence = (
             f"{hook} makes several requests with one turn number: the same seed gives the same words; count `turn` up"
         )
-        found.notes.append(SlimxError(sentence, code="hooks.one_seed", about=hook))
+        found.note("hooks.one_seed", hook, sentence)
     rewards = [trajectory.reward for trajectory in trajectories]
     if config.reward.given and len(tried) > 1 and len(set(rewards)) == 1:
         sentence = f"the reward is {rewards[0]:g} whatever the engine says"
-        found.notes.append(SlimxError(sentence, code="hooks.constant_reward", about="reward"))
+        found.note("hooks.constant_reward", "reward", sentence)
     _keep(hooks, Group(id="0", prompt=prompt, trajectories=trajectories), found)
 
 
@@ -164,13 +167,11 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fou
     hook, limit = config.rollout.generate, config.rollout.max_prompt_tokens
     prompt = max(trajectory.spans[0].stop for trajectory in trajectories)
     if prompt > limit:
-        found.notes.append(
-            SlimxError(
-                f"{hook} makes a prompt too long: {prompt} tokens, where those of the file may have {limit} "
-                "(rollout.max_prompt_tokens)",
-                code="hooks.long_prompt",
-                about=hook,
-            )
+        found.note(
+            "hooks.long_prompt",
+            hook,
+            f"{hook} makes a prompt too long: {prompt} tokens, where those of the file may have {limit} "
+            "(rollout.max_prompt_tokens)",
         )
     try:
         longest = longest_trajectory(config, spec, check_layout(config.trainer, spec))
@@ -180,13 +181,11 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fou
     if length > longest:
         of_model = longest == spec.gpt["max_sequence_length"]
         more = f"{spec.path} has no more positions" if of_model else "raise trainer.max_tokens_per_microbatch"
-        found.problems.append(
-            SlimxError(
-                f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; "
-                f"{more}{': ' if of_model else ' or '}return several trajectories",
-                code="hooks.long_trajectory",
-                about=hook,
-            )
+        found.problem(
+            "hooks.long_trajectory",
+            hook,
+            f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; "
+            f"{more}{': ' if of_model else ' or '}return several trajectories",
         )
 
 
@@ -197,11 +196,11 @@ def _keep(hooks: Hooks, group: Group, found: Examined) -> None:
         verdict = hooks.keep(group)
     except Exception as error:
         sentence = f"rollout.filter, given these rollouts as a group, raised {raised(error)}"
-        found.problems.append(SlimxError(sentence, code="hooks.filter_raised", about="rollout.filter"))
+        found.problem("hooks.filter_raised", "rollout.filter", sentence)
         return
     if not isinstance(verdict, bool | str | np.bool_):
         sentence = f"rollout.filter returned a {type(verdict).__name__}; return True, False or a reason"
-        found.problems.append(SlimxError(sentence, code="hooks.filter_verdict", about="rollout.filter"))
+        found.problem("hooks.filter_verdict", "rollout.filter", sentence)
         return
     said = f"dropped: {verdict}" if isinstance(verdict, str) else ("kept" if verdict else "dropped")
     found.lines.append(f"  these as one group: {said}")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from timeit import timeit
 
 import numpy as np
 import torch
@@ -133,9 +134,25 @@ class Rehearsal:
     async def publish(self) -> float:
         """Seconds of one publication by slimx's publisher."""
         publisher = Publisher(
-            _Trainer(self), OnlyOne(_Engine(self)), deadline_s=DEADLINE_S, step_deadline_s=DEADLINE_S, encoding="local"
+            self, OnlyOne(_Engine(self)), deadline_s=DEADLINE_S, step_deadline_s=DEADLINE_S, encoding="local"
         )
         return (await publisher.publish(0, trainer_step=0)).seconds["total"]
+
+    # The source of a publication (`slimx.reshard.parties.Source`).
+
+    async def begin(self, manifest: Manifest) -> None: ...
+
+    async def forms(self) -> list[dict[str, str]]:
+        return PlannedBuckets(self.plan).forms()
+
+    async def bucket_count(self) -> int:
+        return self.plan.count
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        return await asyncio.to_thread(self.pack, bucket)
+
+    async def release(self, bucket: int | None = None) -> None:
+        self.gatherer.release(bucket)
 
 
 def rehearse() -> LinkTrial:
@@ -189,18 +206,18 @@ def _timed(work: Callable[[], object]) -> tuple[float, object]:
     return time.perf_counter() - began, result
 
 
-def _latency(calls: int = 50) -> float:
+def _latency() -> float:
     """Seconds of a kernel call on next to nothing."""
     source, target = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     pieces = np.array([kernel.rectangle(source, tensor=0, pos=0, pos_ld=8)], dtype=kernel.PIECE)
     sums = np.zeros(1, np.uint64)
-    return _timed(lambda: [kernel.pack(pieces, target, sums) for _ in range(calls)])[0] / calls
+    return timeit(lambda: kernel.pack(pieces, target, sums), number=50) / 50
 
 
-def _hop(calls: int = 20) -> float:
+def _hop() -> float:
     """Seconds of an empty call to another thread."""
     with ThreadPoolExecutor(1) as pool:
-        return _timed(lambda: [pool.submit(int).result() for _ in range(calls)])[0] / calls
+        return timeit(lambda: pool.submit(int).result(), number=20) / 20
 
 
 @contextmanager
@@ -221,25 +238,6 @@ def _random(shape: tuple[int, ...]) -> torch.Tensor:
 # The publisher's parties ------------------------------------------------------------------------------------------
 
 
-class _Trainer:
-    def __init__(self, rehearsal: Rehearsal):
-        self.rehearsal = rehearsal
-
-    async def begin(self, manifest: Manifest) -> None: ...
-
-    async def forms(self) -> list[dict[str, str]]:
-        return PlannedBuckets(self.rehearsal.plan).forms()
-
-    async def bucket_count(self) -> int:
-        return self.rehearsal.plan.count
-
-    async def gather(self, bucket: int) -> PackedBucket:
-        return await asyncio.to_thread(self.rehearsal.pack, bucket)
-
-    async def release(self, bucket: int | None = None) -> None:
-        self.rehearsal.gatherer.release(bucket)
-
-
 class _Engine(LocalRecipient):
     name = "rehearsal"
 
@@ -247,7 +245,7 @@ class _Engine(LocalRecipient):
         self.rehearsal = rehearsal
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        return PlannedBuckets(self.rehearsal.plan).forms()
+        return await self.rehearsal.forms()
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None: ...
 

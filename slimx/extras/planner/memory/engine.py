@@ -51,8 +51,6 @@ def engine_memory(
         ranks=sizes.world,
         weights=engine_weights(held, config.numerics.dtype, sizes, quantisation)
         + (0 if group.frozen else adapter_slots(config, spec)),
-        static_fraction=None,
-        static=None,
         kv_per_token=kv_bytes(
             spec.transformer,
             spec.layer_kind,
@@ -61,12 +59,9 @@ def engine_memory(
             group.sglang.get("kv_cache_dtype"),
             drafting=int(group.drafts),
         ),
-        kv_room=None,
-        kv_tokens=None,
         state_per_request=state_bytes(
             spec.transformer, spec.layer_kind, sizes, config.numerics.dtype, group.sglang.get("mamba_ssm_dtype")
         ),
-        concurrency=None,
         staged=staged,
         overhead=OVERHEAD,
         dispatcher=engine_buffers(group, spec, sizes),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from slimx.config.schema import Config
+from slimx.extras.planner.memory.phases import by_gpu
 from slimx.extras.planner.memory.state import FP32
 from slimx.extras.planner.memory.trainer import holdings
 from slimx.extras.planner.memory_record import DiskBytes, Held, HostMemory, TrainerMemory
@@ -37,10 +38,7 @@ def host_memory(
     """Host memory of the fullest node with trainer ranks, when everything there has been allocated: pinned memory is
     kept for the next time. `batches`: bytes that the driver, which may be there, keeps of them (`kept_batches`).
     `graphs`: bytes of CUDA graphs of an engine rank, which are there while it sleeps."""
-    shared = not critic_own and any(record.model == "critic" for record in trainers)
-    policy = [record for record in trainers if record.model == "trainer"]
-    rank = max(policy, key=lambda record: record.host)
-    one = [rank] + [record for record in trainers if shared and record.model == "critic" and record.stage == rank.stage]
+    one = max(by_gpu(trainers, critic_own)[0], key=lambda rank: rank[0].host)
     ranks = min(machine.per_node, config.trainer.world_size)
     engines = ranks if config.schedule.colocate else 0
     buckets = last = here = 0
@@ -55,7 +53,7 @@ def host_memory(
             # Every rank has a ring, every engine here its own.
             buckets = ranks * figures.publisher_bytes + here * figures.landing_bytes
             last = ranks * figures.kept_bytes + here * figures.held_bytes
-    mirrored = rank.host_checkpoint if config.recovery.mirror_every else 0
+    mirrored = one[0].host_checkpoint if config.recovery.mirror_every else 0
     held = {
         "moments": ranks * sum(record.host_optimizer for record in one),
         "weights of reference and teacher": ranks * sum(record.host_copies for record in one),

@@ -46,7 +46,7 @@ def phase_memory(
     policy and of a critic; `engines`: of the policy."""
     if machine.memory is None:
         return ()
-    ranks, critics = _by_gpu(trainers, critic_own)
+    ranks, critics = by_gpu(trainers, critic_own)
     out: list[PhaseMemory] = []
     if colocate and engines:
         pairs = [(record.group, rank, record) for record in engines for rank in ranks]
@@ -66,7 +66,7 @@ def phase_memory(
     return tuple(out)
 
 
-def _by_gpu(
+def by_gpu(
     records: Sequence[TrainerMemory], critic_own: bool
 ) -> tuple[list[list[TrainerMemory]], list[list[TrainerMemory]]]:
     """The records of ranks that are one process, of trainers and of a critic's own ranks: a shared critic's are with
@@ -78,6 +78,12 @@ def _by_gpu(
     for rank in policy:
         rank += [record for record in critics if record.stage == rank[0].stage]
     return policy, []
+
+
+def peak_of(rank: Sequence[TrainerMemory]) -> int:
+    """Peak of a rank that is one process for all these models, which take turns with activations."""
+    states = [record.weights + record.gradients + record.optimizer for record in rank]
+    return sum(states) + max(record.peak - state for record, state in zip(rank, states, strict=True))
 
 
 def _fullest(

@@ -27,7 +27,7 @@ from slimx.errors import SlimxError
 from slimx.extras.planner.memory.engine import beside_trainer, engine_memory
 from slimx.extras.planner.memory.node import host_memory
 from slimx.extras.planner.memory.parameter_runs import Holdings
-from slimx.extras.planner.memory.phases import phase_memory
+from slimx.extras.planner.memory.phases import by_gpu, peak_of, phase_memory
 from slimx.extras.planner.memory.publication import most_merging
 from slimx.extras.planner.memory.trainer import StageState, holdings, stage_states, trainer_memory
 from slimx.extras.planner.memory_record import EngineMemory, TrainerMemory
@@ -36,7 +36,6 @@ from slimx.extras.planner.plan.keepings import KEEPINGS, Keeping, allowed
 from slimx.extras.planner.plan.splits import Fields, divides, sizes_of_split, splits
 from slimx.extras.planner.record import Searched, Suggestion
 from slimx.extras.planner.rules import memory
-from slimx.extras.planner.rules.memory import together
 from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_trunk
@@ -298,8 +297,7 @@ class Search:
         return broken(MEMORY_RULES, way.config.sections | weighed | {"machine": self.machine})
 
     def _suggested(self, way: Way) -> Suggestion:
-        pairs = map(together, way.records, way.critics)
-        peak = max(pairs if way.critics else (record.peak for record in way.records))
+        peak = max(map(peak_of, by_gpu(way.records + way.critics, critic_own=False)[0]))
         trainer = way.config.trainer
         names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
         names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}

@@ -24,16 +24,14 @@ def trains(
 ) -> Problems:
     if machine.memory is None:
         return
+    from slimx.extras.planner.memory.phases import by_gpu, peak_of
+
     margin = trainer.memory_margin_mib * MIB
-    shared = critic is not None and critic.placement == "shared"
-    critics = {record.stage: record for record in trainer_memory if record.model == "critic"} if shared else {}
-    for record in trainer_memory:
-        if shared and record.model != "trainer":
-            continue
-        beside = critics.get(record.stage)
-        peak = record.peak if beside is None else together(record, beside)
+    ranks, critics = by_gpu(trainer_memory, critic is not None and critic.placement == "own")
+    for rank in (*ranks, *critics):
+        record, peak = rank[0], peak_of(rank)
         if peak + margin > machine.memory:
-            what = "trainer and critic" if beside else record.model
+            what = " and ".join(each.model for each in rank)
             yield (
                 f"{what} rank {record.rank} (stage {record.stage}) would need {_gib(peak)} GiB and "
                 f"trainer.memory_margin_mib {margin // MIB} of a GPU's {_gib(machine.memory)} GiB: {_kinds(record)}; "
@@ -133,12 +131,6 @@ def _too_full(
 def _told(worst: PhaseMemory) -> str:
     largest = ", ".join(f"{each.what} {_gib(each.nbytes)}" for each in worst.held[:3])
     return f"{worst.phase}, which takes {_gib(worst.nbytes)} GiB ({largest})"
-
-
-def together(policy: TrainerMemory, critic: TrainerMemory) -> int:
-    """Peak of a rank that holds both, which take turns with activations."""
-    states = [record.weights + record.gradients + record.optimizer for record in (policy, critic)]
-    return sum(states) + max(policy.peak - states[0], critic.peak - states[1])
 
 
 def _kinds(record: TrainerMemory) -> str:

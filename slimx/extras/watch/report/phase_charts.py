@@ -14,12 +14,11 @@ GANTT_STEPS = 6
 GANTT_ROWS = 24
 
 
-def phase_charts(phases: Sequence[Phase], *, points: int, colours: PhaseColours | None = None) -> list[Chart]:
+def phase_charts(phases: Sequence[Phase], *, points: int, colours: PhaseColours) -> list[Chart]:
     """Seconds by phase per step, and the last GANTT_STEPS steps by track; empty without phases.
 
-    `colours`: of the page; None: only of these phases."""
+    `colours`: of the page."""
     placed = place(phases)
-    colours = colours or PhaseColours()
     by_name = {name: colours.of(name) for name in dict.fromkeys(item.phase.name for item in placed)}
     return [*_seconds_by_phase(placed, by_name, points), *_gantt(placed, by_name)]
 
