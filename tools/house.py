@@ -37,7 +37,7 @@ GRPO = (
 FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.extras.families",)
-BOUNDS = {"core tokens": 265_600, "core files": 379, "closure": 362, "edges from core to extras": 0}
+BOUNDS = {"core tokens": 250_600, "core files": 361, "closure": 341, "edges from core to extras": 0}
 LAYOUT = frozenset(
     (
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
