@@ -24,6 +24,7 @@
     slimx.objectives          modules with kinds and presets of section `algorithm`
     slimx.optimizer_states    optimizers that keep another one's state elsewhere: `OwnState`
     slimx.prompt_files        readers of prompts that are no JSON lines: `read_rows`
+    slimx.prompt_sources      orders of prompts from several files: `DataSource`
     slimx.recoveries          answers to the loss of trainers: `Recovery`, or None
     slimx.reports             reports of finished runs
     slimx.rewards             reward hooks: `reward.function`

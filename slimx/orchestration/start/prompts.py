@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.config.sections.rollout import Rollout
 from slimx.data.chat.template import check_arguments, check_ends, with_template
 from slimx.data.chat.tokens import check_prompts, load_tokenizer
 from slimx.data.prompts.mapping import make_mapping
-from slimx.data.prompts.mixed_source import MixedSource
 from slimx.data.prompts.read import DataSource, PromptSource, iter_prompts, read_prompts
 from slimx.data.records import Prompt
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
 from slimx.models.families import ModelSpec
+
+SOURCES = "slimx.prompt_sources"
+"""Entry points: classes of `DataSource`."""
 
 
 def run_tokenizer(config: Config) -> Any:
@@ -53,7 +56,8 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
     of the user's own that cannot be made."""
     rollout, seed = config.rollout, config.run.seed
     if rollout.sources:
-        return MixedSource(rollout.sources, prompts, seed, rollout.prompts_per_step)
+        mixed = entry_points.load(SOURCES, "mixed")
+        return mixed(rollout.sources, prompts, seed, rollout.prompts_per_step)
     (several,) = prompts.values()
     if rollout.source is None:
         return PromptSource(several, seed)

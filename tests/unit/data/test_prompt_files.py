@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from pyarrow import parquet
 
 from slimx.config.sections.rollout import Fields, PromptSet, Rollout
 from slimx.data.prompts.mapping import RowMapping, fitting_fields, make_mapping
-from slimx.data.prompts.mixed_source import MixedSource
-from slimx.data.prompts.read import PromptSource, read_prompts
+from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.orchestration.start.prompts import make_source, source_prompts
 from tests.refusals import invalid, refused
@@ -178,52 +176,8 @@ def some(name: str, count: int) -> list[Prompt]:
     return [Prompt(id=f"{name}{index}", token_ids=[index]) for index in range(count)]
 
 
-def mixed(*sets: PromptSet, seed: int = 1, per_step: int = 10) -> MixedSource:
-    return MixedSource(sets, {each.name: some(each.name, 7) for each in sets}, seed, per_step)
-
-
 def take(source: Any, count: int) -> list[str]:
     return [source.next().id for _ in range(count)]
-
-
-def test_sources_are_drawn_by_weight_and_each_in_its_own_order():
-    sets = PromptSet(path="a", name="a", weight=3), PromptSet(path="b", name="b")
-    taken = take(mixed(*sets), 2000)
-    assert 1400 < Counter(each[0] for each in taken)["a"] < 1600
-    assert [each for each in taken if each[0] == "a"][:14] == take(PromptSource(some("a", 7), 1), 14)
-    assert taken != take(mixed(*sets, seed=2), 2000)
-
-
-def test_weights_change_at_their_steps():
-    sets = PromptSet(path="a", name="a", weight={0: 1, 3: 0}), PromptSet(path="b", name="b", weight={3: 2})
-    taken = take(mixed(*sets), 60)
-    assert {each[0] for each in taken[:30]} == {"a"} and {each[0] for each in taken[30:]} == {"b"}
-
-
-@pytest.mark.parametrize("served", [0, 3, 17, 64])
-def test_a_mixture_goes_on_where_it_was_saved_with_other_weights_if_asked(served):
-    sets = PromptSet(path="a", name="a", weight={0: 2, 4: 1}), PromptSet(path="b", name="b")
-    source = mixed(*sets)
-    take(source, served)
-    state = json.loads(json.dumps(source.state()))
-    restored = mixed(*sets)
-    take(restored, 5)
-    restored.restore(state)
-    assert restored.state() == state and take(restored, 50) == take(source, 50)
-    changed = mixed(PromptSet(path="a", name="a"), PromptSet(path="b", name="b", weight=0))
-    changed.restore(state)
-    assert {each[0] for each in take(changed, 30)} == {"a"}
-
-
-def test_a_mixture_refuses_the_state_of_other_sources():
-    a, b = PromptSet(path="a", name="a"), PromptSet(path="b", name="b")
-    state = mixed(a, b).state()
-    with refused("prompts.changed", about="b"):
-        mixed(a).restore(state)
-    with refused("prompts.changed", about="seed"):
-        mixed(a, b, seed=2).restore(state)
-    with refused("prompts.state", about="rollout.sources"):
-        mixed(a, b).restore(PromptSource(some("a", 7), 1).state())
 
 
 def test_sources_are_read_with_their_own_fields_and_no_id_twice(tmp_path):
