@@ -59,8 +59,6 @@ def imported(key: str, path: str, group: str = "") -> Any:
         named = load_module(key, path)
         raise SlimxError(
             f"{key}: {path} is a module; name a function of it: {_listed(path, named)}",
-            code="dotted.module",
-            about=key,
         )
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)

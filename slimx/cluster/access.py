@@ -38,8 +38,6 @@ def local_options() -> dict[str, Any]:
             raise SlimxError(
                 f"Ray's token cannot be kept in {file} ({error.strerror}); set {TOKEN_FILE} to a file that you can "
                 "write",
-                code="ray.token_file",
-                about=str(file),
             ) from error
     # Ray opens its directory to all users.
     return {"_node_ip_address": ADDRESS, "_temp_dir": str(private_directory() / "ray")}

@@ -91,7 +91,7 @@ class CoreConfig(Section):
         """The configuration of the critic's own model: its `trainer` section is what the critic's ranks follow. Raises
         SlimxError for a layout that does not fit its ranks."""
         if self.critic is None:
-            raise SlimxError("there is no section critic", code="critic.missing", about="critic")
+            raise SlimxError("there is no section critic")
         return self.model_copy(update={"trainer": critic_trainer(self.trainer, self.critic)})
 
     @property

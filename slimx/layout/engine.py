@@ -40,8 +40,6 @@ class EngineLayout:
             raise SlimxError(
                 f"an engine of {self.sizes.pipeline} pipeline stages has more of them than the model's "
                 f"{self.table.layers} layers; lower rollout.engines.pipeline",
-                code="engine_layout.pipeline",
-                about="rollout.engines.pipeline",
             )
         if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
             raise SlimxError(

@@ -71,8 +71,6 @@ class SupervisedProcess:
         if self._guard is not None and self._guard.poll() is None:
             raise SlimxError(
                 f"{self.name} is already running as process {self._guard.pid}; stop it first",
-                code="process.running",
-                about=self.name,
             )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._clear()
@@ -95,7 +93,7 @@ class SupervisedProcess:
     def poll(self) -> int | None:
         """None while it runs, else its exit status (128 + signal number if a signal ended it)."""
         if self._guard is None:
-            raise SlimxError(f"{self.name} was never started", code="process.not_started", about=self.name)
+            raise SlimxError(f"{self.name} was never started")
         return self._guard.poll()
 
     def ended(self) -> str | None:

@@ -59,8 +59,6 @@ class ParallelState:
             raise SlimxError(
                 f"trainer ranks {first} and {self.rank} were given the same GPU ({mine}), and NCCL wants one for each; "
                 "lower trainer.world_size to the number of GPUs",
-                code="trainer.shared_gpu",
-                about="trainer.world_size",
             )
 
     @property

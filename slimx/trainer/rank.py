@@ -111,8 +111,6 @@ class TrainerRank:
             if name not in entry_points.find("slimx.roles"):
                 raise SlimxError(
                     f"rank {self.number} has no role {name}; it has {', '.join(self.roles)}",
-                    code="trainer.role",
-                    about=name,
                 )
             self.roles[name] = entry_points.load("slimx.roles", name)(self)
         return self.roles[name]

@@ -89,7 +89,7 @@ class CriticRank(Rank):
         )
 
     def critic(self, **trainer: Any) -> Any:
-        from slimx.extras.tokenwise.critic import CriticTrainer
+        from slimx.extras.token_level.critic import CriticTrainer
 
         return CriticTrainer(self.config(**trainer), self.parallel)
 

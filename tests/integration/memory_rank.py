@@ -99,7 +99,7 @@ def measure(settings: Config, parallel: Any) -> dict[str, int]:
 
 
 def measure_critic(settings: Config, parallel: Any) -> dict[str, int]:
-    from slimx.extras.tokenwise.critic import CriticTrainer
+    from slimx.extras.token_level.critic import CriticTrainer
 
     critic = CriticTrainer(settings, parallel)
     batches = micro_batches(settings, parallel.sizes, parallel.place.data)

@@ -44,7 +44,7 @@ def _steps_with_host_moments(out: Path) -> None:
     import torch
 
     from slimx.adapters.megatron.layers import Adam
-    from slimx.extras.host_moments.moments import HostMoments
+    from slimx.extras.optimizer_offload.moments import HostMoments
     from tests.integration import pretended_cuda
 
     def stepped(device: str) -> list[torch.Tensor]:

@@ -221,7 +221,7 @@ def planned_peak(job: dict[str, Any], model: str, case: dict[str, Any]) -> int:
 
 def test_what_slimx_plan_repeats_of_the_trainer_is_the_same_there():
     """These stand twice because a plan must not import torch."""
-    from slimx.extras.host_moments import moments as host_moments
+    from slimx.extras.optimizer_offload import moments as host_moments
     from slimx.extras.planner.memory import pipeline as memory_pipeline
     from slimx.extras.planner.memory import trainer as memory_trainer
     from slimx.trainer.model import logprobs

@@ -62,8 +62,6 @@ def loads_path(ipc_name: str) -> str:
                     return str(link)
     raise SlimxError(
         "the server's first process holds no memory file for its load; start it with slimx.engines.server.launch",
-        code="plugin.loads",
-        about=LOADS,
     )
 
 

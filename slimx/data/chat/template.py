@@ -62,8 +62,6 @@ def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, 
     if not isinstance(template, str):
         raise SlimxError(
             f"{key} is given, but the tokenizer has no single chat template; leave it out",
-            code="template.missing",
-            about=key,
         )
     for name in arguments:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):

@@ -149,7 +149,7 @@ def _tools(tools: Any, where: str) -> Any:
     try:
         return msgspec.json.decode(tools)
     except msgspec.DecodeError as error:
-        raise SlimxError(f"{where}: its tools are no JSON ({error})", code="prompts.tools", about=where) from error
+        raise SlimxError(f"{where}: its tools are no JSON ({error})") from error
 
 
 def _hooked(hook: Callable[[dict[str, Any]], Any], row: dict[str, Any], where: str, key: str) -> dict[str, Any]:

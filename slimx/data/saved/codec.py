@@ -57,9 +57,7 @@ def decode[T](kind: type[T], data: bytes) -> T:
         tree = msgspec.msgpack.decode(data, ext_hook=_to_numpy)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
         # Beyond its own DecodeError, msgspec lets through what damaged strings, map keys and nesting raise.
-        raise SlimxError(
-            f"the bytes of a record are damaged ({error}); take another checkpoint", code="data.damaged", about="record"
-        ) from error
+        raise SlimxError(f"the bytes of a record are damaged ({error}); take another checkpoint") from error
     _check_schema(kind, tree, "record")
     try:
         return msgspec.convert(tree, kind)
@@ -191,9 +189,7 @@ def _to_numpy(code: int, data: memoryview) -> np.ndarray:
             raise ValueError(f"no numeric dtype {dtype!r}")
         return np.frombuffer(data[start:], dtype=dtype).reshape(shape).copy()  # a copy: the buffer is read-only
     except (ValueError, TypeError) as error:
-        raise SlimxError(
-            f"the bytes of an array are damaged ({error}); take another checkpoint", code="data.damaged", about="array"
-        ) from error
+        raise SlimxError(f"the bytes of an array are damaged ({error}); take another checkpoint") from error
 
 
 def _check_schema(kind: Any, value: Any, where: str) -> None:

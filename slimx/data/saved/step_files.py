@@ -178,8 +178,6 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise SlimxError(
             f"{path} cannot be written ({error.strerror}); free space, or set track.rollouts.every=0, then resume",
-            code="data.disk",
-            about=str(path),
         ) from error
 
 

@@ -69,7 +69,7 @@ class RouterKeeper:
         end = self.router.ended()
         if end is None and not self._restarts_now:
             return False
-        await self.restart(SlimxError(end or "it is being started again", code="router.ended", about="router"))
+        await self.restart(SlimxError(end or "it is being started again"))
         return True
 
     async def watch(self) -> None:

@@ -49,8 +49,6 @@ def server_fields() -> dict[str, Field]:
     if spec is None or not spec.submodule_search_locations:
         raise SlimxError(
             "sglang is not installed in this environment; install the requirements of slimx",
-            code="sglang.absent",
-            about="sglang",
         )
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields"
     fields: dict[str, Field] = {}
@@ -62,8 +60,6 @@ def server_fields() -> dict[str, Field]:
         raise SlimxError(
             f"found only {len(fields)} argument fields in {folder}; this SGLang declares them elsewhere: "
             "adapt slimx.engines.server.arguments (written for sglang 0.5.23)",
-            code="sglang.fields",
-            about=str(folder),
         )
     return fields | BY_HAND
 
@@ -95,8 +91,6 @@ def check_server_args(args: dict[str, Any], where: str = "rollout.engines.sglang
         if kind == "bool" and value is False and fields[name].default is True:
             raise SlimxError(
                 f"{where}.{name} cannot be switched off: it is on by default and SGLang has no flag for off",
-                code="sglang.no_off",
-                about=f"{where}.{name}",
             )
 
 

@@ -63,8 +63,6 @@ def check_plugin(rank: Json, name: str) -> None:
         raise SlimxError(
             f"engine {name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), the trainer "
             f"{slimx.__version__} (protocol {PROTOCOL}); install the same version on both sides",
-            code="engine.protocol",
-            about=name,
         )
     parts = rank["hooks"] | (rank["cpu"] or {})
     if failed := [part for part, in_force in parts.items() if not in_force]:
@@ -106,15 +104,11 @@ async def _check_arguments(wire: Wire, spec: EngineSpec) -> None:
             raise SlimxError(
                 f"engine {spec.name} at {spec.url} runs with {name}={info.get(name)!r}, slimx needs {value!r}; "
                 f"start it with python -m slimx.engines.server.launch -- ... {flags}",
-                code="external.argument",
-                about=name,
             )
     if (role := info.get("disaggregation_mode", "null")) != ("null" if spec.role == "regular" else spec.role):
         raise SlimxError(
             f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, and its group has the role "
             f"{spec.role}; change one of them",
-            code="external.role",
-            about=spec.url,
         )
 
 
@@ -174,8 +168,6 @@ def _check_own(ranks: list[Json], spec: EngineSpec, process: SupervisedProcess) 
             raise SlimxError(
                 f"engine {spec.name}: process {rank['pid']} answers at {spec.url}, which is not the one that was "
                 f"started; another server has the port: start again (log {process.log_path})",
-                code="engine.foreign",
-                about=spec.url,
             )
 
 

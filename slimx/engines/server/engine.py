@@ -207,8 +207,6 @@ class Engine(Server):
         if not wanted:
             raise SlimxError(
                 f"engine {self.spec.name}: nothing of {tags or 'it'} is asleep ({sorted(self.asleep) or 'all awake'})",
-                code="engine.awake",
-                about=self.spec.name,
             )
         await self.call("/resume_memory_occupation", {"tags": list(wanted)})
         self.asleep -= set(wanted)

@@ -145,7 +145,7 @@ class Router:
         start = asyncio.get_running_loop().time()
         while asyncio.get_running_loop().time() - start < deadline_s:
             if (end := self.ended()) is not None:
-                raise SlimxError(end, code="router.ended", about="router")
+                raise SlimxError(end)
             try:
                 if arrived(await self.workers()):
                     return

@@ -192,7 +192,7 @@ class Server:
     async def _wait_for_a_lost_share(self) -> None:
         while (end := await self.nodes.ended(ANSWER_S)) is None:
             await asyncio.sleep(LOOK_S)
-        raise SlimxError(end, code="engine.share_ended", about=self.spec.name)
+        raise SlimxError(end)
 
     async def ended(self) -> str | None:
         """The end of the server in words; None while its processes run and, once it has listened, it takes connections.

@@ -114,7 +114,7 @@ async def generate(
     asks for nothing.
     """
     if ctx.proxy is None:
-        raise SlimxError("agents sample through the run's proxy, and there is none here", code="agent.proxy")
+        raise SlimxError("agents sample through the run's proxy, and there is none here")
     if prompt.messages is None:
         raise SlimxError(
             f"prompt {prompt.id!r} has token ids; an agent needs messages", code="agent.prompt", about=prompt.id

@@ -309,8 +309,6 @@ async def serve(
             raise SlimxError(
                 f"--host, --port: nobody can listen at {address(arguments.host, arguments.port)} ({error.strerror}); "
                 "choose another",
-                code="box.address",
-                about="--port",
             ) from None
         watch = asyncio.create_task(boxes.watch())
         try:

@@ -197,11 +197,7 @@ def _mapping(option: str, text: str | None) -> dict[str, Any] | None:
     except yaml.YAMLError:
         value = None
     if not isinstance(value, dict):
-        raise SlimxError(
-            f"{option} is {text!r}, which is no mapping; write '{{prompt: question}}'", code="data.option", about=option
-        )
+        raise SlimxError(f"{option} is {text!r}, which is no mapping; write '{{prompt: question}}'")
     if option == "--fields" and (unknown := [key for key in value if key not in Fields.model_fields]):
-        raise SlimxError(
-            f"--fields has {unknown[0]!r}; known are {', '.join(Fields.model_fields)}", code="data.option", about=option
-        )
+        raise SlimxError(f"--fields has {unknown[0]!r}; known are {', '.join(Fields.model_fields)}")
     return value

@@ -154,6 +154,4 @@ def _odd(file: ChainFile, why: str) -> SlimxError:
     return SlimxError(
         f"{file.path} {why}; publish.directory must be one file system on all machines, and nothing but this run may "
         "write into it",
-        code="disk.chain",
-        about=file.path,
     )

@@ -95,8 +95,6 @@ class Shelf:
         if self._manifest is None:
             raise SlimxError(
                 f"{self.directory}: nothing is being written; begin a version first",
-                code="disk.not_begun",
-                about=str(self.directory),
             )
         return self._manifest
 

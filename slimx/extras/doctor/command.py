@@ -112,8 +112,6 @@ def _show_gap(config: Config, layers: bool) -> bool:
         raise SlimxError(
             "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
             "trainer.context=1 beside it (and numerics.leaves to what the run has)",
-            code="gap.layers",
-            about="trainer.tensor",
         )
     from slimx.orchestration.start import early
 

@@ -97,8 +97,6 @@ def all_gpus() -> list[NvmlGpu]:
     except pynvml.NVMLError as error:
         raise SlimxError(
             f"NVML does not answer ({error}); look at the NVIDIA driver",
-            code="health.nvml",
-            about="NVML",
         ) from error
     return [NvmlGpu(uuid.decode() if isinstance(uuid, bytes) else uuid) for uuid in uuids]
 

@@ -55,5 +55,5 @@ def end(runner: Any) -> dict[str, list[str]]:
     """End it (verb "end_trace"); return digests of rows by point."""
     trace = runner.__dict__.pop("slimx_trace", None)
     if trace is None:
-        raise SlimxError("no trace was begun in this process", code="plugin.trace", about="end_trace")
+        raise SlimxError("no trace was begun in this process")
     return trace.end()

@@ -129,7 +129,7 @@ class BlockFp8(NumberFormat):
         block = tuple(owner.quant_method.quant_config.weight_block_size)
         for piece in pieces:
             if piece.tensor is None:
-                raise SlimxError("padding has no scales", code="places.scales", about=SCALE_SUFFIX)
+                raise SlimxError("padding has no scales")
             rects = tuple(_in_blocks(r, piece, block) for r in piece.rects)
             yield replace(
                 piece,
@@ -146,9 +146,7 @@ def _in_blocks(r: Rect, piece: Any, block: Block) -> Rect:
     # Only the tensor's own last block may be smaller than the others.
     ends = (r.rows % height if r.row + r.rows < rows else 0, r.cols % width if r.col + r.cols < cols else 0)
     if any((*starts, *ends)):
-        raise SlimxError(
-            f"a block of {height} x {width} of {piece.tensor} is cut", code="places.block", about=piece.tensor
-        )
+        raise SlimxError(f"a block of {height} x {width} of {piece.tensor} is cut")
     return Rect(
         r.source,
         r.row // height,

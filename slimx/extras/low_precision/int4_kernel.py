@@ -98,8 +98,6 @@ def _run(record: np.ndarray, device: torch.device, threads: int | None, *, wait:
         said = library.slimx_int4_cuda_error_string(status).decode()
         raise SlimxError(
             f"the INT4 kernel could not start on {device}: {said}; look at the device with nvidia-smi",
-            code="int4.cuda",
-            about=str(device),
         )
     return wait and bool(flags.item())
 

@@ -108,8 +108,6 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
         raise SlimxError(
             f"{path}: every expert is a tensor of its own (singleton_local_shards); save it again with Megatron-LM's "
             "default, which stacks them",
-            code="megatron.experts",
-            about=str(path),
         )
     per_layer = any(_LAYER.match(key) for key in shapes)
     known, keys, centred = set(), {}, set()

@@ -73,8 +73,6 @@ class RewardModel:
             if outcome.failed:
                 raise SlimxError(
                     f"held-out pair {outcome.group.prompt.id} could not be scored: {outcome.detail}",
-                    code="eval.failed",
-                    about="eval.prompts",
                 )
         actor, rows = run.policies[ACTOR], pair_rows([outcome.group for outcome in outcomes])
         # Every data-parallel rank needs a row: as many as there are, over and over.

@@ -7,9 +7,9 @@ import torch
 
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
-from slimx.extras.tokenwise.value_loss import ValueInputs
-from slimx.extras.tokenwise.value_model import ValueModel
-from slimx.extras.tokenwise.value_trainer import ValueTrainer
+from slimx.extras.token_level.value_loss import ValueInputs
+from slimx.extras.token_level.value_model import ValueModel
+from slimx.extras.token_level.value_trainer import ValueTrainer
 from slimx.models.families import ModelSpec
 from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState

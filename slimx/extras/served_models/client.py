@@ -82,8 +82,6 @@ class FrozenEngine:
         except (KeyError, IndexError, TypeError):
             raise SlimxError(
                 f"frozen engines {self.name} gave no chat answer: {message_of(answer)}",
-                code="frozen.answer",
-                about=self.name,
             ) from None
 
     async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:

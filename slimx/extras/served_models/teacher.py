@@ -43,8 +43,6 @@ class Teacher:
             raise SlimxError(
                 f"rollout {trajectory.id} was sampled {how} by its hook, and teacher {self.engine.name} scores at "
                 "temperature 1 over the whole vocabulary; sample so, or set algorithm.teacher",
-                code="teacher.sampling",
-                about=trajectory.id,
             )
         began = time.monotonic()
         values = np.full(len(trajectory.token_ids), np.nan, np.float32)
@@ -139,8 +137,6 @@ async def check_vocabulary(server: FrozenEngine, tokenizer: Any) -> None:
         if not isinstance(texts, list) or len(texts) != len(ids):
             raise SlimxError(
                 f"the teacher at {server.url} does not say what its tokens are: {str(answer)[:200]}",
-                code="teacher.tokens",
-                about=server.url,
             )
         for (token,), own, other in zip(ids, tokenizer.batch_decode(ids), texts, strict=True):
             if own != other:

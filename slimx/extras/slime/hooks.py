@@ -244,8 +244,6 @@ class KeepHook:
         if not keep and getattr(verdict, "keep_when_insufficient", False):
             raise SlimxError(
                 f"{self.path} sets keep_when_insufficient, which slimx does not serve: a group is kept or not",
-                code="slime.keep",
-                about=self.path,
             )
         return True if keep else (getattr(verdict, "reason", None) or False)
 
@@ -304,8 +302,6 @@ def _number(sample: Sample, args: Any, path: str) -> float:
             raise SlimxError(
                 f"{path} gives a dict as the reward, with {', '.join(map(str, value))}; name one of them in "
                 "reward.options.reward_key",
-                code="slime.reward_key",
-                about="reward.options.reward_key",
             )
         value = value[args.reward_key]
     try:

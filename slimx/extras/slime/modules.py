@@ -99,7 +99,5 @@ def serve() -> None:
         if root in sys.modules:
             raise SlimxError(
                 f"{root} itself is imported already; import it nowhere else in a run with slime hooks",
-                code="slime.imported",
-                about=root,
             )
     sys.meta_path.insert(0, _Finder())

@@ -125,8 +125,6 @@ def current(what: str) -> Scene:
     except LookupError:
         raise SlimxError(
             f"{what} was called outside a slime hook's call; call it from generate or from the reward",
-            code="slime.outside",
-            about=what,
         ) from None
 
 

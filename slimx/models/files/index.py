@@ -25,8 +25,6 @@ def check_downloaded(directory: Path) -> None:
         raise SlimxError(
             f"{directory}: no such directory; if it is a model of the Hugging Face Hub, `hf download {directory} "
             f"--local-dir {directory}` brings it here, and the same command goes on",
-            code="model.hub_id",
-            about=str(directory),
         )
 
 

@@ -82,8 +82,6 @@ class StepRecord:
         if self.step < 0:
             raise SlimxError(
                 f"a step record has step {self.step}; steps start at 0",
-                code="metrics.step",
-                about=str(self.step),
             )
 
     def to_json(self) -> dict[str, Any]:

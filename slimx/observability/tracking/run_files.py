@@ -77,9 +77,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path, why: str) -> SlimxError:
-    return SlimxError(
-        f"{file} is damaged ({why}); starting the run again writes it anew", code="run.config", about=str(file)
-    )
+    return SlimxError(f"{file} is damaged ({why}); starting the run again writes it anew")
 
 
 def read_run(directory: Path) -> RunFiles:

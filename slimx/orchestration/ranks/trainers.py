@@ -95,8 +95,6 @@ class TrainerGroup(RankGroup):
                 raise SlimxError(
                     f"{self.holder(rank)} computes by the contract {one['numerics']}, this process by {wanted}; "
                     "install the same slimx on every machine",
-                    code="ranks.contract",
-                    about=self.holder(rank),
                 )
         await self._prepare()
         return started

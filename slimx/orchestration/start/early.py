@@ -41,8 +41,6 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
         raise SlimxError(
             "slimx generate and slimx eval were never proven with several trained policies; use the held-out prompts "
             "of training (eval.prompts), or take the further ones out of policies",
-            code="policies.serving",
-            about="policies",
         )
     if not config.rollout.policy_engines:
         raise SlimxError(

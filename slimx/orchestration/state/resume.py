@@ -104,8 +104,6 @@ def _check_policy(path: Path, keys: str, there: Mapping[str, Any], config: Confi
             f"{path} was written with {keys}.freeze={there['freeze']}, this run has {list(config.trainer.freeze)}: "
             "what was frozen has no optimizer state; keep the patterns, or set checkpoint.load_optimizer=false to go "
             "on with new moments",
-            code="resume.freeze",
-            about=str(path),
         )
     kind = config.trainer.optimizer.kind
     if there["optimizer"] != kind:

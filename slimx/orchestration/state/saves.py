@@ -165,8 +165,6 @@ def read_state(path: Path) -> RunState:
         raise SlimxError(
             f"{path / _RUN} has other fields than this slimx writes ({error}); go on with the release that wrote it, "
             "or begin a new run from its weights (trainer.load)",
-            code="checkpoint.release",
-            about=str(path),
         ) from error
 
 

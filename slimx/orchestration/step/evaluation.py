@@ -55,8 +55,6 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
     if len(failed) == len(outcomes):
         raise SlimxError(
             f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}",
-            code="eval.failed",
-            about="eval.prompts",
         )
     names = [name for name, several in prompts.items() for _ in several]
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}

@@ -209,12 +209,8 @@ def _raise_for(status: int, isa: str) -> None:
     if status == _NO_MEMORY:
         raise SlimxError(
             "the reshard kernel found no memory for its list of tiles: pack fewer pieces at a time",
-            code="kernel.memory",
-            about="tiles",
         )
     if status:
         raise SlimxError(
             f"the reshard kernel returned the unknown status {status}: rebuild it with `make build`",
-            code="kernel.status",
-            about=str(status),
         )

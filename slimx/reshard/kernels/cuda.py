@@ -264,13 +264,11 @@ def device_of(device: torch.device | int) -> torch.device:
     """`device` with its number. Raises SlimxError unless it is one that this process can pack on."""
     reason = missing()
     if reason:
-        raise SlimxError(reason, code="kernel.library", about="cuda")
+        raise SlimxError(reason)
     place = torch.device("cuda", device) if isinstance(device, int) else device
     if place.type != "cuda":
         raise SlimxError(
             f"a device plan needs a CUDA device and got {place}: pack on the CPU by slimx.reshard.kernels.cpu",
-            code="kernel.device",
-            about=str(place),
         )
     return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
 

@@ -166,8 +166,6 @@ class Plan:
             if form != FORMAT:
                 raise SlimxError(
                     f"plan: written in format {form}, this slimx reads {FORMAT}; compile it again",
-                    code="plan.format",
-                    about=str(form),
                 )
             kinds = tuple[Precision, list[Parameter], list[list[Bucket]], tuple[str, ...]]
             precision, parameters, buckets, unread = msgspec.convert(head, kinds, strict=False)
@@ -175,8 +173,6 @@ class Plan:
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise SlimxError(
                 f"plan: these {len(data)} bytes are no plan ({error}); compile it again",
-                code="plan.bytes",
-                about=type(error).__name__,
             ) from error
 
 

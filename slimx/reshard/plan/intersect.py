@@ -71,8 +71,6 @@ def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
     if a.step != b.step and 1 not in (a.step, b.step):
         raise SlimxError(
             f"plan: rectangles that take every {a.step}th and every {b.step}th row cannot be matched",
-            code="plan.steps",
-            about=f"{a.step}, {b.step}",
         )
     step = max(a.step, b.step)
     if a.step == b.step and (a.row - b.row) % step:

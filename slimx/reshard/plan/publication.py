@@ -114,8 +114,6 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         raise SlimxError(
             f"plan: the trainer's {min(unread)} goes nowhere ({len(unread)} such tensors); the engine's table of this "
             "family lacks a row",
-            code="publish.unread",
-            about=min(unread),
         )
     return PublicationPlan(plan, encoding, note, adapters)
 
@@ -192,8 +190,6 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
     if wanted == "local":
         raise SlimxError(
             f"publish.encoding is local, but {reason}; set it to auto or hf",
-            code="publish.not_local",
-            about="publish.encoding",
         )
     return "hf", f"Hugging Face names, because {reason}"
 

@@ -139,14 +139,12 @@ class GenerationClient:
         """The `meta_info` of one /generate request. It may be sent several times: the seed gives the same tokens."""
         answer = await self._sender(key).answer(body, self.deadline_s)
         if "meta_info" not in answer:
-            raise SlimxError(
-                f"POST {self.url}/generate answered 200: {message_of(answer)}", code="answer.empty", about=self.url
-            )
+            raise SlimxError(f"POST {self.url}/generate answered 200: {message_of(answer)}")
         return answer["meta_info"]
 
     def _sender(self, key: str | None) -> Sender:
         if self._session is None:
-            raise SlimxError("the generation client is closed; use it inside `async with`", code="request.closed")
+            raise SlimxError("the generation client is closed; use it inside `async with`")
         return Sender(self._session, f"{self.url}/generate", key, self._rule, self.outage.time)
 
     async def _lost(self) -> None:

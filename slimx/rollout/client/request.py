@@ -91,8 +91,6 @@ class GenerationRequest:
             raise SlimxError(
                 f"{cut} after {count} tokens and is not continued, as its grammar (ebnf) begins with the "
                 "first of them; use engine.generate in place of engine.stream",
-                code="request.grammar",
-                about="ebnf",
             )
         bounds = {name: self.sampling[name] for name in ("max_new_tokens", "min_new_tokens") if name in self.sampling}
         left = {name: max(0, bound - count) for name, bound in bounds.items()}

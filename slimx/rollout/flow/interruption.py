@@ -26,9 +26,7 @@ from slimx.runtime.clocks import Clock
 
 
 def _aborted(pending: Pending) -> SlimxError:
-    return SlimxError(
-        f"a request was aborted by the engine after {pending.count} tokens; its log says why", code="request.aborted"
-    )
+    return SlimxError(f"a request was aborted by the engine after {pending.count} tokens; its log says why")
 
 
 async def _pieces(stream: TokenStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:

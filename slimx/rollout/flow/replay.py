@@ -99,7 +99,7 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
 
 
 async def _nothing(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    raise SlimxError("a run with rollout.replay generates nothing", code="replay.generate", about="rollout.replay")
+    raise SlimxError("a run with rollout.replay generates nothing")
 
 
 NO_HOOKS = Hooks(generate=_nothing, reward=None, keep=None)

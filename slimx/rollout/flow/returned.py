@@ -82,9 +82,7 @@ class Returned:
         except SlimxError as error:
             raise self._wrong("rollout.field", trajectory.id, f"returned {trajectory.id}: {error}") from None
         if trajectory.status == "aborted":
-            raise SlimxError(
-                f"rollout {trajectory.id} was aborted by the engine", code="rollout.aborted", about=trajectory.id
-            )
+            raise SlimxError(f"rollout {trajectory.id} was aborted by the engine")
         numbers = [trajectory.reward or 0.0, *trajectory.reward_parts.values(), *(t.reward for t in trajectory.turns)]
         if not np.isfinite(numbers).all():
             text = f"returned {trajectory.id} with a reward that is not finite"
@@ -137,16 +135,12 @@ def check_verdict(verdict: Any, group: Group, before: Sequence[Trajectory], hook
         kind = type(verdict).__name__
         raise SlimxError(
             f"{hook} returned a {kind} for group {group.id}; return True, False or the reason why it is dropped",
-            code="filter.returned",
-            about=str(hook),
         )
     if len(group.trajectories) != len(before) or any(
         a is not b for a, b in zip(group.trajectories, before, strict=True)
     ):
         raise SlimxError(
             f"{hook} changed which trajectories group {group.id} has; return False to drop the group",
-            code="filter.changed",
-            about=str(hook),
         )
 
 

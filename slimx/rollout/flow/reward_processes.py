@@ -143,7 +143,7 @@ class _Worker:
     def offer(self, call: tuple[Any, ...]) -> None:
         """Hand over a call. Raises TimeoutError, EOFError or OSError if the process did not take it."""
         if self._closed:
-            raise SlimxError("a reward was asked for after its workers were told to end", code="reward.closed")
+            raise SlimxError("a reward was asked for after its workers were told to end")
         seconds = self._take_s
         if not self._lives():
             self._start()

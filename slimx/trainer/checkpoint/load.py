@@ -144,8 +144,6 @@ def fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
         if names := [name for name in (*odd.missing_keys, *odd.unexpected_keys) if _EXTRA not in name]:
             raise SlimxError(
                 f"{names[0]} is in the model or in the checkpoint, but not in both",
-                code="checkpoint.tensor",
-                about=names[0],
             )
 
 

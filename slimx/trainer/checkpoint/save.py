@@ -94,8 +94,6 @@ class Saver:
             if self._thread.is_alive():
                 raise SlimxError(
                     f"{self.holder} rank {self.rank} is still writing the checkpoint before; see its log",
-                    code="checkpoint.busy",
-                    about=f"{self.holder} rank {self.rank}",
                 )
 
     def _planned(self, sharded: dict[str, Any]) -> tuple[SavePlan, dict[MetadataIndex, Content]]:

@@ -15,7 +15,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.agents import multi_turn
 from slimx.extras.agents.hubs.gymnasium import Gymnasium
 from slimx.extras.agents.hubs.views import state_digest
-from slimx.extras.tokenwise.gigpo import step_advantages
+from slimx.extras.token_level.gigpo import step_advantages
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.needed import need_package

@@ -60,7 +60,7 @@ class Trainers:
 
 
 class Nodes:
-    """Ends on an engine's other machines, as `slimx.extras.spanning.nodes.Nodes` calls them."""
+    """Ends on an engine's other machines, as `slimx.extras.multi_node.nodes.Nodes` calls them."""
 
     def __init__(self, ends: list[DirectEnd]):
         self.ends, self.count = ends, len(ends)

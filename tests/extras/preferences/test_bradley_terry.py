@@ -9,7 +9,7 @@ import torch
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.extras.preferences.bradley_terry import assign_slopes, pair_rows, preference_metrics
 from slimx.extras.preferences.trainer import score_loss
-from slimx.extras.tokenwise.value_loss import ValueInputs
+from slimx.extras.token_level.value_loss import ValueInputs
 from tests.refusals import refused
 
 

@@ -16,7 +16,7 @@ from slimx.config.schema import Config
 from slimx.data.records import Prompt
 from slimx.extras.preferences.head import declare_score, write_score
 from slimx.extras.preferences.hook import check_pair
-from slimx.extras.tokenwise.value_trainer import read_score
+from slimx.extras.token_level.value_trainer import read_score
 from slimx.models.families import configured_model
 from tests.refusals import invalid, refused
 

@@ -105,7 +105,7 @@ print(*(name for name in ("torch", "ray", "sglang", "megatron", "transformers") 
 
 
 def test_the_actors_of_engines_import_no_torch():
-    script = "import sys, slimx.engines.server.engine, slimx.extras.spanning.nodes; print('torch' in sys.modules)"
+    script = "import sys, slimx.engines.server.engine, slimx.extras.multi_node.nodes; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["False"], done.stderr
 

@@ -16,7 +16,7 @@ from slimx.data.batch import TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.extras.preferences.dpo import assign_preferences
-from slimx.extras.tokenwise.covariance import select_tokens
+from slimx.extras.token_level.covariance import select_tokens
 from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group, trajectory
 from tests.unit.algorithms.loss_stand import loss_inputs

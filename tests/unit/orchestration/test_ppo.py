@@ -15,7 +15,7 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import MicroBatch, TrainingRow
 from slimx.data.packing import pack
 from slimx.data.support import Support
-from slimx.extras.tokenwise.token_rewards import assign_advantages
+from slimx.extras.token_level.token_rewards import assign_advantages
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.ranks.critic import CriticGroup
 from tests.refusals import invalid

@@ -65,15 +65,11 @@ async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None
     except ValueError:
         verdict = None
     if status == 200 and isinstance(verdict, dict) and isinstance(verdict.get("error"), str):
-        raise SlimxError(
-            f"the episode of prompt {prompt.id!r} failed: {verdict['error']}", code="verifiers.episode", about=prompt.id
-        )
+        raise SlimxError(f"the episode of prompt {prompt.id!r} failed: {verdict['error']}")
     rewards = verdict.get("rewards") if status == 200 and isinstance(verdict, dict) else None
     if not isinstance(rewards, dict) or not rewards or not all(map(_is_finite, rewards.values())):
         raise SlimxError(
             f"the server of verifiers at {url} answered {status} without rewards: {text[:MAX_SHOWN]}",
-            code="verifiers.answer",
-            about=url,
         )
     return verdict
 
@@ -99,7 +95,7 @@ async def _post(url: str, body: Mapping[str, Any], token_env: str | None) -> tup
         ):
             return answer.status, await text_of(answer)
     except (aiohttp.ClientError, OSError) as error:
-        raise SlimxError(f"the server of verifiers: {url} {raised(error)}", code="verifiers.lost", about=url) from error
+        raise SlimxError(f"the server of verifiers: {url} {raised(error)}") from error
 
 
 def _is_finite(value: Any) -> bool:

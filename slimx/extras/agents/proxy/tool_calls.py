@@ -129,7 +129,7 @@ async def _ask(router: str, headers: Mapping[str, str], name: str, text: str, to
     url, body = f"{router}/parse/function_call", {"text": text, "tools": tools, "tool_call_parser": name}
     status, answer = await request("POST", url, body, deadline_s=ROUTER_S, headers=headers, who="the router")
     if status != 200:
-        raise SlimxError(f"POST {url} answered {status}: {message_of(answer)}", code="proxy.parse_server", about=url)
+        raise SlimxError(f"POST {url} answered {status}: {message_of(answer)}")
     ids: list[str | None] = WRITTEN_IDS[name].findall(text) if name in WRITTEN_IDS else []
     functions = [call["function"] for call in answer["tool_calls"]]
     if len(ids) != len(functions):

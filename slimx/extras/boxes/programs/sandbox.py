@@ -128,8 +128,6 @@ def _files(contents: Mapping[str, str]) -> Iterator[dict[str, int]]:
             if "/" in name or name.startswith("."):
                 raise SlimxError(
                     f"the sandbox puts files beside the code, and {name!r} is no plain name",
-                    code="sandbox.file",
-                    about=name,
                 )
             named[name] = open_now.enter_context(descriptor(content.encode()))
         yield named

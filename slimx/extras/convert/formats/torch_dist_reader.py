@@ -240,8 +240,6 @@ def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadat
     if getattr(found, "transform_descriptors", None):
         raise SlimxError(
             f"{path}: tensor {key} is compressed; save it again without extensions",
-            code="megatron.compressed",
-            about=key,
         )
     return _Stored(tuple(chunk.offsets), tuple(chunk.sizes), found.relative_path, found.offset, found.length)
 

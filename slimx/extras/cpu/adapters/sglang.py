@@ -265,8 +265,6 @@ def _close(gaps: tuple[Gap, ...]) -> None:
             raise SlimxError(
                 f"sglang now has what slimx.extras.cpu.adapters.sglang adds as '{gap.name}' ({gap.reason}); delete "
                 "that entry",
-                code="sglang.gap_closed",
-                about=gap.name,
             )
         gap.close()
 

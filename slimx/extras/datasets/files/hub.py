@@ -65,9 +65,7 @@ def _hub_name(path: str, subset: str | None, split: str | None) -> tuple[str, st
     is given."""
     parts = path.removeprefix(HUB).split("/")
     if not all(re.fullmatch(r"[\w.-]+", part) for part in parts) or len(parts) not in (2, 4):
-        raise SlimxError(
-            f"{path}: not of the form {HUB}OWNER/NAME or {HUB}OWNER/NAME/SUBSET/SPLIT", code="prompts.hub", about=path
-        )
+        raise SlimxError(f"{path}: not of the form {HUB}OWNER/NAME or {HUB}OWNER/NAME/SUBSET/SPLIT")
     if len(parts) == 4:
         subset, split = parts[2:]
     return "/".join(parts[:2]), subset, split or "train"
@@ -80,8 +78,6 @@ def _downloaded(name: str, subset: str | None, split: str) -> Path:
     except ImportError as error:
         raise SlimxError(
             f"{HUB}{name}: downloads go through huggingface_hub, which is not installed; pip install huggingface_hub",
-            code="prompts.package",
-            about="huggingface_hub",
         ) from error
     patterns = f"{subset or '*'}/{split}/*.parquet"
     try:

@@ -24,8 +24,6 @@ def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, dict[str
     except ImportError as error:
         raise SlimxError(
             f"{path}: parquet and Arrow files are read by pyarrow, which is not installed; pip install pyarrow",
-            code="prompts.package",
-            about="pyarrow",
         ) from error
     number = 0
     try:

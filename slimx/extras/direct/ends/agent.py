@@ -195,8 +195,6 @@ def load_nixl() -> Any:
         raise SlimxError(
             f"publish.transport=nixl needs NIXL, which cannot be imported ({error}); install nixl-cu13 as "
             "requirements/ pins it, or set publish.transport=disk",
-            code="direct.nixl",
-            about="publish.transport",
         ) from None
     return _api
 

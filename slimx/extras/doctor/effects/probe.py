@@ -18,7 +18,7 @@ from slimx.data.columns import LOSS_COLUMNS
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.errors import SlimxError, raised
-from slimx.extras.tokenwise.value_loss import ValueInputs, value_loss
+from slimx.extras.token_level.value_loss import ValueInputs, value_loss
 
 PROMPTS = 6
 DRIFT, GAP = 0.4, 1e-3

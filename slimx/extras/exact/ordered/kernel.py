@@ -38,8 +38,6 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if status:
         raise SlimxError(
             f"there is no memory for the scratch of a product with {list(weight.shape)}: use fewer threads",
-            code="exact.scratch",
-            about="linear",
         )
     return out
 

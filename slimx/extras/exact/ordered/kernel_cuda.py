@@ -44,8 +44,6 @@ def call(name: str, on: torch.Tensor, *arguments: object) -> None:
         reason = library.slimx_exact_cuda_error_string(status).decode()
         raise SlimxError(
             f"{name} cannot be launched on {on.device}: {reason} (CUDA error {status})",
-            code="exact.launch",
-            about=name,
         )
 
 

@@ -64,8 +64,6 @@ def with_slots(
             if not result.success:
                 raise SlimxError(
                     f"SGLang does not take adapters of rank {manager.max_lora_rank}: {result.error_message}",
-                    code="plugin.adapters",
-                    about="trainer.lora",
                 )
         manager.fetch_new_loras({None, *policies})
     slots = {name: manager.memory_pool.get_buffer_id(name) for name in policies}

@@ -26,7 +26,7 @@ from slimx.preflight.hardware import OVERHEAD
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
-"""As `slimx.extras.host_moments.moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
+"""As `slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
 them."""
 
 
@@ -114,7 +114,7 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
 
 
 def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]:
-    """A critic's head on the last stage, fp32 (`slimx.extras.tokenwise.value_model`)."""
+    """A critic's head on the last stage, fp32 (`slimx.extras.token_level.value_model`)."""
     if stage < sizes.pipeline - 1:
         return []
     alike = {"chunk": sizes.virtual - 1, "count": 1, "dtype": "float32"}

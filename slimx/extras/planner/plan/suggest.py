@@ -110,9 +110,7 @@ def nearest_layout(
 def require_gpu(machine: Machine) -> None:
     """Raise SlimxError where the kind of GPU is not known."""
     if machine.gpu is None or machine.memory is None:
-        raise SlimxError(
-            "layouts are searched for a kind of GPU: set cluster.gpu", code="plan.suggest_gpu", about="cluster.gpu"
-        )
+        raise SlimxError("layouts are searched for a kind of GPU: set cluster.gpu")
 
 
 class Search:

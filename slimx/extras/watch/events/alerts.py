@@ -99,7 +99,7 @@ def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
         yield
     except BaseException as error:
         kind: Kind = "stopped" if isinstance(error, Preempted | Interrupted) else "failed"
-        about = error.code if isinstance(error, SlimxError) else type(error).__name__
+        about = (isinstance(error, SlimxError) and error.code) or type(error).__name__
         alerts.tell(kind, ending_of(error)[1].partition("\n")[0], about=about)
         raise
     finally:

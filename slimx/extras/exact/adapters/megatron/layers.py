@@ -182,8 +182,6 @@ class ExactRow(RowParallelLinear):
         if self.bias is not None:
             raise SlimxError(
                 "a bias of a row-parallel layer has no place in exact mode; set numerics.mode=fast",
-                code="exact.bias",
-                about="bias",
             )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -194,8 +194,6 @@ class ExactServer:
             raise SlimxError(
                 f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}; "
                 "set numerics.mode=fast",
-                code="exact.model",
-                about=type(runner.model).__name__,
             )
         self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}
         return attention_class()(runner, self.calls)

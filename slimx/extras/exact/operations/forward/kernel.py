@@ -164,6 +164,4 @@ def _call(name: str, isa: str, *arguments: object) -> None:
     if status:
         raise SlimxError(
             f"there is no memory for the scratch of exact mode's {name}: use smaller microbatches",
-            code="exact.scratch",
-            about=name,
         )

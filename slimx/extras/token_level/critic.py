@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from slimx.config.schema import Config
-from slimx.extras.tokenwise.value_loss import value_loss
-from slimx.extras.tokenwise.value_trainer import ValueTrainer
+from slimx.extras.token_level.value_loss import value_loss
+from slimx.extras.token_level.value_trainer import ValueTrainer
 from slimx.models.families import read_trunk
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.rank import TrainerRank

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slimx.adapters.megatron.layers import Adam
-from slimx.extras.host_moments.moments import HostMoments
+from slimx.extras.optimizer_offload.moments import HostMoments
 
 
 def parameters() -> list[list[torch.Tensor]]:

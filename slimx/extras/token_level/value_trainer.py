@@ -11,8 +11,8 @@ import torch
 
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
-from slimx.extras.tokenwise.value_loss import ValueInputs, ValueLoss
-from slimx.extras.tokenwise.value_model import ValueModel
+from slimx.extras.token_level.value_loss import ValueInputs, ValueLoss
+from slimx.extras.token_level.value_model import ValueModel
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import SCORE, ModelSpec
 from slimx.models.files.reader import CheckpointReader, check_finite

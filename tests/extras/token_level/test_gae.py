@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slimx.extras.tokenwise.token_rewards import explained_variance, gae, token_rewards, whiten
-from slimx.extras.tokenwise.value_loss import ValueInputs, value_loss
+from slimx.extras.token_level.token_rewards import explained_variance, gae, token_rewards, whiten
+from slimx.extras.token_level.value_loss import ValueInputs, value_loss
 from tests.unit.algorithms.naive_gae import naive
 
 

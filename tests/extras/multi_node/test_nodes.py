@@ -14,8 +14,8 @@ from slimx.cluster.place import Placement
 from slimx.engines.server.server import MACHINES
 from slimx.engines.server.spec import EngineSpec, NodeShare
 from slimx.errors import SlimxError
-from slimx.extras.spanning import nodes
-from slimx.extras.spanning.nodes import Nodes
+from slimx.extras.multi_node import nodes
+from slimx.extras.multi_node.nodes import Nodes
 from slimx.layout.ranks import EngineSizes
 
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, sizes=EngineSizes(tensor=3))
