@@ -19,7 +19,8 @@ from slimx.errors import SlimxError
 from slimx.extras.slime import grading
 from slimx.extras.slime.arguments import PREFIX, TOLD, Arguments, RunFacts, addresses
 from slimx.extras.slime.convert import begin, to_sample, to_trajectory
-from slimx.extras.slime.modules import ROOTS, NotServed, serve
+from slimx.extras.slime.modules import serve
+from slimx.extras.slime.recognition import NotServed, not_served
 from slimx.extras.slime.sample import Sample
 from slimx.extras.slime.scene import CURRENT, Scene
 
@@ -40,7 +41,7 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     try:
         function = imported(key, path)
     except (NotServed, SlimxError) as error:
-        if (lacking := _not_served(error)) is None:
+        if (lacking := not_served(error)) is None:
             raise
         said = "is" if lacking is error else "imports"
         raise SlimxError(f"{key}: {path} {said} {lacking}", code="slime.not_served", about=path) from error
@@ -250,28 +251,6 @@ class KeepHook:
     @cached_property
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.model)
-
-
-def written_for_slime(path: str) -> bool:
-    """Returns True if the function at a path without the prefix is of slime or Miles, imports them, or begins with
-    (args, sample)."""
-    if path.partition(".")[0] in ROOTS:
-        return True
-    try:
-        names = list(inspect.signature(imported("", path)).parameters)
-    except SlimxError as error:
-        return _not_served(error) is not None or any(f"No module named '{root}'" in str(error) for root in ROOTS)
-    except (TypeError, ValueError):
-        return False
-    return names[:1] == ["args"] and names[1:2] in (["sample"], ["samples"])
-
-
-def _not_served(error: BaseException) -> NotServed | None:
-    """The NotServed for which an import failed, at any depth of its causes; None where it failed for something else."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, NotServed):
-        cause = cause.__cause__
-    return cause
 
 
 def prompt_text(tokenizer: Any, prompt: Prompt, *, template: bool) -> str | list[Json]:

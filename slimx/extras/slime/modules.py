@@ -16,6 +16,7 @@ from typing import Any
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared.boxes import last_box
 from slimx.extras.slime import grading, served
+from slimx.extras.slime.recognition import ROOTS, NotServed
 from slimx.extras.slime.sample import Sample
 
 SLIME: dict[str, dict[str, Any]] = {
@@ -52,12 +53,7 @@ SLIME: dict[str, dict[str, Any]] = {
     "slime.utils.types": {"Sample": Sample},
 }
 MODULES = SLIME | {"miles" + name.removeprefix("slime"): held for name, held in SLIME.items()}
-ROOTS = ("slime", "slime_plugins", "miles", "miles_plugins")
 PROJECTS = {"slime": "slime", "miles": "Miles"}
-
-
-class NotServed(ImportError):
-    """Something of slime's, or of Miles', that slimx does not have."""
 
 
 class _Finder(MetaPathFinder, Loader):

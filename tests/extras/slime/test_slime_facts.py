@@ -12,10 +12,9 @@ import pytest
 from slimx.config.schema import Config
 from slimx.data.records import Group
 from slimx.errors import SlimxError
-from slimx.extras.slime import hooks as slime
 from slimx.extras.slime.arguments import Arguments, RunFacts
 from slimx.extras.slime.grading import async_rm, batched_async_rm, compute_score, deepscaler, f1_score
-from slimx.extras.slime.modules import NotServed
+from slimx.extras.slime.recognition import NotServed, is_form_of
 from slimx.extras.slime.sample import Sample
 from slimx.orchestration.step.evaluation import answer_all
 from slimx.rollout.hook_loading import load_hooks
@@ -308,4 +307,4 @@ def test_a_hook_of_either_without_the_prefix_is_told_of_it(mine, root, monkeypat
     monkeypatch.setattr("sys.meta_path", [each for each in sys.meta_path if not hasattr(each, "exec_module")])
     for module in [each for each in sys.modules if each.partition(".")[0] == root]:
         monkeypatch.delitem(sys.modules, module)
-    assert slime.written_for_slime(f"{name}.generate")
+    assert is_form_of(f"{name}.generate")

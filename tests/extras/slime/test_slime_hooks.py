@@ -12,7 +12,7 @@ from slimx.data.saved.codec import decode, encode
 from slimx.extras.slime import hooks as slime
 from slimx.extras.slime.arguments import Arguments
 from slimx.extras.slime.grading import compute_score, grade
-from slimx.extras.slime.modules import NotServed
+from slimx.extras.slime.recognition import NotServed
 from slimx.extras.slime.sample import Sample
 from slimx.rollout.flow.rollouts import GroupMaker, Speaker
 from slimx.rollout.hook_loading import load_hooks

@@ -1,0 +1,36 @@
+"""Recognises hooks that are written for slime or Miles."""
+
+from __future__ import annotations
+
+import inspect
+
+from slimx.dotted import imported
+from slimx.errors import SlimxError
+
+ROOTS = ("slime", "slime_plugins", "miles", "miles_plugins")
+
+
+class NotServed(ImportError):
+    """Something of slime's, or of Miles', that slimx does not have."""
+
+
+def is_form_of(path: str) -> bool:
+    """Returns True if the function at a path without the prefix is of slime or Miles, imports them, or begins with
+    (args, sample)."""
+    if path.partition(".")[0] in ROOTS:
+        return True
+    try:
+        names = list(inspect.signature(imported("", path)).parameters)
+    except SlimxError as error:
+        return not_served(error) is not None or any(f"No module named '{root}'" in str(error) for root in ROOTS)
+    except (TypeError, ValueError):
+        return False
+    return names[:1] == ["args"] and names[1:2] in (["sample"], ["samples"])
+
+
+def not_served(error: BaseException) -> NotServed | None:
+    """The NotServed for which an import failed, at any depth of its causes; None where it failed for something else."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, NotServed):
+        cause = cause.__cause__
+    return cause
