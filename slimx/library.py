@@ -25,5 +25,7 @@ def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) 
     if found != abi:
         raise SlimxError(
             f"{what} {path} is stale (interface {found}, slimx needs {abi}): {remedy}",
+            code="library.stale",
+            about=str(path),
         )
     return library

@@ -1,4 +1,4 @@
-"""Refusals of commands and options that slimx does not have, in one sentence with the name that was meant."""
+"""The group of commands: those of extras, and refusals of commands and options that slimx does not have."""
 
 from __future__ import annotations
 

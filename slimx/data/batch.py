@@ -76,7 +76,7 @@ def make_rows(
     """Align trajectories with the tokens they predict.
 
     `advantages`: one number per trajectory, or one per position, [L-1]. `algorithm`: its `needed` columns are included.
-    Raises SlimxError naming a trajectory that lacks such a column at a trained token."""
+    Raises SlimxError naming a trajectory that lacks such a column at a trained token, or any that others have."""
     rows = []
     for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
         count = len(trajectory.token_ids) - 1
@@ -93,14 +93,26 @@ def make_rows(
                 support=None if trajectory.support is None else trajectory.support.take(np.arange(1, count + 1)),
             )
         )
+    for name in COLUMNS:
+        without = [each.id for each, row in zip(trajectories, rows, strict=True) if getattr(row, name) is None]
+        if 0 < len(without) < len(rows):
+            raise SlimxError(
+                f"trajectory {without[0]} has no {name}, which others of its update have; give it to all or to none",
+                code="data.column",
+                about=without[0],
+            )
     return rows
 
 
 def _aligned(trajectory: Trajectory, name: str, algorithm: Algorithm | None) -> np.ndarray | None:
-    """Column `name` of a trajectory's row, [L-1, ...]; None if it is optional and `algorithm` does not need it."""
+    """Column `name` of a trajectory's row, [L-1, ...]; None if it is optional and the trajectory lacks it, or
+    `algorithm` does not need it."""
     column = COLUMNS[name]
     values = getattr(trajectory, column.source)
-    if column.needed is not None:
+    if column.needed is None:
+        if values is None:
+            return None
+    else:
         shape = None if algorithm is None else column.needed(algorithm)
         if shape is None:
             return None
@@ -108,8 +120,8 @@ def _aligned(trajectory: Trajectory, name: str, algorithm: Algorithm | None) -> 
         if values is None or values.shape[1:] != shape or not np.isfinite(values[1:][trained]).all():
             size = f" of {shape[0]} tokens" if shape else ""
             raise SlimxError(
-                f"trajectory {trajectory.id} has trained tokens without {name}{size}: it was "
-                "generated before its teacher or algorithm.teacher_top_k was set; generate it again",
+                f"trajectory {trajectory.id} has trained tokens without {name}{size}, which section algorithm asks for: "
+                "it was generated before that was set; generate it again",
                 code="data.column",
                 about=trajectory.id,
             )

@@ -28,8 +28,8 @@ class Column:
     source: str | None = None
     """Field of `Trajectory` with L entries, of which the first predicts nothing; None: computed."""
     needed: Callable[[Algorithm], Shape | None] | None = None
-    """Shape per token that an algorithm needs of an optional `source`, or None if it needs none; no function: `source`
-    is always there, or None."""
+    """Shape per token that an algorithm needs of an optional `source`, or None if it needs none; no function: the
+    column is there if all trajectories of an update have a `source`."""
 
 
 def column(*args: object, **kwargs: object) -> dict[str, Column]:

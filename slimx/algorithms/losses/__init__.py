@@ -1,1 +1,1 @@
-"""Losses of the policy and of the value model."""
+"""Losses of the policy."""

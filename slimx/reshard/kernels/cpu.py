@@ -1,6 +1,6 @@
 """The reshard kernels of `csrc/` from Python: pack pieces into a bucket and checksum tensors, on the CPU.
 
-`csrc/reshard.h` defines the ops and the checksum, `record.py` has the record, `reference.py` says the same in torch.
+`csrc/reshard.h` defines the ops and the checksum, `record.py` has the record.
 The calls take raw addresses: **the caller keeps every tensor that a piece points into alive and unwritten until the
 call returns.** The interpreter lock is released meanwhile, so a transport may run beside it.
 """

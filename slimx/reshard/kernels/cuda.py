@@ -1,4 +1,4 @@
-"""The reshard kernels of `csrc/` on a GPU: the same records, buckets, checksums and flags as `kernel.py`, bit for bit.
+"""The reshard kernels of `csrc/` on a GPU: the same records, buckets, checksums and flags as `cpu.py`, bit for bit.
 
 A bucket costs one launch on a stream, and nothing here waits for the device except `DevicePlan` (once) and `results`.
 So `pack` overlaps with other work and can be captured into a CUDA graph. Importable anywhere: what is missing, the
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch  # before the library is loaded, as in kernel.py
+import torch  # before the library is loaded, as in cpu.py
 
 from slimx.errors import SlimxError
 from slimx.library import load_library
@@ -207,7 +207,7 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
 
 
 def triton_scales(device: torch.device | int) -> np.ndarray:
-    """{s, 1 / s} of the rule triton for every finite bf16 amax [32640, 2] fp32, as `device` divides: see kernel.py."""
+    """{s, 1 / s} of the rule triton for every finite bf16 amax [32640, 2] fp32, as `device` divides: see cpu.py."""
     library, place = load(LIBRARY), device_of(device)
     with torch.cuda.device(place):
         table = torch.empty(BF16_AMAX, 2, dtype=torch.float32, device=place)

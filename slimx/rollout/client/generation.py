@@ -1,7 +1,7 @@
 """Generation through the router: token ids in, token ids out with log-probs, weight versions and experts.
 
-Token ids are those that the server sampled; they are never made again from text. What would end SGLang's scheduler (an
-id outside the vocabulary, min_p with a seed) is refused here, before it takes every other request down with it.
+Token ids are those that the server sampled; they are never made again from text. An id outside the vocabulary, which
+would end SGLang's scheduler and with it every other request, is refused here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from slimx.errors import SlimxError
 from slimx.extras.convert import run, sources
 from slimx.extras.convert.formats import int4
 from slimx.extras.low_precision import int4_kernel as kernel
-from slimx.extras.low_precision.int4 import GROUP, SHAPE, other_scheme
+from slimx.extras.low_precision.int4 import FORMAT, GROUP, SHAPE
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.extras.convert.convert_stand import LAYOUT, QWEN3, WIDE, dtypes_of, go
 from tests.extras.families.gpt_oss_stand import HF as GPT_OSS
@@ -58,7 +58,7 @@ def test_experts_are_stored_as_compressed_tensors_stores_them(
     assert same(found, {name: value for name, value in expected.items() if not is_expert(name)}) == []
     assert {dtypes_of(out)[name] for name in dtypes_of(out) if name.endswith(SHAPE)} == {"I64"}
     described = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert other_scheme(described) is None
+    assert FORMAT.other_scheme(described) is None
     theirs = QuantizationConfig(**described)
     assert theirs.config_groups["group_0"].weights.group_size == GROUP
     assert set(theirs.ignore) >= {"lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj"}

@@ -63,7 +63,7 @@ class Service(EngineService):
         self.config, self.sources, self.proxy = config, sources, None
         self.clients = {"actor": FakeEngine(delay)}
         self.groups = {"actor": SimpleNamespace(members=Members(), interrupt=interrupt)}
-        self.frozen = SimpleNamespace(clients={})
+        self.frozen = SimpleNamespace(clients={}, scorer=lambda: None)
 
 
 def sources_of(keep: Any = None) -> Sources:

@@ -113,6 +113,19 @@ def test_greedy_and_unsampled_rows_have_temperature_one(sampling):
     assert make_rows([example], [1.0], loss_weights([example], "token"))[0].temperature.tolist() == [1.0]
 
 
+def test_a_column_without_a_source_is_none_for_all_rows_and_refused_for_some():
+    with_it, without = trajectory([0, 1, 1], id="a"), trajectory([0, 1], id="b", logprobs=None)
+
+    def rows(*trajectories):
+        weights = [np.ones(len(each.token_ids) - 1, np.float32) for each in trajectories]
+        return make_rows(trajectories, [0.0] * len(trajectories), weights)
+
+    assert [row.rollout_logprobs for row in rows(without, without)] == [None, None]
+    for trajectories in ((with_it, without), (without, with_it)):
+        with refused("data.column", about="b"):
+            rows(*trajectories)
+
+
 def test_each_trajectory_keeps_its_own_advantage():
     batch = [trajectory([0, 1, 1]), trajectory([0, 1]), trajectory([0, 1, 1, 1])]
     rows = make_rows(batch, [0.5, -2.0, 3.0], loss_weights(batch, "token"))

@@ -64,3 +64,12 @@ def test_keys_in_the_documentation_exist(path):
     theirs = VERL if path == make_foreign.PAGE else {}
     for key in (key for key in named if key not in theirs):
         assert field_at(Config, key.split(".")) is not None, f"{key} in {path.name}"
+
+
+def test_walks_through_the_code_are_short() -> None:
+    _, *walks = re.split(r"^## ", (ROOT / "docs/architecture.md").read_text(), flags=re.MULTILINE)
+    assert len(walks) == 5
+    for walk in walks:
+        title = walk.partition("\n")[0]
+        assert 5 < len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= 15, title
+        assert 10 < len(set(re.findall(r"`(slimx/[\w/]+\.py)`", walk))) <= 30, title
