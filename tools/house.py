@@ -34,6 +34,7 @@ GRPO = (
     "slimx.trainer.worker",
     "slimx.engines.server.launch",
     "slimx.adapters.sglang.plugin",
+    "slimx.adapters.gpu",
     "slimx.rollout.single_turn",
     "slimx.extras.rewards.math",
     *(f"slimx.rules.{file.stem}" for file in sorted((ROOT / "slimx/rules").glob("[a-z]*.py"))),

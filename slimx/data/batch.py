@@ -120,8 +120,8 @@ def _aligned(trajectory: Trajectory, name: str, algorithm: Algorithm | None) -> 
         if values is None or values.shape[1:] != shape or not np.isfinite(values[1:][trained]).all():
             size = f" of {shape[0]} tokens" if shape else ""
             raise SlimxError(
-                f"trajectory {trajectory.id} has trained tokens without {name}{size}, which section algorithm asks for: "
-                "it was generated before that was set; generate it again",
+                f"trajectory {trajectory.id} has trained tokens without {name}{size}, which section algorithm asks "
+                "for: it was generated before that was set; generate it again",
                 code="data.column",
                 about=trajectory.id,
             )

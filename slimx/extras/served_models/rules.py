@@ -70,7 +70,8 @@ def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> P
 
 @rule("teacher.prompt", "algorithm.teacher_engines")
 def taught(algorithm: Algorithm, prompts: Sequence[Prompt]) -> Problems:
-    from slimx.extras.served_models.teacher import check_taught  # it imports clients, which a plan does without
+    if algorithm.teacher_engines:
+        from slimx.extras.served_models.teacher import check_taught  # it imports clients, which a plan does without
 
-    check_taught(algorithm, prompts)
+        check_taught(algorithm, prompts)
     yield from ()

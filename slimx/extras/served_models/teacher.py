@@ -112,8 +112,6 @@ def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
 def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
     """Raise SlimxError for a prompt that names no teacher, or for an entry of `algorithm.teacher_engines` that no
     prompt names: with `algorithm.teacher_engine` a misspelt one would not show."""
-    if not algorithm.teacher_engines:
-        return
     seen: set[str] = set()
     for prompt in prompts:
         teacher_of(algorithm, prompt)
