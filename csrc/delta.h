@@ -1,5 +1,5 @@
 // delta.h: a frame: what has changed between two versions of the same bytes, and the plain C interface that makes and
-// applies one on the CPU. The CUDA library (interface.cuh) makes the same frames, byte for byte.
+// applies one on the CPU.
 //
 // THE FRAME of n bytes, cut into chunks of SLIMX_DELTA_CHUNK bytes (the last may be shorter), is
 //

@@ -237,7 +237,7 @@ def record_imports(directory: Path) -> dict[str, str]:
     hook = directory / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(RECORDER.format(directory=str(directory)))
-    return {"PYTHONPATH": str(hook)}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH"))))}
 
 
 def recorded_imports(directory: Path) -> set[str]:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from slimx import entry_points
 
 GROUP = "slimx.devices"
 """Entry points: classes of `Device` by "cpu" and "cuda"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Something that SGLang lacks on a device."""
+
+    name: str
+    reason: str
+    open: Callable[[], bool]
+    """True while it is missing; after `close` it is not."""
+    close: Callable[[], None]
 
 
 class Device:

@@ -1,4 +1,4 @@
-"""Changes to SGLang and torch on GPUs."""
+"""Changes to megatron-core and SGLang on GPUs."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ class Rule:
                 about, sentence = (self.about, found) if isinstance(found, str) else found
                 yield SlimxError(_naming(about, sentence, facts), code=self.code, about=about)
         except SlimxError as error:
-            yield SlimxError(str(error), code=error.code or self.code, about=error.about or self.about)
+            named = SlimxError(str(error), code=error.code or self.code, about=error.about or self.about)
+            named.__cause__ = error.__cause__  # such as an error of a user's hook
+            yield named
 
 
 def _naming(about: str, sentence: str, facts: Mapping[str, Any]) -> str:
@@ -126,4 +128,4 @@ def refuse(problems: Sequence[SlimxError], where: str = "", cause: Exception | N
     sentences = "; ".join(dict.fromkeys(map(str, problems)))
     error = Refusal(where + sentences, code=problems[0].code, about=problems[0].about)
     error.problems = tuple(problems)
-    raise error from cause
+    raise error from cause or problems[0].__cause__

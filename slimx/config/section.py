@@ -105,6 +105,8 @@ class Objective(Section):
     """True if it learns from whole answers, which may be those of prompts: it needs neither engines nor rewards."""
     scores: ClassVar[bool] = False
     """True if the model has a score in the place of logits."""
+    whole_step: ClassVar[bool] = False
+    """True if `finish_advantages` has to see the rows of the whole step."""
     kind: str
     """Name, or the dotted path of a hook."""
 

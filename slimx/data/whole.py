@@ -1,4 +1,4 @@
-"""Whole numbers from outside: JSON's 3.0 is 3, and nothing else becomes one."""
+"""Values of JSON from outside: its 3.0 is 3, and nothing else becomes a whole number."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from slimx.errors import SlimxError
+
+Json = dict[str, Any]
+"""An object of JSON."""
 
 
 def as_whole(value: Any) -> Any:

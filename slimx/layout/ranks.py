@@ -169,6 +169,7 @@ def engine_sizes(group: Engines) -> EngineSizes:
         raise SlimxError(
             f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} counts no experts; "
             "set an integer of 0 or more",
+            about="rollout.engines.sglang.ep_num_redundant_experts",
         )
     return EngineSizes(
         tensor=group.tensor,

@@ -105,7 +105,7 @@ class Receiver(Protocol):
         ...
 
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the verbs as JSON, in which an engine passes them on to the ranks of its server
 (`slimx/adapters/sglang/plugin.py`)."""
 BEFORE_BEGIN = ("inventory", "transport", "begin")

@@ -14,11 +14,12 @@ from slimx.trainer.checkpoint.files import check_digests, decode_records
 from slimx.trainer.checkpoint.load import restore
 from slimx.trainer.checkpoint.save import Saver
 from slimx.trainer.checkpoint.state import full_state
+from slimx.trainer.context import ContextShard
 from slimx.trainer.device.gpu import largest
 from slimx.trainer.device.offload import Offload
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.operation import operation
-from slimx.trainer.parallel import ContextShard, ParallelState
+from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import sum_gradients
 
 

@@ -110,10 +110,10 @@ def check_weights(
 def _answer(runner: Any, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Do a verb: a method of the model's receiver, or an entry point of `VERBS`."""
     of_process = entry_points.find(VERBS)
-    if verb in of_process:
-        return entry_points.load(VERBS, verb)(runner, **arguments)
     verbs = {name for name in vars(RankReceiver) if not name.startswith("_")}
     if verb not in verbs:
+        if verb in of_process:
+            return entry_points.load(VERBS, verb)(runner, **arguments)
         raise SlimxError(
             f"unknown action {PREFIX}{verb}; this server's slimx {slimx.__version__} knows "
             f"{', '.join(sorted(verbs | of_process.keys()))}",

@@ -89,7 +89,10 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
         case "gdpo":
             values = gdpo(_parts(rollouts), estimator.weights, eps=estimator.eps)
         case _:
-            raise AssertionError(f"no estimator is called {estimator}")
+            raise SlimxError(
+                f"algorithm.advantages={estimator} has no estimator, neither here nor among entry points of {GROUP}: "
+                "slimx was installed before it had them; run make build",
+            )
     advantage = dict(zip(rollouts, values.tolist(), strict=True))
     return [advantage[trajectory.rollout_id] for trajectory in group.trajectories]
 

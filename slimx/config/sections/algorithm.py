@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -12,16 +12,14 @@ from slimx.config.sections.objectives import (
     OBJECTIVES,
     PRESETS,
     Advantages,
-    ClipCov,
     Correction,
     Grpo,
-    KlCov,
     Loss,
     Name,
     Rejection,
     TokenRewards,
-    check_kind,
     read_objective,
+    unknown_kind,
 )
 
 CREDITS = ("own", "shared")
@@ -113,20 +111,15 @@ class Algorithm(Section):
         preset = PRESETS.get(info.data.get("name"), {})
         return read_objective(info.field_name, value, preset.get(info.field_name, {}))
 
-    @field_validator("credit")
-    @classmethod
-    def _known_credit(cls, value: str) -> str:
-        check_kind("credit", value, CREDITS)
-        return value
-
     def _faults(self) -> Faults:
         first: dict[str, tuple[str, str, str]] = {}  # of each key: a second one may ask for the opposite
         for code, key, sentence in self._conflicts():
             first.setdefault(key, (f"algorithm.{code}", f"algorithm.{key}", sentence))
         yield from first.values()
+        yield from unknown_kind("credit", self.credit, CREDITS)
 
-    def _conflicts(self) -> Faults:
-        """Yields conflicts between keys, without the section's name."""
+    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """Yields conflicts between keys, codes and keys without the section's name."""
         for key, (used, where) in NEEDS.items():
             if getattr(self, key) != self.default(key) and not used(self):
                 yield (
@@ -236,8 +229,7 @@ class Algorithm(Section):
     @property
     def needs_whole_step(self) -> bool:
         """True if advantages, or the tokens that they are for, are known only from the whole step's rows."""
-        estimator = self.advantages
-        return estimator.demonstrated or isinstance(estimator, TokenRewards) or isinstance(self.loss, ClipCov | KlCov)
+        return self.advantages.whole_step or self.loss.whole_step
 
     @property
     def hooks(self) -> list[str]:

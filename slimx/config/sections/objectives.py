@@ -15,7 +15,7 @@ from pydantic import Field
 
 from slimx import entry_points
 from slimx.config.rule import Refusal
-from slimx.config.section import MOST, Faults, Objective, Positive, Real, Section, Share, Weight
+from slimx.config.section import MOST, Faults, Objective, Positive, Real, Section, Share, Weight, refuse_faults
 
 
 def _around_one(key: str, low: float, high: float) -> Faults:
@@ -49,7 +49,8 @@ class Correction(Section):
                 "algorithm.correction.kind",
                 "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind",
             )
-        yield from _around_one("algorithm.correction", self.low, self.high)
+        else:
+            yield from _around_one("algorithm.correction", self.low, self.high)
 
     @property
     def active(self) -> bool:
@@ -80,7 +81,8 @@ class Rejection(Section):
                 "algorithm.rejection has bounds but its level is none; set algorithm.rejection.level to say whose w "
                 "they are of",
             )
-        yield from _around_one("algorithm.rejection", self.low, self.high)
+        else:
+            yield from _around_one("algorithm.rejection", self.low, self.high)
 
     @property
     def active(self) -> bool:
@@ -112,6 +114,7 @@ class Sapo(Objective):
 
 
 class ClipCov(Clipped):
+    whole_step: ClassVar[bool] = True
     share: Share = 2e-4
     """Share of an update's trained tokens that is selected."""
     covariance_low: Real = 1.0
@@ -121,6 +124,7 @@ class ClipCov(Clipped):
 
 
 class KlCov(Objective):
+    whole_step: ClassVar[bool] = True
     share: Share = 2e-4
     """Share of an update's trained tokens that is selected."""
     coef: Positive = 1.0
@@ -153,6 +157,7 @@ class Gdpo(Objective):
 class TokenRewards(Objective):
     """Estimators with a reward for every token."""
 
+    whole_step: ClassVar[bool] = True
     gamma: Share = 1.0
     """Discount per trained token."""
     whiten: bool = False
@@ -192,17 +197,16 @@ OBJECTIVES = {"advantages": ADVANTAGES, "loss": LOSSES}
 """Classes by key of section algorithm and by kind, first the default kind."""
 
 
-def check_kind(key: str, kind: str, known: Collection[str]) -> None:
-    """Raise Refusal if `kind`, the value of algorithm.KEY, is neither known nor a dotted path."""
-    if kind in known or "." in kind:
-        return
-    near = difflib.get_close_matches(kind.lower(), known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise Refusal(
-        f"algorithm.{key} is {kind}, which is none of {', '.join(known)}, and no dotted path of a hook{hint}",
-        code="algorithm.unknown",
-        about=f"algorithm.{key}",
-    )
+def unknown_kind(key: str, kind: str, known: Collection[str]) -> Faults:
+    """The fault of `kind`, the value of algorithm.KEY, if it is neither known nor a dotted path."""
+    if kind not in known and "." not in kind:
+        near = difflib.get_close_matches(kind.lower(), known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        yield (
+            "algorithm.unknown",
+            f"algorithm.{key}",
+            f"algorithm.{key} is {kind}, which is none of {', '.join(known)}, and no dotted path of a hook{hint}",
+        )
 
 
 def merged_objective(base: Any, change: Any) -> Any:
@@ -227,7 +231,7 @@ def read_objective(key: str, value: Any, preset: str | Mapping[str, Any] = {}) -
     kind = {"kind": next(iter(records)), **defaults, **values}["kind"]
     if not isinstance(kind, str):
         raise Refusal(f"{where} needs the name of a kind: {', '.join(records)}", code="algorithm.unknown", about=where)
-    check_kind(key, kind, records)
+    refuse_faults(unknown_kind(key, kind, records))
     record = records.get(kind, Objective)
     for name in sorted(map(str, values.keys() - record.model_fields.keys())):
         near = difflib.get_close_matches(name.lower(), record.model_fields, n=1)

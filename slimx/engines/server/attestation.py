@@ -12,9 +12,10 @@ from typing import Any
 import psutil
 
 import slimx
+from slimx.data.whole import Json
 from slimx.engines.server.arguments import command_line
 from slimx.engines.server.spec import EngineSpec, policy_args
-from slimx.engines.server.wire import REFUSED, Json, Wire, request
+from slimx.engines.server.wire import REFUSED, Wire, request
 from slimx.errors import SlimxError
 from slimx.layout.kernels import BLACKWELL, unpublishable
 from slimx.layout.ranks import EngineSizes

@@ -17,10 +17,11 @@ from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Any, Literal
 
+from slimx.data.whole import Json
 from slimx.engines.server.attestation import check_copied, check_staged, forms_of, verified_by
 from slimx.engines.server.server import Server
 from slimx.engines.server.spec import EngineSpec
-from slimx.engines.server.wire import RECEIVER, Json, stamp
+from slimx.engines.server.wire import RECEIVER, stamp
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from slimx.data.whole import Json
 from slimx.engines.server.keys import STDIN, Keys
-from slimx.engines.server.wire import Json, Wire
+from slimx.engines.server.wire import Wire
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.children import python_argv
 from slimx.runtime.process import SupervisedProcess

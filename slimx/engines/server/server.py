@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from slimx import entry_points
 from slimx.cluster.place import Placement
+from slimx.data.whole import Json
 from slimx.engines.server.attestation import attested
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
-from slimx.engines.server.wire import Json, Wire
+from slimx.engines.server.wire import Wire
 from slimx.engines.transport import End
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import ReceiverLost
@@ -49,12 +50,18 @@ MACHINES = "slimx.machines"
 class Machines(Protocol):
     """The machines of a server that spans several, but for the first, in whose process this is."""
 
+    count: int
+
     async def start(self, host: str, deadline_s: float) -> NodeShare:
         """Start their processes; return the share of the first machine, at `host`."""
         ...
 
     async def ended(self, deadline_s: float) -> str | None:
         """Return the end of the first of them that ended, in words; None while they run, or do not answer."""
+        ...
+
+    async def transport(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
+        """Call `method` of the transport's end on each of them, with one of `messages`; return the answers."""
         ...
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:

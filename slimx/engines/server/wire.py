@@ -13,10 +13,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from slimx.data.whole import Json
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
-
-Json = dict[str, Any]
 
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
 """The server's custom weight loader, by dotted path."""

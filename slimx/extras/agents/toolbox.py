@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slimx.data.records import Prompt
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json
 from slimx.errors import SlimxError
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from slimx.data.chat.tokens import encode_turns
 from slimx.data.records import Prompt, Trajectory
+from slimx.data.whole import Json
 from slimx.dotted import imported
-from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser

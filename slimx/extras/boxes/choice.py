@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from slimx.errors import SlimxError
 from slimx.extras.boxes import roots
 from slimx.extras.boxes.bubblewrap import BubblewrapBox
 from slimx.extras.boxes.containers import ContainerBox
+from slimx.extras.boxes.conversion import place_of
 from slimx.extras.boxes.engines import ContainerEngine
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxRefusal
@@ -68,6 +68,8 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Options as a configuration writes them, the limits among the others. Raises SlimxError naming `key` and the
         option."""
         given = {name: as_whole(value) for name, value in options.items()}
+        if "limits" in given:
+            raise _refusal(f"is unknown; write {', '.join(LIMITS)} themselves", f"{key}.limits")
         if isinstance(given.get("engine"), str):
             given["engine"] = [given["engine"]]
         given["limits"] = {name: given.pop(name) for name in LIMITS if name in given}
@@ -150,15 +152,6 @@ def merged(root: Path | None, files: Path | None, directory: str, most: int) -> 
         if files is not None:
             roots.copy(files, place)
         yield whole
-
-
-def place_of(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Dotted name of the field that a conversion has refused, and what is wrong with it."""
-    what, _, path = str(error).partition(" - at `$.")
-    if (field := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", what)) is not None:
-        said = "is missing" if field[1] == "missing required" else "is unknown; docs/sandboxes.md lists what there is"
-        return ".".join(filter(None, (path[:-1], field[2]))), said
-    return re.sub(r"\[.*", "", path.rstrip("`")), what
 
 
 def _refusal(what: str, key: str) -> SlimxError:

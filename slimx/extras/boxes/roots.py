@@ -275,4 +275,6 @@ def _call(*line: str) -> None:
         problem = done.stderr.strip()[-300:]
     raise SlimxError(
         f"{line[0]} failed on the root of a box, {line[-1]}: {problem}; see that its disk has space",
+        code="box.files",
+        about=line[-1],
     )

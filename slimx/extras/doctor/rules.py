@@ -12,7 +12,7 @@ from slimx.config.sections.schedule import Schedule
 
 @rule("algorithm.hook", "algorithm.loss")
 def hooks_answer(algorithm: Algorithm, rollout: Rollout, schedule: Schedule, weights: Path) -> Problems:
-    """Needs the weights' directory, so that hooks are called after all that is cheaper to find wrong."""
+    """Needs the weights' directory, so that hooks are called when a run starts or is examined, never by a plan."""
     if algorithm.hooks:
         from slimx.config.schema import Config
         from slimx.extras.doctor.effects.probe import try_hooks  # it imports torch, which a plan does without

@@ -48,22 +48,24 @@ def dequantise(
     *,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """e4m3 `codes` [rows, cols] times the scales of their blocks -> [rows, cols] of `dtype`.
+    """e4m3 `codes` [rows, cols] times the scales of their blocks -> [rows, cols] of `dtype`; so for each matrix of a
+    stack [n, rows, cols] with its scales.
 
     `scales` [rows / block[0], cols / block[1]], both rounded up: fp32, or E8M0 exponents (uint8). The product is fp32
     and rounded once (docs/numerics.md: DEQUANTISE_FP8); what is not finite stays so. `threads`: torch's number of
     threads unless given.
     """
     out = torch.empty(codes.shape, dtype=dtype)
-    rows, cols = codes.shape
+    codes, scales = (part if part.dim() == 3 else part[None] for part in (codes, scales))
+    count, rows, cols = codes.shape
     element_bytes("codes of fp8 blocks", codes, *_CODES)
     size = element_bytes("values of fp8 blocks", out, torch.bfloat16, torch.float32)
-    shape = -(-rows // block[0]), -(-cols // block[1])
+    shape = count, -(-rows // block[0]), -(-cols // block[1])
     mx = block == (1, 32)
     if (
         scales.shape != shape
         or scales.dtype != (torch.uint8 if mx else torch.float32)
-        or (shape[1] > 1 and scales.stride(1) != 1)
+        or (shape[2] > 1 and scales.stride(2) != 1)
     ):
         raise SlimxError(
             f"scales {scales.dtype} {list(scales.shape)} are not those of codes {list(codes.shape)} in blocks of "
@@ -71,10 +73,13 @@ def dequantise(
             code="kernel.scales",
             about="scales",
         )
-    piece = np.zeros(1, dtype=PIECE)
-    piece["src"], piece["src_ld"], piece["src_step"] = codes.data_ptr(), codes.stride(0), codes.stride(1)
-    piece["scale"], piece["scale_ld"] = scales.data_ptr(), scales.stride(0) * scales.element_size()
+    piece, number = np.zeros(count, dtype=PIECE), np.arange(count)
+    piece["src"] = codes.data_ptr() + number * codes.stride(0)
+    piece["src_ld"], piece["src_step"] = codes.stride(1), codes.stride(2)
+    piece["scale"] = scales.data_ptr() + number * scales.stride(0) * scales.element_size()
+    piece["scale_ld"] = scales.stride(1) * scales.element_size()
     piece["scale_tensor"] = -1
+    piece["dst"] = piece["pos"] = number * rows * cols * size
     piece["dst_ld"], piece["pos_ld"] = cols * size, cols * size
     piece["rows"], piece["cols"] = rows, cols
     piece["block_rows"], piece["block_cols"] = block

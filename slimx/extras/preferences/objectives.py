@@ -9,6 +9,7 @@ from slimx.config.section import Objective, Positive
 
 class Dpo(Objective):
     demonstrated: ClassVar[bool] = True
+    whole_step: ClassVar[bool] = True
     beta: Positive = 0.1
     """Inverse temperature of the preference."""
 

@@ -49,7 +49,6 @@ def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
 @rule("teacher.vocabulary", "algorithm.teacher_engine")
 def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> Problems:
     """The group gets the policy's token ids. Of servers that run already the texts are compared when the run starts
-
     (`slimx.extras.served_models.teacher.check_vocabulary`)."""
     from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which a plan does without
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.saved.codec import encode
-from slimx.data.whole import as_ids
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json, as_ids
 from slimx.errors import SlimxError
 from slimx.extras.slime.arguments import RunFacts
 from slimx.extras.slime.sample import OWN, Sample, Status

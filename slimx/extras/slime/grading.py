@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from slimx.data.chat.responses import THOUGHT_ENDS, final_answer
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json
 from slimx.errors import SlimxError
 from slimx.extras.rewards.f1 import words
 from slimx.extras.rewards.shared.boxes import last_box

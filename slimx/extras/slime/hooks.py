@@ -13,8 +13,8 @@ from typing import Any
 from slimx.config.schema import Config
 from slimx.data.chat.tokens import encode_prompt, load_tokenizer
 from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.whole import Json
 from slimx.dotted import imported
-from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.slime import grading
 from slimx.extras.slime.arguments import PREFIX, TOLD, Arguments, RunFacts, addresses

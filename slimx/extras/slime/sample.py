@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json
 
 
 class Status(Enum):

@@ -9,8 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimx.data.whole import as_ids, as_whole
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json, as_ids, as_whole
 from slimx.errors import SlimxError
 from slimx.extras.slime.arguments import Arguments
 

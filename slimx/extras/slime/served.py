@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import statistics
+import threading
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.data.chat.tokens import load_tokenizer as load_from_directory
+from slimx.data.whole import Json
 from slimx.dotted import imported
-from slimx.engines.server.wire import Json
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared import http
 from slimx.extras.slime.sample import Sample
@@ -100,8 +101,17 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
             code="slime.async",
             about="slime.utils.async_utils.run",
         )
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(contextvars.copy_context().run, asyncio.run, coroutine).result()
+    result: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(asyncio.run(coroutine))
+        except BaseException as error:
+            result.set_exception(error)
+
+    # A pool's thread would keep the process alive as long as the coroutine hangs.
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
+    return result.result()
 
 
 def load_function(path: str) -> Any:

@@ -16,6 +16,7 @@ class ValueHead(torch.nn.Module):
     rank: `weight` [1, hidden], `bias` [1] or None."""
 
     IN_FP32 = True
+    """`slimx.trainer.model.build` keeps it in fp32 in a model of half precision."""
 
     def __init__(self, config: TransformerConfig, *, bias: bool = True):
         super().__init__()

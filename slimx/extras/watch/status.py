@@ -134,7 +134,7 @@ def _restarts(part: dict[str, Any]) -> list[str]:
 def _last_line(file: Path) -> dict[str, Any]:
     """The last whole line of a file of JSON lines; {} where there is none. Reads at most 256 KiB."""
     last = last_lines(file, 2**18)[-1:]
-    return json.loads(last[0]) if last else {}
+    return json.loads(last[0]) if last and last[0].strip() else {}
 
 
 def run_stacks(directory: Path) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 
 from slimx.errors import SlimxError
 
-STEPS = "optim/steps_without_signal"
+STEPS_WITHOUT_SIGNAL = "optim/steps_without_signal"
 """Metric that counts steps in a row without a signal."""
-GROUPS, NORM = "reward/groups_without_signal", "optim/grad_norm"
+GROUPS_WITHOUT_SIGNAL, GRADIENT_NORM = "reward/groups_without_signal", "optim/grad_norm"
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -116,6 +116,8 @@ class Signal:
     def counted(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Counts a step by its metrics; returns the counts of all policies as metrics."""
         for prefix, compared in self._compared.items():
-            silent = metrics.get(prefix + NORM) == 0 or (compared and metrics.get(prefix + GROUPS) == 1)
+            silent = metrics.get(prefix + GRADIENT_NORM) == 0 or (
+                compared and metrics.get(prefix + GROUPS_WITHOUT_SIGNAL) == 1
+            )
             self._steps[prefix] = self._steps[prefix] + 1 if silent else 0
-        return {prefix + STEPS: float(steps) for prefix, steps in self._steps.items()}
+        return {prefix + STEPS_WITHOUT_SIGNAL: float(steps) for prefix, steps in self._steps.items()}

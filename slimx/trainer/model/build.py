@@ -158,7 +158,7 @@ def build_chunk(
         if isinstance(module, TopKRouter):
             # Float16Module halves buffers too; the selection bias is fp32 before its values are loaded.
             module._maintain_float32_expert_bias()
-        elif getattr(module, "IN_FP32", False):
+        elif getattr(module, "IN_FP32", False):  # a module of an extra says so
             module.float()
         for parameter in spec.layer_kind.fp32_parameters(module):
             parameter.data = parameter.data.float()

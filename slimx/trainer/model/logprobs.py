@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from slimx.data.support import Support
 from slimx.numerics.mode import Head
-from slimx.trainer.parallel import to_device
+from slimx.trainer.context import to_device
 
 CHUNK_BYTES = 256 * 2**20
 """Bytes of the fp32 logits of one chunk on one rank, where the configuration leaves the size to slimx."""

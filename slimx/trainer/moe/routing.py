@@ -15,9 +15,10 @@ from slimx.algorithms.router_terms import LayerTally, Totals, updated_bias
 from slimx.config.sections.trainer import Moe
 from slimx.data.batch import MicroBatch
 from slimx.data.packing import zigzag
+from slimx.trainer.context import to_device
 from slimx.trainer.moe.router import Cursor, PolicyRouter, RoutedTokens, RouterWatch
 from slimx.trainer.moe.routes import differing, engine_routes, known_routes
-from slimx.trainer.parallel import ParallelState, to_device
+from slimx.trainer.parallel import ParallelState
 
 Routes = list[torch.Tensor]
 """Routes of each micro-batch of a pass, as `slimx.trainer.moe.routes` describes them."""

@@ -19,9 +19,9 @@ from slimx.algorithms.inputs import Loss, LossInputs, TopLogprobs
 from slimx.data.batch import MicroBatch
 from slimx.data.columns import LOSS_COLUMNS
 from slimx.models.layer_kind import Packing
+from slimx.trainer.context import to_device
 from slimx.trainer.model.logprobs import KeptTokens, Targets
 from slimx.trainer.moe.routing import Routing
-from slimx.trainer.parallel import to_device
 
 
 class TokenScores(NamedTuple):

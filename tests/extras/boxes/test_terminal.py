@@ -245,6 +245,7 @@ def test_a_root_without_a_shell_is_refused_before_the_run(task, tmp_path):
     ("options", "code", "about"),
     [
         ({"box": {"backend": "vm"}}, "box.option", f"{KEY}.box.backend"),
+        ({"box": {"limits": {"seconds": 3}}}, "box.option", f"{KEY}.box.limits"),
         ({"box": {"memory": 3}}, "box.option", f"{KEY}.box.memory"),
         ({"box": {"memory_mib": 0}}, "box.option", f"{KEY}.box.memory_mib"),
         ({"box": {"cpus": 2}}, "box.option", f"{KEY}.box.cpus"),

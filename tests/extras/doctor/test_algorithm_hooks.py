@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slimx.config.rule import broken, rules_in
+from slimx.config.rule import broken, refuse, rules_in
 from slimx.config.schema import Config
 from slimx.extras.doctor import rules
 from slimx.extras.doctor.effects.probe import try_hooks
@@ -42,6 +42,10 @@ def test_hooks_are_tried_on_invented_rollouts_before_a_run():
     try_hooks(settings(advantages=f"{HERE}.own_advantages", loss=f"{HERE}.own_loss"))
     with refused("algorithm.hook", about=f"algorithm.loss={HERE}.faulty") as caught:
         try_hooks(settings(loss=f"{HERE}.faulty"))
+    assert isinstance(caught.value.__cause__, AttributeError)
+    facts = {**settings(loss=f"{HERE}.faulty").sections, "weights": Path()}
+    with refused("algorithm.hook", about=f"algorithm.loss={HERE}.faulty") as caught:
+        refuse(broken([rules.hooks_answer], facts))
     assert isinstance(caught.value.__cause__, AttributeError)
     with refused("hook.advantages_result", about=f"{HERE}.too_few"):
         try_hooks(settings(advantages=f"{HERE}.too_few"))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slimx.extras.low_precision.block_fp8 import FORMAT, block_of
+from slimx.extras.low_precision.blocks import dequantise, quantise
 from slimx.layout.table import Stored
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
@@ -40,6 +41,15 @@ def test_scales_of_fp8_are_refused_where_a_model_is_trained(tmp_path: Path):
     save_file(tensors | {scales: torch.ones(1, 1)}, tmp_path / "model.safetensors")
     with refused("checkpoint.fp8", about=scales):
         CheckpointReader(tmp_path).check(table)
+
+
+def test_a_stack_has_the_values_of_its_matrices():
+    values = torch.randn(3, 100, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codes, scales = map(torch.stack, zip(*(quantise(each, RULE.IEEE, (32, 64)) for each in values), strict=True))
+    expected = [dequantise(*each, (32, 64)) for each in zip(codes, scales, strict=True)]
+    assert torch.equal(dequantise(codes, scales, (32, 64)), torch.stack(expected))
+    assert torch.equal(dequantise(codes[::2], scales[::2], (32, 64)), torch.stack(expected[::2]))
+    assert dequantise(codes[:0], scales[:0], (32, 64)).shape == (0, 100, 200)
 
 
 @pytest.mark.parametrize("rows", [slice(0, 100), slice(32, 96), slice(37, 38), slice(70, 100)])

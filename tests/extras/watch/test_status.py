@@ -136,6 +136,7 @@ def test_a_run_that_ended_has_no_engines(run, monkeypatch, capsys):
 def test_a_run_that_has_written_nothing_yet_is_at_step_0(run):
     for name in ("metrics.jsonl", "timeline.jsonl", "engines.json", "lock"):
         (run / name).unlink()
+    (run / "metrics.jsonl").write_text("\n")
     found = run_status(run)
     assert (found["step"], found["running"], found["engines"], found["seconds_ago"]) == (0, False, [], None)
 

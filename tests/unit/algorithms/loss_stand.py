@@ -13,7 +13,7 @@ import torch
 from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.objective import make_loss
 from slimx.config.sections.algorithm import Algorithm
-from slimx.trainer.parallel import ContextShard
+from slimx.trainer.context import ContextShard
 
 Number = torch.Tensor
 FIELDS = ("old_logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs", "advantages", "weight")

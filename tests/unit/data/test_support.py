@@ -13,7 +13,7 @@ from slimx.data.saved.codec import decode, encode
 from slimx.data.support import Support
 from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
-from slimx.trainer.parallel import ContextShard
+from slimx.trainer.context import ContextShard
 
 
 def test_positions_of_a_support_are_taken_and_joined_with_their_own_tokens():

@@ -30,7 +30,7 @@ from slimx.rollout import single_turn
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RewardContext, RolloutContext
-from slimx.trainer.parallel import ContextShard
+from slimx.trainer.context import ContextShard
 from slimx.trainer.step.metrics import mismatch_metrics, mismatch_sums
 from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group

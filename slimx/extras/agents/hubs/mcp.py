@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from slimx.data.records import Prompt
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.hubs.mcp_bounds import Stderr, bounded_client

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 
 from slimx.data.records import Prompt
+from slimx.data.whole import Json
 from slimx.dotted import imported
-from slimx.engines.server.wire import Json
 from slimx.environments.base import Begin, Step
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url

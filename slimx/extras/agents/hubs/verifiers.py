@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 
 from slimx.data.records import Prompt, Trajectory
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.http.answers import text_of

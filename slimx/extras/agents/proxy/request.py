@@ -8,8 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimx.data.whole import as_whole
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json, as_whole
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 
@@ -122,7 +121,7 @@ def text_of(content: Any, where: str) -> str:
     for part in parts:
         if type_of(part) != "text":
             raise unsupported(where, f"has content of type {type_of(part)}; only text is supported")
-    return "".join(typed(part, "text", str, "", where) for part in parts)
+    return "".join(required(part, "text", str, where) for part in parts)
 
 
 def type_of(part: Any) -> str:
@@ -132,7 +131,7 @@ def type_of(part: Any) -> str:
 
 def _tool_call(call: Any, where: str) -> Json:
     function = required(as_object(call, where), "function", dict, where)
-    name, id = required(function, "name", str, where), typed(call, "id", str, "", where)
+    name, id = required(function, "name", str, f"{where}.function"), typed(call, "id", str, "", where)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it wrote it

@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slimx.data.whole import Json
 from slimx.dotted import load_function
-from slimx.engines.server.wire import Json, message_of, request
+from slimx.engines.server.wire import message_of, request
 from slimx.errors import SlimxError
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"

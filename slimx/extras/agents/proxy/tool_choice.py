@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json
 from slimx.extras.agents.proxy.errors import invalid
 
 GRAMMARS = ("hermes", "qwen")

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
-from slimx.extras.boxes.choice import place_of
+from slimx.extras.boxes.conversion import place_of
 
 KEY = "task"
 """Key of a prompt's metadata under which its task is kept."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.data.records import Prompt
-from slimx.engines.server.wire import Json
+from slimx.data.whole import Json
 from slimx.errors import SlimxError
 from slimx.extras.agents.toolbox import ToolResult, ToolsLost
 from slimx.extras.boxes.choice import BoxOptions, merged

@@ -9,7 +9,6 @@ tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from slimx import entry_points
+from slimx.adapters.device import Gap
 from slimx.adapters.sglang.weights.layout import GROUP
 from slimx.errors import SlimxError
 from slimx.numerics.norm import rms_scale
@@ -28,15 +28,6 @@ NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 LING_EXPERTS = "sglang.srt.models.bailing_moe.BailingMoESparseMoeBlock._forward_router_experts"
 DEVICE_MODULE = "torch.get_device_module"
 SYNCHRONISE = "torch.cuda.synchronize"
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    name: str
-    reason: str
-    open: Callable[[], bool]
-    """True while it is missing; after `close` it is not."""
-    close: Callable[[], None]
 
 
 # Seeded sampling ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from slimx.errors import SlimxError
-from slimx.extras.exact.operations.forward import Computed, forward_on
+from slimx.extras.exact.operations.forward import forward_on
 from slimx.extras.exact.operations.forward.elementary import exp, row_sum, sigmoid
 
 
@@ -83,13 +83,20 @@ def moe_combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tens
     outputs [T, top_k, hidden], weights [T, top_k] fp32 in the same order; `shared` [T, hidden]: the shared experts'
     output, added last, before the rounding.
     """
-    return Computed.apply(_exact, _plain, outputs, weights, *(() if shared is None else (shared,)))
+    return _Combine.apply(outputs, weights, shared)
 
 
-def _exact(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
-    return forward_on(outputs.device).combine(outputs.contiguous(), weights.float().contiguous(), shared)
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(outputs, weights)
+        ctx.shared = None if shared is None else shared.dtype
+        return forward_on(outputs.device).combine(outputs.contiguous(), weights.float().contiguous(), shared)
 
-
-def _plain(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
-    total = (outputs.float() * weights.float()[..., None]).sum(1)
-    return total if shared is None else total + shared.float()
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        outputs, weights = ctx.saved_tensors
+        wide = gradient.float()[:, None]
+        of_weights = (wide * outputs.float()).sum(2).to(weights.dtype)
+        of_shared = None if ctx.shared is None else gradient.to(ctx.shared)
+        return (wide * weights.float()[..., None]).to(outputs.dtype), of_weights, of_shared

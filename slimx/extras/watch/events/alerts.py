@@ -14,7 +14,7 @@ from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.extras.watch.events.event import Event
 from slimx.extras.watch.events.pace import Pace, pace
 from slimx.observability.events import Events, Kind
-from slimx.observability.tracking.metrics import GROUPS, STEPS
+from slimx.observability.tracking.metrics import GROUPS_WITHOUT_SIGNAL, STEPS_WITHOUT_SIGNAL
 
 if TYPE_CHECKING:
     from slimx.extras.watch.events.webhook import Webhook
@@ -78,7 +78,7 @@ class Alerts(Events):
                 about = name.removesuffix("/skipped").removesuffix("optim").strip("/")
                 self.tell("step_skipped", skipped, about=about)
         for prefix, sentence in without_signal(metrics).items():
-            if said_again(metrics[prefix + STEPS]):
+            if said_again(metrics[prefix + STEPS_WITHOUT_SIGNAL]):
                 self.note(sentence)
                 self.tell("no_signal", sentence, about=prefix.strip("/"))
 
@@ -120,10 +120,10 @@ def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
     their metrics, from the metrics of the last step."""
     out = {}
     for key, steps in metrics.items():
-        if not key.endswith(STEPS) or (steps or 0) < AFTER:
+        if not key.endswith(STEPS_WITHOUT_SIGNAL) or (steps or 0) < AFTER:
             continue
-        prefix = key.removesuffix(STEPS)
-        same = metrics.get(prefix + GROUPS) == 1
+        prefix = key.removesuffix(STEPS_WITHOUT_SIGNAL)
+        same = metrics.get(prefix + GROUPS_WITHOUT_SIGNAL) == 1
         why = "all rollouts of each group earn the same" if same else "the gradient is 0"
         reward = metrics.get(prefix + "reward/mean")
         shown = "" if reward is None else f", {prefix}reward/mean {reward:.4g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable
@@ -66,8 +67,8 @@ async def listen(content: Content, token: str, host: str, port: int) -> Listenin
         return await Connections(most=MOST, idle=IDLE_S).listen(application(content, token), host, port)
     except OSError as error:
         raise SlimxError(
-            f"--port: {host}:{port} cannot be listened at ({error.strerror}); give another port, or 0 for any that is "
-            "free",
+            f"--port: {host}:{port} cannot be listened at ({os.strerror(error.errno)}); give another port, or 0 for "
+            "any that is free",
             code="watch.port",
             about="--port",
         ) from None
@@ -133,7 +134,8 @@ class _Access:
         try:
             response = self._refusal(request) or await handler(request)
         except web.HTTPException as unknown:
-            response = web.Response(text=unknown.text, status=unknown.status)
+            allowed = {name: value for name, value in unknown.headers.items() if name == "Allow"}
+            response = web.Response(text=unknown.text, status=unknown.status, headers=allowed)
         response.headers.update(HEADERS)
         return response
 
@@ -141,7 +143,8 @@ class _Access:
         """Returns the response that replaces the page's; None for a request with the cookie."""
         if not HOST.fullmatch(request.headers.get("host", "")):
             return web.Response(text="the Host header names no server", status=400)
-        if _same(request.query.get("token", ""), self._token):
+        known = request.match_info.http_exception is None  # another path may be a URL of another server
+        if known and _same(request.query.get("token", ""), self._token):
             location = str(request.rel_url.without_query_params("token"))
             response = web.Response(status=303, headers={"Location": location})
             response.set_cookie(self._cookie, self._secret, httponly=True, samesite="Strict")
@@ -160,4 +163,4 @@ def _step(request: web.Request) -> int:
 
 
 def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(), token.encode())
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode())

@@ -201,9 +201,9 @@ def _message(message: Any, where: str) -> list[Message]:
             result = text_of(block.get("content") or "", at)
             out.append({"role": "tool", "content": result, "tool_call_id": required(block, "tool_use_id", str, at)})
         elif out and out[-1]["role"] == "user":
-            out[-1]["content"] += text_of(block, at)
+            out[-1]["content"] += text_of([block], at)
         else:
-            out.append({"role": "user", "content": text_of(block, at)})
+            out.append({"role": "user", "content": text_of([block], at)})
     return out or [{"role": "user", "content": ""}]
 
 
@@ -216,7 +216,7 @@ def _assistant(blocks: list[Any], where: str) -> Message:
             function = {"name": required(block, "name", str, at), "arguments": required(block, "input", dict, at)}
             calls.append({"id": required(block, "id", str, at), "type": "function", "function": function})
         elif type_of(block) not in ("thinking", "redacted_thinking"):
-            text += text_of(block, at)
+            text += text_of([block], at)
     return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 

@@ -84,9 +84,12 @@ def expert_weights(layer: Any, name: str, counts: Sequence[int], dtype: torch.dt
     held = getattr(layer, name)
     if held.dtype != torch.float8_e4m3fn:
         return list(held)
-    unread = torch.empty(held.shape[1:], dtype=dtype)
-    stacks = zip(held, getattr(layer, name + "_scale_inv"), counts, strict=True)
-    return [_widened(layer, codes, scales, dtype) if count else unread for codes, scales, count in stacks]
+    used = torch.tensor([number for number, count in enumerate(counts) if count])
+    wide = _widened(layer, held[used], getattr(layer, name + "_scale_inv")[used], dtype)
+    out = [torch.empty(held.shape[1:], dtype=dtype)] * len(held)
+    for number, matrix in zip(used.tolist(), wide, strict=True):
+        out[number] = matrix
+    return out
 
 
 def _widened(layer: Any, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -39,9 +39,9 @@ class ExpertOperations:
 
     def used(self, kinds: set[str]) -> set[str]:
         """Targets that a model with modules of these classes calls."""
-        if "FusedMoE" not in kinds:
-            return set()
         blocks = {target for kind, target in BLOCKS.items() if kind in kinds}
+        if not blocks and "FusedMoE" not in kinds:
+            return set()
         return {EXPERTS, GROUPED_TOP_K if blocks else TOP_K} | blocks
 
     def block(self, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -161,7 +161,9 @@ def wide_of(t: torch.Tensor) -> int:
 def _call(name: str, isa: str, *arguments: object) -> None:
     _declare()
     status = getattr(load(), f"slimx_exact_{name}")(*arguments, ISAS[isa], torch.get_num_threads())
-    if status:
+    if status == 1:
         raise SlimxError(
             f"there is no memory for the scratch of exact mode's {name}: use smaller microbatches",
         )
+    if status:
+        raise SlimxError(f"this processor lacks the instruction set {isa} of exact mode's {name}: take best")

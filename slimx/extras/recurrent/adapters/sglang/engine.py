@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slimx.adapters.device import Gap
 from slimx.adapters.sglang.weights.layout import (
     ServedParameter,
     ServedPiece,
@@ -12,7 +13,6 @@ from slimx.adapters.sglang.weights.layout import (
     share_of_rows,
     whole,
 )
-from slimx.extras.cpu.adapters.sglang import Gap
 from slimx.extras.recurrent.adapters.sglang import delta_net
 from slimx.layout.maps import Rect
 
