@@ -11,7 +11,7 @@ what its programs printed.
 
 from slimx.data.records import Prompt
 from slimx.environments.base import Step
-from slimx.extras.boxes.answers import marked_answer
+from slimx.extras.boxes.programs.answers import marked_answer
 from slimx.extras.boxes.programs.python_tool import PythonTool
 
 ASK = "Put your answer between <answer> and </answer>."

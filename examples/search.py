@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slimx.data.records import Prompt
 from slimx.environments.base import Step
-from slimx.extras.boxes.answers import marked_answer
+from slimx.extras.boxes.programs.answers import marked_answer
 
 K1, B = 1.2, 0.75
 """Parameters of BM25: how fast repeated words saturate, and how much long passages are discounted."""

@@ -20,7 +20,7 @@ from slimx.extras.agents.hubs.views import Words, answered
 from slimx.extras.agents.proxy.answer import AnswerReader, Pieces, cut, split, spoken
 from slimx.extras.agents.proxy.request import ChatRequest
 from slimx.extras.agents.proxy.tool_calls import ATTEMPT, WRITTEN_IDS, find_parser, gpt_oss, hermes
-from slimx.extras.boxes.answers import last_program, marked_answer
+from slimx.extras.boxes.programs.answers import last_program, marked_answer
 from tests.extras.agents.test_proxy_text import bytewise
 from tests.unit.proportion import grows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimx.extras.boxes.answers import last_program
+from slimx.extras.boxes.programs.answers import last_program
 from slimx.extras.rewards import choice, exact, f1, math, pattern
 from tests.extras.rewards.reward_stand import judged
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from slimx.data.chat.responses import final_answer
-from slimx.extras.boxes.answers import last_program, marked_answer
+from slimx.extras.boxes.programs.answers import last_program, marked_answer
 from slimx.extras.rewards.choice import chosen
 from slimx.extras.rewards.f1 import words
 from slimx.extras.rewards.math import _stated

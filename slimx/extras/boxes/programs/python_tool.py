@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slimx.data.records import Prompt
 from slimx.environments.base import Step
-from slimx.extras.boxes.answers import last_program
+from slimx.extras.boxes.programs.answers import last_program
 from slimx.extras.boxes.programs.sandbox import Limits, Sandbox
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.extras.boxes.answers import last_program
+from slimx.extras.boxes.programs.answers import last_program
 from slimx.extras.boxes.programs.sandbox import Limits, Ran, Sandbox, in_thread
 from slimx.rewards.context import Context
 from slimx.rewards.needs import checked_by
