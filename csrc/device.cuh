@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t warp_ballot(bool yes) { return __ballot_sync
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int highest_bit(uint32_t x) { return 31 - __clz(x); }     // of x != 0
+__device__ __forceinline__ int highest_bit(uint32_t x) { return 31 - __clz(x); }  // of x != 0
 
 // The larger of each pair of 16-bit halves.
 __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
