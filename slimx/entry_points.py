@@ -12,19 +12,19 @@
     slimx.event_receivers     receivers of a run's events: `Events`
     slimx.families            families of models, by architecture
     slimx.foreign_names       names that other frameworks have for keys and values
-    slimx.frozen_engines      engines of models that are never published to: `FrozenEngines`
+    slimx.frozen_engines      engines of models that are never published to: `FrozenEngines`, the name `routers`
     slimx.generate            generate hooks: `rollout.generate`
     slimx.hook_forms          hooks that were written for another program
     slimx.layer_kinds         kinds of decoder layers
     slimx.learners            training of other models than policies, by the kind of their loss: `Learner`
-    slimx.machines            other machines of a server that spans several: `Machines`
+    slimx.machines            other machines of a server that spans several: `Machines`, the name `ray`
     slimx.maps                mapping hooks: `rollout.map`
     slimx.number_formats      formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics            arithmetic of trainer and engines: `numerics.mode`
     slimx.objectives          modules with kinds and presets of section `algorithm`
-    slimx.optimizer_states    optimizers that keep another one's state elsewhere: `OwnState`
+    slimx.optimizer_states    optimizers that keep another one's state elsewhere: `OwnState`, the name `host`
     slimx.prompt_files        readers of prompts that are no JSON lines: `read_rows`
-    slimx.prompt_sources      orders of prompts from several files: `DataSource`
+    slimx.prompt_sources      orders of prompts from several files: `DataSource`, the name `mixed`
     slimx.recoveries          answers to the loss of trainers: `Recovery`, or None
     slimx.reports             reports of finished runs
     slimx.rewards             reward hooks: `reward.function`
