@@ -50,7 +50,7 @@ def prepare_deep_ep(*, needed: bool) -> list[str]:
 
     `megatron.core.transformer.moe.fused_a2a` takes EventHandle and EventOverlap from deep_ep.utils and, where that is
     no ImportError, lives without DeepEP. sgl-deep-ep 0.1.2.post1 has only the first of them there, so that every flex
-    dispatcher would be refused; and it fails an assertion where it finds no CUDA toolkit, which nobody catches.
+    dispatcher would be refused; and it fails an assertion where it finds no CUDA toolkit.
 
     Returns the names of what was done. Raises SlimxError if DeepEP is needed and cannot be imported."""
     if importlib.util.find_spec("deep_ep") is None:

@@ -37,8 +37,8 @@ class ServedModels(FrozenEngines):
         note: Callable[[str], None],
         record: Callable[[Restart], None] = lambda restart: None,
     ):
-        """`note` is told in one line of every engine that is lost or started again, `record` of every restart."""
-        super().__init__(config, device, log_dir, note=note, record=record)
+        """`note` takes one line about every engine that is lost or started again, `record` every restart."""
+        super().__init__(config)
         self.groups = {
             group.name: EngineGroup(
                 config,

@@ -41,22 +41,14 @@ from slimx.rollout.hooks import AgentServer
 from slimx.runtime.tasks import while_served
 
 FROZEN = "slimx.frozen_engines"
-"""Entry points: classes derived from `FrozenEngines`."""
+"""Entry points: classes derived from `FrozenEngines`, made with the arguments of
+`slimx.engines.fleet.group.EngineGroup` that all groups share."""
 
 
 class FrozenEngines:
     """Frozen groups of `rollout.engines`, models that are never published to: none."""
 
-    def __init__(
-        self,
-        config: Config,
-        device: str,
-        log_dir: Path,
-        *,
-        note: Callable[[str], None],
-        record: Callable[[Restart], None] = lambda restart: None,
-    ):
-        """`note` takes one line about every engine that is lost or started again, `record` every restart."""
+    def __init__(self, config: Config):
         self.config = config
         self.groups: dict[str, EngineGroup] = {}
         self.clients: dict[str, Any] = {}
@@ -107,8 +99,10 @@ class EngineService:
         self.config, self.sources, self.directory = config, sources, directory
         self.device, self.logs = device_of(config), directory / "logs"
         self.note, self._record, self._lost = note, record, lost
-        models = entry_points.load(FROZEN, "routers") if config.rollout.frozen_engines else FrozenEngines
-        self.frozen = models(config, self.device, self.logs, note=note, record=record)
+        self.frozen = FrozenEngines(config)
+        if config.rollout.frozen_engines:
+            served = entry_points.load(FROZEN, "routers")
+            self.frozen = served(config, self.device, self.logs, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
         """Engines by policy; {} where nothing is sampled."""
         self.clients: dict[str, GenerationClient] = {}

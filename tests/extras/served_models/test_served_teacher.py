@@ -5,24 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
-from tokenizers import Tokenizer
 
-from slimx.config.rule import broken
-from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.engines import Engines
-from slimx.config.sections.rollout import Rollout
 from slimx.data.batch import make_rows
-from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Prompt, Span, Trajectory
@@ -30,7 +22,6 @@ from slimx.data.saved.codec import decode_groups, encode_groups
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.doctor.effects.effects import effects
 from slimx.extras.served_models.client import FrozenEngine
-from slimx.extras.served_models.rules import same_vocabulary
 from slimx.extras.served_models.teacher import Teacher, check_taught, check_vocabulary, make_scorer
 from slimx.rollout import single_turn
 from slimx.rollout.client.sending import input_top_logprobs
@@ -381,63 +372,8 @@ async def test_the_likeliest_tokens_are_asked_for_with_the_log_probs():
             input_top_logprobs({"input_top_logprobs": rows}, 2, 2, "wise")
 
 
-# Refused before a run -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "named"),
-    [
-        ({"engines": [ACTOR]}, "algorithm.teacher_engine", "wise"),
-        ({"engines": [ACTOR, TEACHER | {"name": "judge"}]}, "algorithm.teacher_engine", "judge"),
-        ({"algorithm__teacher_engine": "actor"}, "algorithm.teacher_engine", "actor"),
-        ({"sampling": {"temperature": 0.7}}, "algorithm.teacher_engine", "rollout.sampling.temperature=0.7"),
-        ({"sampling": {"top_p": 0.9}}, "algorithm.teacher_engine", "rollout.sampling.top_p=0.9"),
-        ({"sampling": {"top_k": 20}}, "algorithm.teacher_engine", "rollout.sampling.top_k=20"),
-        ({"algorithm__teacher": "t"}, "algorithm.two_teachers", "algorithm.teacher "),
-        ({"algorithm__name": "sft"}, "algorithm.unused", "algorithm.teacher_engine"),
-    ],
-)
-def test_a_teacher_that_cannot_score_what_is_sampled_is_refused_in_one_sentence(changes, code, named):
-    config_of(**SERVED)
-    with invalid(code, about="algorithm.teacher_engine") as caught:
-        config_of(**{**SERVED, **changes})
-    (error,) = caught.value.errors()
-    assert named in error["msg"]
-
-
-@pytest.fixture(scope="module")
-def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Directories of the quickstart's tokenizer, and of one in which a token has another id."""
-    own, other = (tmp_path_factory.mktemp(name) for name in ("own", "other"))
-    the_tokenizer().save_pretrained(own)
-    shutil.copytree(own, other, dirs_exist_ok=True)
-    text = Tokenizer.from_file(str(own / "tokenizer.json")).to_str()
-    swapped = text.replace('"7":', '"seven":')
-    assert swapped != text
-    (other / "tokenizer.json").write_text(swapped)
-    return own, other
-
-
-def test_a_teacher_with_another_vocabulary_is_refused_by_the_token_that_differs(vocabularies):
-    own, other = vocabularies
-    tokenizer = load_tokenizer(own)
-
-    def asked(model: Path) -> list[SlimxError]:
-        facts = {
-            "algorithm": Algorithm(name="distillation", teacher_engine="wise"),
-            "rollout": Rollout(prompts="p", engines=(Engines(name="wise", frozen=True, model=str(model)),)),
-            "tokenizer": tokenizer,
-        }
-        return broken([same_vocabulary], facts)
-
-    assert asked(own) == []
-    (problem,) = asked(other)
-    assert (problem.code, problem.about) == ("teacher.vocabulary", "algorithm.teacher_engine")
-    assert str(other) in str(problem) and "'7'" in str(problem) and "None" in str(problem)
-
-
-async def test_servers_that_run_already_are_asked_what_their_tokens_are(vocabularies):
-    tokenizer = load_tokenizer(vocabularies[0])
+async def test_servers_that_run_already_are_asked_what_their_tokens_are():
+    tokenizer = the_tokenizer()
     texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     for wrong in (None, 9):
         told = [f"{text}?" if token == wrong else text for token, text in enumerate(texts)]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.engines import Engines
+from slimx.config.sections.rollout import Rollout
+from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Prompt
+from slimx.errors import SlimxError
 from slimx.extras.served_models import rules
 from slimx.models.families import read_model
+from tests.extras.served_models.test_served_teacher import ACTOR, SERVED, TEACHER
+from tests.refusals import invalid
+from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,3 +47,55 @@ def test_a_prompt_without_a_teacher_is_refused(dataset, codes):
     prompts = [Prompt(id=name, token_ids=[1], metadata={"dataset": name}) for name in ("sums", dataset)]
     problems = broken(rules_in(rules), {"algorithm": algorithm, "prompts": prompts})
     assert [problem.code for problem in problems] == codes
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "named"),
+    [
+        ({"engines": [ACTOR]}, "algorithm.teacher_engine", "wise"),
+        ({"engines": [ACTOR, TEACHER | {"name": "judge"}]}, "algorithm.teacher_engine", "judge"),
+        ({"algorithm__teacher_engine": "actor"}, "algorithm.teacher_engine", "actor"),
+        ({"sampling": {"temperature": 0.7}}, "algorithm.teacher_engine", "rollout.sampling.temperature=0.7"),
+        ({"sampling": {"top_p": 0.9}}, "algorithm.teacher_engine", "rollout.sampling.top_p=0.9"),
+        ({"sampling": {"top_k": 20}}, "algorithm.teacher_engine", "rollout.sampling.top_k=20"),
+        ({"algorithm__teacher": "t"}, "algorithm.two_teachers", "algorithm.teacher "),
+        ({"algorithm__name": "sft"}, "algorithm.unused", "algorithm.teacher_engine"),
+    ],
+)
+def test_a_teacher_that_cannot_score_what_is_sampled_is_refused_in_one_sentence(changes, code, named):
+    config_of(**SERVED)
+    with invalid(code, about="algorithm.teacher_engine") as caught:
+        config_of(**{**SERVED, **changes})
+    (error,) = caught.value.errors()
+    assert named in error["msg"]
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Directories of the quickstart's tokenizer, and of one in which a token has another id."""
+    own, other = (tmp_path_factory.mktemp(name) for name in ("own", "other"))
+    the_tokenizer().save_pretrained(own)
+    shutil.copytree(own, other, dirs_exist_ok=True)
+    text = Tokenizer.from_file(str(own / "tokenizer.json")).to_str()
+    swapped = text.replace('"7":', '"seven":')
+    assert swapped != text
+    (other / "tokenizer.json").write_text(swapped)
+    return own, other
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_by_the_token_that_differs(vocabularies):
+    own, other = vocabularies
+    tokenizer = load_tokenizer(own)
+
+    def asked(model: Path) -> list[SlimxError]:
+        facts = {
+            "algorithm": Algorithm(name="distillation", teacher_engine="wise"),
+            "rollout": Rollout(prompts="p", engines=(Engines(name="wise", frozen=True, model=str(model)),)),
+            "tokenizer": tokenizer,
+        }
+        return broken([rules.same_vocabulary], facts)
+
+    assert asked(own) == []
+    (problem,) = asked(other)
+    assert (problem.code, problem.about) == ("teacher.vocabulary", "algorithm.teacher_engine")
+    assert str(other) in str(problem) and "'7'" in str(problem) and "None" in str(problem)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slimx.config.load import load_config
-from slimx.errors import Interrupted, PartLost, Preempted
+from slimx.errors import Interrupted, PartLost, Preempted, SlimxError
 from slimx.extras.watch.events import webhook
 from slimx.extras.watch.events.alerts import Alerts, alerting, without_signal
 from slimx.extras.watch.events.webhook import Webhook
@@ -61,6 +61,7 @@ def test_events_come_in_order_with_what_they_are_about(server, alerts, tmp_path)
     ("error", "kind", "about"),
     [
         (PartLost("gone\nits log", code="actor.died", about="trainer rank 0"), "failed", "actor.died"),
+        (SlimxError("a tensor differs"), "failed", "SlimxError"),
         (Preempted(3, 9), "stopped", "Preempted"),
         (Interrupted(signal.SIGTERM), "stopped", "Interrupted"),
         (ZeroDivisionError("division by zero"), "failed", "ZeroDivisionError"),

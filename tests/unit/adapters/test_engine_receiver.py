@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from slimx import entry_points
 from slimx.adapters.sglang import plugin as sglang_plugin
 from slimx.adapters.sglang.weights.receiver import RankReceiver, load_staged, receiver_of
 from slimx.engines.server.wire import RECEIVER
@@ -398,6 +399,16 @@ def test_the_verbs_of_a_rank_are_the_public_methods_of_its_receiver(receiver, mo
     assert told.get("code") == code and told["pid"] == str(os.getpid())
     if verb == "status":
         assert json.loads(told["slimx"]) == receiver.status()
+
+
+def test_no_entry_point_replaces_a_verb_of_the_publication(receiver, monkeypatch) -> None:
+    monkeypatch.setattr(sglang_plugin, "_coordinates", lambda: {"rank": 1})
+    monkeypatch.setattr(sglang_plugin, "_expert_location", lambda: None)
+    monkeypatch.setattr(entry_points, "find", lambda group: dict.fromkeys(("status", "other")))
+    monkeypatch.setattr(entry_points, "load", lambda group, name: lambda runner: {"from": name})
+    runner = SimpleNamespace(model=receiver.model)
+    assert sglang_plugin._answer(runner, "other", {}) == {"from": "other"}
+    assert sglang_plugin._answer(runner, "status", {}) == receiver.status()
 
 
 def test_the_test_of_a_bucket_on_a_gpu_holds_for_one_in_host_memory() -> None:

@@ -163,7 +163,7 @@ class Transfer:
         return self.state == "DONE"
 
     def drop(self) -> None:
-        """Give it up, done or not. What cannot be called back is written into memory that nobody trusts."""
+        """Give it up, done or not. A write that cannot be recalled goes into memory that is proven before use."""
         try:
             self._handle.release()
         except Exception as error:

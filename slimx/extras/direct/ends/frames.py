@@ -15,7 +15,7 @@ from slimx.reshard.kernels import cpu
 CHUNK = 65536
 """SLIMX_DELTA_CHUNK: bytes that are sent whole, by their changes, or not at all."""
 STEP = 16
-"""SLIMX_DELTA_STEP: what has frames is a multiple of so many bytes."""
+"""SLIMX_DELTA_STEP: bytes of which the length of framed data is a multiple."""
 ITEMS = (1, 2)
 """Bytes of an element: fp8 codes, bf16. Wider values are counted as two elements, or more."""
 
@@ -51,7 +51,7 @@ def encode(
 def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | None = None) -> None:
     """Make of `base`, uint8 [bytes], what `frame`, uint8 [its bytes], was made for.
 
-    Raises SlimxError, with `base` as it was, for what is no frame of so many bytes and such elements.
+    Raises SlimxError, with `base` as it was, for any other than a frame of so many bytes and such elements.
     """
     nbytes = _check(base, item)
     status = cpu.library().slimx_delta_apply(

@@ -32,7 +32,7 @@ LOOK_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The transfers that an engine will get, as it is told of them."""
+    """The transfers that an engine will get."""
 
     name: str
     """Name of its agent, another one for each start of the engine."""

@@ -250,8 +250,8 @@ def _choice(given: Json, tools: list[Json]) -> tuple[str, Forced | None]:
 
 
 def _not_done(given: Json) -> tuple[str, ...]:
-    """Names of what agents ask for by default and nobody does here: thinking to a budget, an effort. Raises ApiError
-    for what an agent would miss."""
+    """Names of default requests of agents that have no effect here: thinking to a budget, an effort. Raises ApiError
+    for a request that an agent would miss."""
     thinking = _only(given, "thinking", ("disabled", "enabled", "adaptive"))
     output, context = given.get("output_config", {}), given.get("context_management", {})
     if not isinstance(output, dict) or output.keys() - {"effort"}:

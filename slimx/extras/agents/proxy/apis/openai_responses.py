@@ -57,7 +57,7 @@ CARRIED_OUT = frozenset(
     }
 )
 NOT_DONE = {"include", "reasoning", "text"}
-"""Parameters that agents send by default. Of some of their values nothing is done, of which the rollout is told."""
+"""Parameters that agents send by default. Some of their values have no effect, which the rollout notes."""
 SERVICE_TOOLS = ("web_search", "web_search_preview")
 """Tools of OpenAI's service that agents offer by default. The model is not told of them."""
 
@@ -221,8 +221,8 @@ def _of_service(tool: Any) -> bool:
 
 
 def _not_done(given: Json, tools: list[Any]) -> tuple[str, ...]:
-    """Names of what agents ask for by default and nobody does here: a reasoning effort, a summary or encrypted
-    reasoning, a verbosity, a search by the service. Raises ApiError for what an agent would miss."""
+    """Names of default requests of agents that have no effect here: a reasoning effort, a summary or encrypted
+    reasoning, a verbosity, a search by the service. Raises ApiError for a request that an agent would miss."""
     include, text, reasoning = given.get("include", []), given.get("text", {}), typed(given, "reasoning", dict, {})
     if include not in ([], ["reasoning.encrypted_content"]):
         raise unsupported("include", f"{json.dumps(include)} is not supported; leave it out")
