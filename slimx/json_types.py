@@ -1,0 +1,6 @@
+"""Types of documents that come from outside and are checked field by field where they are read."""
+
+from typing import Any
+
+type Json = dict[str, Any]
+"""An object of a JSON or YAML document."""
