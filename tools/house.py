@@ -1,9 +1,9 @@
 """Measures the size of slimx, as a reader meets it: `python tools/house.py`.
 
 Prints files, code lines and tokens by room, the import closure of a GRPO run, edges from the core to extras, public
-names with one importer, and files, rooms and constructors that are too large. With `--run FILE [KEY=VALUE ...]`, the
-arguments of `slimx train`, that run follows, and the number of modules that all its processes have loaded. Ends with
-status 1 if a bound is passed.
+names with one importer, dense idioms, uses of Any, and files, rooms and constructors that are too large. With
+`--run FILE [KEY=VALUE ...]`, the arguments of `slimx train`, that run follows, and the number of modules that all its
+processes have loaded. Ends with status 1 if a bound is passed.
 
 Tokens are those of Python's tokenizer without imports, docstrings, comments and layout; code lines are the lines that
 have such a token.
@@ -43,7 +43,19 @@ GRPO = (
 FILE_LINES, ROOM_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_ROOMS = ("slimx.extras.families",)
-BOUNDS = {"core tokens": 250_200, "core files": 330, "closure": 313, "edges from core to extras": 0}
+BOUNDS = {
+    "core tokens": 250_200,
+    "core files": 330,
+    "closure": 313,
+    "edges from core to extras": 0,
+    "tuple assignments": 40,
+    "walrus": 26,
+    "comprehensions": 280,
+    "ternaries": 184,
+    "Any in the core": 40,
+    "type: ignore in the core": 20,
+}
+"""Idioms per 100,000 nodes of the syntax tree: no more than the densest of six projects of the field."""
 LOADED = 405
 """Most modules of slimx that the processes of the quickstart may load, all together."""
 LAYOUT = frozenset(
@@ -71,6 +83,10 @@ class Module:
     """Names without a leading underscore that the module defines."""
     constructors: dict[str, int]
     """Parameters of `__init__`, without self, by class that defines it."""
+    nodes: Counter[str]
+    """Number of nodes of the syntax tree, and of those that are a dense idiom or the name Any."""
+    ignores: int
+    """Number of `type: ignore` comments."""
 
     @property
     def room(self) -> str:
@@ -114,10 +130,30 @@ def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+def count_nodes(tree: ast.Module) -> Counter[str]:
+    """Counts the nodes of a syntax tree, its dense idioms by name, and uses of Any."""
+    counts: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        counts["nodes"] += 1
+        match node:
+            case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple()):
+                counts["tuple assignments"] += 1
+            case ast.NamedExpr():
+                counts["walrus"] += 1
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                counts["comprehensions"] += 1
+            case ast.IfExp():
+                counts["ternaries"] += 1
+            case ast.Name(id="Any"):
+                counts["Any"] += 1
+    return counts
+
+
 def measure(name: str, folder: str, text: str) -> Module:
     """Measures the file of module `name`."""
     tree = ast.parse(text)
     tokens = code_tokens(text, tree)
+    ignores = sum(line.count("# type: ignore") for line in text.splitlines())
     imported, public, constructors = set(), set(), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -133,7 +169,7 @@ def measure(name: str, folder: str, text: str) -> Module:
     code_lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     return Module(
         name, folder, len(text.splitlines()), len(code_lines), len(tokens),
-        frozenset(imported), frozenset(public), constructors,
+        frozenset(imported), frozenset(public), constructors, count_nodes(tree), ignores,
     )  # fmt: skip
 
 
@@ -198,6 +234,8 @@ def figures(modules: Sequence[Module], graph: grimp.ImportGraph, entries: Iterab
         is_in_extras(found) for module in core for found in graph.find_modules_directly_imported_by(module.name)
     )
     one, imported = names_with_one_importer(modules)
+    nodes = sum((module.nodes for module in modules), Counter())
+    idioms = ("tuple assignments", "walrus", "comprehensions", "ternaries")
     return {
         "tokens": sum(module.tokens for module in modules),
         "code lines": sum(module.code_lines for module in modules),
@@ -209,6 +247,9 @@ def figures(modules: Sequence[Module], graph: grimp.ImportGraph, entries: Iterab
         "edges from core to extras": edges,
         "public names with an importer": imported,
         "public names with one importer": one,
+        **{idiom: round(nodes[idiom] * 1e5 / max(1, nodes["nodes"])) for idiom in idioms},
+        "Any in the core": sum(module.nodes["Any"] for module in core),
+        "type: ignore in the core": sum(module.ignores for module in core),
     }
 
 

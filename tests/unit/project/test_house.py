@@ -46,6 +46,27 @@ def test_imports_docstrings_comments_and_layout_are_not_counted() -> None:
     assert module.constructors == {"Big": 3}
 
 
+def test_dense_idioms_and_unknown_types_are_counted() -> None:
+    text = """
+from typing import Any
+a, b = 1, 2
+c, d = divmod(7, 3)
+def f(x: Any, y: list[Any]) -> int:  # type: ignore[return-value]
+    if (n := len(y)) > 1:
+        return 1 if x else [z for z in y]
+    return {k: v for k, v in x} or {z for z in y} or sum(z for z in y)
+"""
+    module = house.measure("slimx.a", "slimx", text)
+    idioms = ("tuple assignments", "walrus", "ternaries", "comprehensions", "Any")
+    assert [module.nodes[idiom] for idiom in idioms] == [1, 1, 1, 4, 2]
+    assert module.ignores == 1
+    graph = grimp.ImportGraph()
+    graph.add_module("slimx.a")
+    figures = house.figures([module], graph, [])
+    assert figures["walrus"] == round(1e5 / module.nodes["nodes"])
+    assert (figures["Any in the core"], figures["type: ignore in the core"]) == (2, 1)
+
+
 @pytest.fixture
 def graph() -> grimp.ImportGraph:
     graph = grimp.ImportGraph()
