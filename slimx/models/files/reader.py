@@ -8,7 +8,6 @@ from collections.abc import Collection, KeysView, Mapping
 from copy import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.layout.maps import Rect
-from slimx.layout.number_formats import NumberFormat, StoredTensors, all_formats
+from slimx.layout.number_formats import NumberFormat, StoredTensors, TensorSlice, all_formats
 from slimx.layout.table import Stored, Table, stored
 from slimx.models.files.index import INDEX, SINGLE, indexed_files, read_object
 
@@ -31,20 +30,6 @@ _BLOCK_BYTES = 32 * 2**20
 BUFFER = ".rotary_emb.inv_freq"
 """Suffix of the name of rotary frequencies, which transformers saved until 4.31. In Kimi-K2's files their shape differs
 from its config.json."""
-
-
-class TensorSlice(Protocol):
-    """A tensor in a safetensors file, of which parts can be read."""
-
-    def get_shape(self) -> list[int]:
-        """Returns its shape."""
-        ...
-
-    def get_dtype(self) -> str:
-        """Returns its dtype as safetensors names it."""
-        ...
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class CheckpointReader:
