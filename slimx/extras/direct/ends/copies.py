@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slimx.errors import SlimxError
-from slimx.reshard.pack.packer import Share, describe
+from slimx.reshard.pack.packer import Contribution, describe
 from slimx.reshard.pack.pieces import BucketForm
 from slimx.reshard.packed import PackedBucket
 
@@ -20,7 +20,7 @@ IN_FLIGHT = "nixl:"
 class SentBucket(NamedTuple):
     """One trainer rank's part of a bucket, packed and on its way."""
 
-    share: Share
+    share: Contribution
     failed: dict[int, str]
     """By engine why it could not be written to."""
     nbytes: int
@@ -28,7 +28,7 @@ class SentBucket(NamedTuple):
 
 
 def describe_copies(
-    form: BucketForm, shares: Sequence[Share], *, engines: int, transfer: int, bucket: int
+    form: BucketForm, shares: Sequence[Contribution], *, engines: int, transfer: int, bucket: int
 ) -> PackedBucket:
     """The bucket of `form`, one engine's, of which `shares` were packed for `engines` engines.
 
@@ -39,7 +39,7 @@ def describe_copies(
     sums = sum((share.sums for share in shares), np.zeros(engines * count, np.uint64)).reshape(engines, count)
     flags = np.bitwise_or.reduce([share.flags for share in shares]).reshape(engines, count)
     # Flags first: what is not finite need not be equal.
-    packed = describe(form, [f"{IN_FLIGHT}{transfer}/{bucket}"], [Share(sums[0], np.bitwise_or.reduce(flags))])
+    packed = describe(form, [f"{IN_FLIGHT}{transfer}/{bucket}"], [Contribution(sums[0], np.bitwise_or.reduce(flags))])
     if len(odd := np.flatnonzero((sums != sums[0]).any(axis=0))):
         name = form.tensors[odd[0]].name
         raise SlimxError(
