@@ -17,7 +17,7 @@ from slimx.errors import SlimxError
 from slimx.extras.planner.links.rehearsal import EngineRank
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.pack.gather import Gatherer
-from slimx.reshard.pack.packer import Packer, Contribution
+from slimx.reshard.pack.packer import Contribution, Packer
 from slimx.reshard.packed import PackedTensor
 
 ENCODINGS: tuple[Encoding, ...] = ("local", "hf")

@@ -93,7 +93,8 @@ def moe(
         if fused:
             sources: Sources = tuple((f"{at.there}mlp.shared_experts.{kind}_proj.weight", shape) for kind in kinds)
             options["appended"] = (sources,)
-        return at.row(f"mlp.experts.{name}", routed, quantised=True, **options)
+        options["quantised"] = True
+        return at.row(f"mlp.experts.{name}", routed, **options)
 
     rows.append(stacked("w13_weight", ("gate", "up"), (inner, hidden), map=Concat(), axis=0))
     rows.append(stacked("w2_weight", ("down",), (hidden, inner), axis=1))

@@ -85,7 +85,7 @@ class Fields(dict[str, Any]):
         return super().__getitem__(key)
 
     @override
-    def get(self, key: str, default: object = None) -> Any:  # type: ignore[override]  # one signature for all overloads
+    def get(self, key: str, default: object = None) -> Any:
         self._read.add(key)
         return super().get(key, default)
 
