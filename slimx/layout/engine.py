@@ -142,10 +142,12 @@ class EngineLayout:
         if not row.stacked:
             return entry.sources
         first = owner * self._slots
-        experts = (physical % self.table.experts for physical in range(first, first + self._slots))
-        names = [row.names(entry.layer, expert) for expert in experts]
-        names += [tuple(name.format(layer=entry.layer) for name, _ in sources) for sources in row.appended]
-        return tuple(name for per_slot in names for name in per_slot)
+        names: list[str] = []
+        for physical in range(first, first + self._slots):
+            names += row.names(entry.layer, physical % self.table.experts)
+        for sources in row.appended:
+            names += [name.format(layer=entry.layer) for name, _ in sources]
+        return tuple(names)
 
     def _geometry(self, row: Row, shard: int, size: int) -> tuple[tuple[int, ...], tuple[Rect, ...]]:
         slots = [row.sources] * self._slots + list(row.appended) if row.stacked else [row.sources]

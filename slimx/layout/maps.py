@@ -176,8 +176,9 @@ class InterleaveQKV:
         dim = self.head_dim
         heads = range(group * per_group, (group + 1) * per_group)
         if self.gated:
-            runs = [(0, 2 * head * dim, dim) for head in heads]
-            runs += [(0, (2 * head + 1) * dim, dim) for head in heads]
+            runs = []
+            for first_row in (0, dim):  # queries, then gates
+                runs += [(0, 2 * head * dim + first_row, dim) for head in heads]
         else:
             runs = [(0, heads.start * dim, per_group * dim)]
         return [*runs, (1, group * dim, dim), (2, group * dim, dim)]
@@ -250,8 +251,9 @@ class Deinterleave:
         ((rows, cols),) = shapes
         _, half = share(rows, 0, 2, "a number of rows that alternate")
         first, count = _shard(half, axis, rank, size, "a dimension")
-        rects = [Rect(0, 2 * first + part, 0, count, cols, part * count, 0, step=2) for part in (0, 1)]
-        return (2 * count, cols), rects
+        even = Rect(0, 2 * first, 0, count, cols, 0, 0, step=2)
+        odd = Rect(0, 2 * first + 1, 0, count, cols, count, 0, step=2)
+        return (2 * count, cols), [even, odd]
 
 
 @dataclass(frozen=True, slots=True)

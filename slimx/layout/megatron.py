@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
@@ -82,8 +83,10 @@ class MegatronLayout:
         sizes = self.sizes
         table = self.table
         layers = sizes.split or (table.layers // sizes.stages,) * sizes.stages
-        first = [sum(layers[:stage]) for stage in range(sizes.stages)]
-        stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
+        first = [0, *accumulate(layers)]
+        stage_of: list[int] = []
+        for stage, count in enumerate(layers):
+            stage_of += [stage] * count
         end_stages: dict[Stage, int] = {"first": 0, "last": sizes.stages - 1, "mtp": sizes.stages - 1}
         experts = max(1, table.experts // sizes.expert)
         shards = _Shards(sizes)

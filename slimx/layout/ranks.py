@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
@@ -90,7 +91,7 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
 def stage_layers(sizes: Sizes, layers: int) -> list[tuple[int, ...]]:
     """Returns, for each pipeline rank, the global indices (from 0) of its decoder layers, chunk by chunk."""
     counts = sizes.split or (layers // sizes.stages,) * sizes.stages
-    first = [sum(counts[:stage]) for stage in range(sizes.stages)]
+    first = [0, *accumulate(counts)]
     layers_of_ranks: list[tuple[int, ...]] = []
     for rank in range(sizes.pipeline):
         indices: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from slimx.json_types import Json
@@ -60,7 +61,7 @@ class PackedBucket:
     @property
     def tensors(self) -> tuple[PackedTensor, ...]:
         """All tensors of all targets."""
-        return tuple(tensor for target in self.targets for tensor in target)
+        return tuple(chain.from_iterable(self.targets))
 
     @property
     def nbytes(self) -> int:

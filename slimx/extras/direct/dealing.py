@@ -104,7 +104,13 @@ def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.nd
             load[ranks] = others + poured[index]
         if np.abs(load - before).max() <= CLOSE * load.max():
             break
-    return [parts / parts.sum() if parts.sum() else np.full(len(parts), 1 / len(parts)) for parts in poured]
+    shares = []
+    for parts in poured:
+        if parts.sum():
+            shares.append(parts / parts.sum())
+        else:
+            shares.append(np.full(len(parts), 1 / len(parts)))
+    return shares
 
 
 def _pour(load: np.ndarray, amount: float) -> np.ndarray:
@@ -188,4 +194,7 @@ def _divided(rows: int, fractions: Sequence[float], unit: int, least: int, first
             senders.append(holder)
         elif row - edges[-1] <= rows - row:  # too little for the holder before this cut
             senders[-1] = holder
-    return [(row, end - row, sender) for (row, end), sender in zip(pairwise([*edges, rows]), senders, strict=True)]
+    parts = []
+    for (row, end), sender in zip(pairwise([*edges, rows]), senders, strict=True):
+        parts.append((row, end - row, sender))
+    return parts

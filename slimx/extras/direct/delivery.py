@@ -208,8 +208,10 @@ class DirectDelivery(Delivery):
         else:
             self._connected.pop(recipient.name, None)
             name = f"engine {recipient.name} (start {recipient.incarnation}, transfer {self.transfer})"
-            names = [name] if len(receivers) == 1 else [f"{name}, receiver {i}" for i in range(len(receivers))]
-            invitations = [self._invitation(*pair) for pair in zip(names, receivers, strict=True)]
+            invitations = []
+            for number, receiver in enumerate(receivers):
+                agent = name if len(receivers) == 1 else f"{name}, receiver {number}"
+                invitations.append(self._invitation(agent, receiver))
             async with self._judged(MEETING, index):
                 offers: list[Offer] = await recipient.perform("transport", epoch, "join", invitations)
                 async with self._unless_died():

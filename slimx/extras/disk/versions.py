@@ -182,8 +182,10 @@ def write_bucket(path: Path, packed: PackedBucket, data: torch.Tensor) -> Packed
     text += b" " * (-(8 + len(text)) % ALIGNMENT)  # aligns tensors to cache lines
     start = 8 + len(text)
     write_file(path, len(text).to_bytes(8, "little"), text, memoryview(data.numpy()))
-    targets = tuple(tuple(replace(t, offset=t.offset + start) for t in tensors) for tensors in packed.targets)
-    return PackedBucket(str(path), start + packed.size, targets)
+    targets = []
+    for tensors in packed.targets:
+        targets.append(tuple(replace(t, offset=t.offset + start) for t in tensors))
+    return PackedBucket(str(path), start + packed.size, tuple(targets))
 
 
 def _entry(dtype: str, shape: tuple[int, ...], start: int, stop: int) -> Json:
@@ -213,6 +215,10 @@ def _tensor_from_json(tensor: Json) -> PackedTensor:
 
 
 def _from_json(entry: Json, directory: Path) -> PackedBucket:
-    targets = tuple(tuple(_tensor_from_json(tensor) for tensor in tensors) for tensors in entry["targets"])
-    chain = tuple(ChainFile(**file | {"path": str(directory.parent / file["path"])}) for file in entry.get("chain", ()))
-    return PackedBucket(str(directory / entry["file"]), entry["size"], targets, chain=chain)
+    targets = []
+    for tensors in entry["targets"]:
+        targets.append(tuple(_tensor_from_json(tensor) for tensor in tensors))
+    chain = []
+    for file in entry.get("chain", ()):
+        chain.append(ChainFile(**file | {"path": str(directory.parent / file["path"])}))
+    return PackedBucket(str(directory / entry["file"]), entry["size"], tuple(targets), chain=tuple(chain))

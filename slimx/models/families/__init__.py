@@ -260,40 +260,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     family = _family_of(architecture, file, family)
     check_fields(hf, file, family.UNCHECKED_FIELDS)
     try:
-        fields = Fields(hf)
-        problem = family.unsupported(fields)
-        if problem:
-            raise SlimxError(
-                f"{file}: {architecture} with {problem} is not supported",
-                code="model.unsupported",
-                about=problem.split()[0],
-            )
-        declared = family.mtp_layers(fields)
-        if mtp_layers > declared:
-            raise SlimxError(
-                f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}",
-                code="model.mtp_layers",
-                about="trainer.megatron.mtp_num_layers",
-            )
-        table = family.weight_table(fields, mtp_layers)
-        spec = ModelSpec(
-            path=str(path),
-            hf=hf,
-            transformer=family.transformer_config(fields),
-            gpt=family.gpt_arguments(fields),
-            layer_kind=family.layer_kind(fields),
-            table=table,
-            family=family,
-        )
-        unread = next(fields.unread(), None)
-        if unread is not None:
-            raise SlimxError(
-                f"{file}: slimx does not read field {unread} of a {architecture}, and it may change what the model "
-                "computes; remove it if it has no effect, or set model.family to a family that reads it",
-                code="model.field_unread",
-                about=unread,
-            )
-        return spec
+        return _spec(str(path), hf, architecture, family, mtp_layers)
     except KeyError as error:
         raise SlimxError(
             f"{file}: field {error} is missing or null; a {architecture} checkpoint must have it",
@@ -307,6 +274,45 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
             code="model.field",
             about=str(file),
         ) from error
+
+
+def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: int) -> ModelSpec:
+    """Returns the model of a config.json. Raises SlimxError for unsupported and unread fields."""
+    file = Path(path) / "config.json"
+    fields = Fields(hf)
+    problem = family.unsupported(fields)
+    if problem:
+        raise SlimxError(
+            f"{file}: {architecture} with {problem} is not supported",
+            code="model.unsupported",
+            about=problem.split()[0],
+        )
+    declared = family.mtp_layers(fields)
+    if mtp_layers > declared:
+        raise SlimxError(
+            f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}",
+            code="model.mtp_layers",
+            about="trainer.megatron.mtp_num_layers",
+        )
+    table = family.weight_table(fields, mtp_layers)
+    spec = ModelSpec(
+        path=path,
+        hf=hf,
+        transformer=family.transformer_config(fields),
+        gpt=family.gpt_arguments(fields),
+        layer_kind=family.layer_kind(fields),
+        table=table,
+        family=family,
+    )
+    unread = next(fields.unread(), None)
+    if unread is not None:
+        raise SlimxError(
+            f"{file}: slimx does not read field {unread} of a {architecture}, and it may change what the model "
+            "computes; remove it if it has no effect, or set model.family to a family that reads it",
+            code="model.field_unread",
+            about=unread,
+        )
+    return spec
 
 
 def read_trunk(model: Model) -> ModelSpec:

@@ -4,6 +4,7 @@
 """
 
 from enum import IntEnum
+from itertools import product
 
 import numpy as np
 import torch
@@ -83,16 +84,20 @@ assert PIECE.itemsize == 128, "SlimxPiece in csrc/reshard.h"
 QUANTISES = (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8, OP.QUANTISE_INT4)
 DEQUANTISES = (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8)
 _FORMS = {
-    *((OP.COPY_CHECKED, size, size) for size in (2, 4)),
+    (OP.COPY_CHECKED, 2, 2),
+    (OP.COPY_CHECKED, 4, 4),
     (OP.FP32_TO_BF16, 4, 2),
     (OP.BF16_TO_FP32, 2, 4),
-    *((op, wide, 1) for op in QUANTISES for wide in (2, 4)),
-    *((op, 1, wide) for op in DEQUANTISES for wide in (2, 4)),
+    *product(QUANTISES, (2, 4), (1,)),
+    *product(DEQUANTISES, (1,), (2, 4)),
 }
 """(op, bytes of a source element, of a destination element); COPY takes any size."""
 _RULES = {
     *((op, RULE.NONE) for op in OP if op not in QUANTISES),
-    *((OP.QUANTISE_FP8, rule) for rule in (RULE.IEEE, RULE.TRITON, RULE.TE, RULE.UE8M0)),
+    (OP.QUANTISE_FP8, RULE.IEEE),
+    (OP.QUANTISE_FP8, RULE.TRITON),
+    (OP.QUANTISE_FP8, RULE.TE),
+    (OP.QUANTISE_FP8, RULE.UE8M0),
     (OP.QUANTISE_MXFP8, RULE.MXFP8),
     (OP.QUANTISE_INT4, RULE.INT4),
 }

@@ -210,9 +210,8 @@ def describe(form: BucketForm, paths: Sequence[str], contributions: Sequence[Con
     bucket = total(contributions)
     sums = kernel.seeds(form.nbytes) + bucket.sums
     kernel.refuse_nonfinite(bucket.flags, [tensor.name for tensor in form.tensors])
-    tensors = [
-        PackedTensor(t.name, t.dtype, t.shape, int(offset), t.nbytes, int(checksum))
-        for t, offset, checksum in zip(form.tensors, form.offset, sums, strict=True)
-    ]
+    tensors = []
+    for t, offset, checksum in zip(form.tensors, form.offset, sums, strict=True):
+        tensors.append(PackedTensor(t.name, t.dtype, t.shape, int(offset), t.nbytes, int(checksum)))
     targets = tuple(tuple(tensors[start:stop]) for start, stop in pairwise(form.first.tolist()))
     return PackedBucket(paths[0], form.size, targets, tuple(paths[1:]))

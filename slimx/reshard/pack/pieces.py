@@ -12,7 +12,7 @@ from slimx.errors import SlimxError
 from slimx.layout.number_formats import ITEMSIZE, Quantisation
 from slimx.layout.parts import matrix
 from slimx.reshard.kernels.record import OP, PIECE, RULE, scale_bytes, written_cols
-from slimx.reshard.plan.copy_plan import Bucket, Plan
+from slimx.reshard.plan.copy_plan import Bucket, BucketTensor, Plan
 
 PAGE = 4096
 """Bytes of a page. Each target's region of a bucket starts on one, so that an engine rank can map its region alone."""
@@ -29,13 +29,16 @@ class BucketForm:
         self.bases: list[int] = []
         self.size = 0
         """Bytes of the memory; with `apart`, of that for the largest region."""
+        self.tensors: list[BucketTensor] = []
+        offsets: list[int] = []
         for bucket in buckets:
             region = -(-bucket.size // PAGE) * PAGE
-            self.bases.append(0 if apart else self.size)
+            base = 0 if apart else self.size
+            self.bases.append(base)
+            self.tensors += bucket.tensors
+            offsets += [base + t.offset for t in bucket.tensors]
             self.size = max(self.size, region) if apart else self.size + region
-        self.tensors = [tensor for bucket in buckets for tensor in bucket.tensors]
-        bases = [base for base, bucket in zip(self.bases, buckets, strict=True) for _ in bucket.tensors]
-        self.offset = np.array([base + t.offset for base, t in zip(bases, self.tensors, strict=True)], dtype=np.int64)
+        self.offset = np.array(offsets, dtype=np.int64)
         self.width = np.array([t.width for t in self.tensors], dtype=np.int64)
         self.item = np.array([ITEMSIZE[t.dtype] for t in self.tensors], dtype=np.int64)
         self.nbytes = np.array([t.nbytes for t in self.tensors], dtype=np.int64)

@@ -1,9 +1,8 @@
 """Publication plan: which rectangle of which rank's tensor is copied where, compiled from shapes alone.
 
-Source and target are two layouts of the same checkpoint tensors (`slimx.layout`), which a plan relates. The target is
-either the checkpoint itself, in Hugging Face names (`slimx.layout.parts`), or the fused tensors of every engine rank,
-each of which receives only its own bytes. Every element of every target tensor is proven to be written exactly once.
-The same inputs give the same bytes on every machine."""
+A plan relates two layouts of the same checkpoint tensors (`slimx.layout`). The target is the checkpoint itself, in
+Hugging Face names (`slimx.layout.parts`), or the fused tensors of every engine rank, which receives only its bytes.
+Every target element is proven to be written exactly once. The same inputs give the same bytes on every machine."""
 
 from __future__ import annotations
 
@@ -147,7 +146,9 @@ class Plan:
         flat: list[int] = []
         for target in self.buckets:
             if id(target) not in of_target:
-                of_target[id(target)] = [[names.setdefault(t.dtype, len(names)) for t in b.tensors] for b in target]
+                of_target[id(target)] = []
+                for b in target:
+                    of_target[id(target)].append([names.setdefault(t.dtype, len(names)) for t in b.tensors])
             for indices in of_target[id(target)]:
                 lengths.append(len(indices))
                 flat.extend(indices)
@@ -171,16 +172,12 @@ class Plan:
         try:
             version, head, moved = msgspec.msgpack.decode(data)
             if version != FORMAT:
-                raise SlimxError(
-                    f"plan: written in format {version}, but this slimx reads {FORMAT}; compile it again",
-                )
+                raise SlimxError(f"plan: written in format {version}, but this slimx reads {FORMAT}; compile it again")
             kinds = tuple[Precision, list[Parameter], list[list[Bucket]], tuple[str, ...]]
             precision, parameters, buckets, unread = msgspec.convert(head, kinds, strict=False)
             return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE), unread)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            raise SlimxError(
-                f"plan: these {len(data)} bytes are not a plan ({error}); compile it again",
-            ) from error
+            raise SlimxError(f"plan: these {len(data)} bytes are not a plan ({error}); compile it again") from error
 
 
 def compile_plan(
@@ -335,9 +332,8 @@ class _Compiler:
         return self.met[key]
 
     def _check_blocks(self, name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
-        """Checks that blocks are not split: elements are quantised where they are stored, so a block must be in one
-        rectangle of one rank, and must be a block of the checkpoint's tensor, or engines of other sizes would get
-        different codes."""
+        """Checks that a block is in one rectangle of one rank, where it is quantised, and is a block of the
+        checkpoint's tensor, or engines of other sizes would get different codes."""
         if max(move.row_step, rect.step) > 1:
             raise SlimxError(
                 f"plan: {name} is reordered inside its quantisation blocks; publish it unquantised",

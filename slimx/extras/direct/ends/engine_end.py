@@ -89,8 +89,12 @@ class DirectEnd:
         from slimx.extras.direct.ends.sent_bucket import shares_of, together
 
         shares = zip(self._receivers, shares_of(packed, len(self._receivers)), strict=True)
-        arriving = [receiver.landed(part) for receiver, part in shares]
-        entering = [asyncio.ensure_future(asyncio.to_thread(context.__enter__)) for context in arriving]
+        arriving = []
+        entering = []
+        for receiver, part in shares:
+            context = receiver.landed(part)
+            arriving.append(context)
+            entering.append(asyncio.ensure_future(asyncio.to_thread(context.__enter__)))
         try:
             await asyncio.wait(entering)
             yield together(packed, [entered.result() for entered in entering])

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ import torch
 from slimx.extras.direct import SLOTS
 from slimx.extras.direct.ends.agent import Agent, LinkError, current, region_of
 from slimx.extras.direct.ends.deltas import ReceivedRuns
-from slimx.extras.direct.ends.offer import Notice, Offer, arrivals
+from slimx.extras.direct.ends.offer import Notice, Offer, PackedRun, arrivals
 from slimx.extras.direct.ends.sent_bucket import in_flight
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
@@ -60,10 +59,12 @@ class DirectReceiver:
         self._runs, room = arrivals(parts, self.item)
         self._received = ReceivedRuns(self.item, parts[0].count) if self.item else None
         self.agent = Agent(self.name, host)
-        self._slots = [
-            self.agent.register(room) if invitation.gpu is None else self.agent.register_gpu(room, invitation.gpu)
-            for _ in range(min(SLOTS, parts[0].count))
-        ]
+        self._slots: list[torch.Tensor | DeviceMemory] = []
+        for _ in range(min(SLOTS, parts[0].count)):
+            if invitation.gpu is None:
+                self._slots.append(self.agent.register(room))
+            else:
+                self._slots.append(self.agent.register_gpu(room, invitation.gpu))
         self._landing: DeviceMemory | None = None
         """GPU memory in which buckets are assembled, one after the other."""
         self._arrived: dict[tuple[int, int], set[int]] = {}
@@ -101,16 +102,17 @@ class DirectReceiver:
         try:
             with self._opened() as slots:
                 if self._received is not None:
-                    runs = [run for run in self._runs if run.bucket == bucket]
-                    self._received.take(self.name, bucket, transfer, runs, slots[bucket % len(slots)])
+                    slot = slots[bucket % len(slots)]
+                    assert isinstance(slot, torch.Tensor), "changes are received in host memory"
+                    self._received.take(self.name, bucket, transfer, self._runs_of(bucket), slot)
                 for rank in range(len(forms)):
                     files.append(self._place(size))
                     self._put(rank, bucket, files[rank])
-            targets = tuple(
-                tuple(replace(t, offset=int(offset)) for t, offset in zip(target, form.offset, strict=True))
-                for target, form in zip(packed.targets, forms, strict=True)
-            )
-            yield PackedBucket(files[0].path, size, targets, tuple(file.path for file in files[1:]))
+            targets = []
+            for target, form in zip(packed.targets, forms, strict=True):
+                offsets = form.offset.tolist()
+                targets.append(tuple(replace(t, offset=offset) for t, offset in zip(target, offsets, strict=True)))
+            yield PackedBucket(files[0].path, size, tuple(targets), tuple(file.path for file in files[1:]))
         finally:
             for file in files:
                 if isinstance(file, MemoryFile):
@@ -127,7 +129,7 @@ class DirectReceiver:
                 self._landing = None
 
     @contextmanager
-    def _opened(self) -> Iterator[list[Any]]:
+    def _opened(self) -> Iterator[list[torch.Tensor | DeviceMemory]]:
         """Yields the memory, which is not released inside the block. Raises LinkError once it has been released."""
         with self._lock:
             if self._closed.is_set():
@@ -138,7 +140,7 @@ class DirectReceiver:
         return LinkError(f"{self.name} has been closed", code="direct.closed", about=self.name)
 
     def _wait(self, transfer: int, bucket: int) -> None:
-        runs = [run for run in self._runs if run.bucket == bucket]
+        runs = self._runs_of(bucket)
         sources = {run.source for run in runs}
         deadline = time.monotonic() + self.deadline_s
         while True:
@@ -162,6 +164,9 @@ class DirectReceiver:
                 )
             if self._closed.wait(LOOK_S):
                 raise self._has_closed()
+
+    def _runs_of(self, bucket: int) -> list[PackedRun]:
+        return [run for run in self._runs if run.bucket == bucket]
 
     def _notices(self) -> list[bytes]:
         with self._lock:

@@ -75,7 +75,9 @@ class DirectSender:
         self._buckets = PlannedBuckets(packer.plan)
         self._known: dict[int, dict[int, int]] = {}
         sizes = [self._sizes(bucket).values() for bucket in range(packer.plan.count)]
-        room = max(sum(room_of(nbytes, item) for nbytes in bucket_sizes) for bucket_sizes in sizes)
+        room = 0
+        for bucket_sizes in sizes:
+            room = max(room, sum(room_of(nbytes, item) for nbytes in bucket_sizes))
         pinned = packer.device.type == "cuda"
         self._ring: list[torch.Tensor | DeviceMemory] = []
         for _ in range(min(SLOTS, packer.plan.count)):
