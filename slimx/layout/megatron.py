@@ -98,8 +98,8 @@ class MegatronLayout:
                 if end_stages[copy_stage] != original:
                     homes.append((end_stages[copy_stage], copy_name, True))
             for stage, name, copy in homes:
-                chunk, place = divmod(stage, sizes.pipeline)
-                if only is not None and place != only:
+                chunk, pipeline_rank = divmod(stage, sizes.pipeline)
+                if only is not None and pipeline_rank != only:
                     continue
                 before = table.layers if row.stage == "mtp" else first[stage]
                 local = name.format(layer=entry.layer - before, expert=entry.expert % experts)
@@ -107,7 +107,7 @@ class MegatronLayout:
                 local = f"{chunk}.{local}" if sizes.virtual > 1 else local
                 owner = entry.expert // experts if row.per_expert else None
                 for shard, shape, rects in shards.geometry(entry):
-                    ranks = shards.ranks(place, shard, owner)
+                    ranks = shards.ranks(pipeline_rank, shard, owner)
                     yield Part(local, shape, ranks, entry.sources, rects, row.dtype, row.quantised, copy)
 
 
@@ -140,13 +140,13 @@ class _Shards:
             self._geometry[key] = [self._shard(entry.row, index) for index in self._indices(entry.row)]
         return self._geometry[key]
 
-    def ranks(self, place: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
-        """Returns the ranks of pipeline rank `place` that hold `shard`; for experts, those of expert rank `owner`."""
-        key = place, shard, owner
+    def ranks(self, pipeline_rank: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
+        """Returns the ranks of `pipeline_rank` that hold `shard`; for experts, those of expert rank `owner`."""
+        key = pipeline_rank, shard, owner
         if key not in self._ranks:
             size = self.sizes.tensor
             stride = self.sizes.tensor
-            start = place * self.sizes.stage
+            start = pipeline_rank * self.sizes.stage
             if owner is not None:
                 size = self.sizes.expert_tensor
                 stride = size * self.sizes.expert

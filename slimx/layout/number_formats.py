@@ -136,7 +136,7 @@ class NumberFormat:
         stack of transposed matrices."""
         raise NotImplementedError
 
-    def read(self, files: TensorFiles, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+    def read(self, files: TensorFiles, source: Stored, rows: slice, cols: slice) -> torch.Tensor:
         """Returns the values [rows, cols] of a source of a weight table."""
         raise NotImplementedError
 

@@ -14,10 +14,10 @@ from slimx.models.rows import Attention, Layer, RowOptions
 LAYER = "model.layers.{layer}."
 
 
-def no_engine(architecture: str, why: str) -> SlimxError:
-    """Returns the error for publishing a train-only family to engines. `why`: the reason."""
+def no_engine(architecture: str, reason: str) -> SlimxError:
+    """Returns the error for publishing a train-only family to engines, with the reason."""
     return SlimxError(
-        f"{architecture} cannot be published to engines: {why}; train it without them (algorithm.name=sft)",
+        f"{architecture} cannot be published to engines: {reason}; train it without them (algorithm.name=sft)",
         code="model.no_engine",
         about=architecture,
     )
@@ -28,46 +28,46 @@ def layer(layers: Collection[int] | None = None) -> Layer:
     return Layer(LAYER, LAYER, layers=layers)
 
 
-def same(at: Layer, name: str, *shape: int, **options: Unpack[RowOptions]) -> Row:
+def same(decoder_layer: Layer, name: str, *shape: int, **options: Unpack[RowOptions]) -> Row:
     """Returns a row `name`.weight that has the checkpoint's name."""
-    return at.row(f"{name}.weight", [(name, shape)], **options)
+    return decoder_layer.row(f"{name}.weight", [(name, shape)], **options)
 
 
-def attention(at: Layer, sizes: Attention, group: Group = "attention") -> tuple[Row, ...]:
+def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention") -> tuple[Row, ...]:
     """Returns rows of grouped-query attention with the norms before and after it (`QKVParallelLinear`,
     `RowParallelLinear`). `group`: "tensor" if SGLang's model does not support DP-attention and splits it over all ranks
     (`get_parallel().tp_size`)."""
     heads = Blocks((sizes.heads, sizes.groups, sizes.groups))
     matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
-    fused = at.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantised=True)
-    rows = [same(at, "input_layernorm", sizes.hidden), fused]
+    fused = decoder_layer.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantised=True)
+    rows = [same(decoder_layer, "input_layernorm", sizes.hidden), fused]
     if sizes.qkv_bias:
         vectors = [(name, (count,)) for name, count in sizes.qkv]
-        rows.append(at.row("self_attn.qkv_proj.bias", vectors, kind="bias", map=heads, axis=0, group=group))
+        rows.append(decoder_layer.row("self_attn.qkv_proj.bias", vectors, kind="bias", map=heads, axis=0, group=group))
     if sizes.qk_norm:
-        rows += [same(at, f"self_attn.{kind}_norm", sizes.head) for kind in "qk"]
+        rows += [same(decoder_layer, f"self_attn.{kind}_norm", sizes.head) for kind in "qk"]
     if sizes.projection_norm:
         for kind, count in (("q", sizes.heads), ("k", sizes.groups)):
             size = count * sizes.head
-            rows.append(same(at, f"self_attn.{kind}_norm", size, map=Blocks((count,)), axis=0, group=group))
+            rows.append(same(decoder_layer, f"self_attn.{kind}_norm", size, map=Blocks((count,)), axis=0, group=group))
     shape = sizes.hidden, sizes.heads * sizes.head
-    rows.append(same(at, "self_attn.o_proj", *shape, axis=1, group=group, quantised=True))
+    rows.append(same(decoder_layer, "self_attn.o_proj", *shape, axis=1, group=group, quantised=True))
     if sizes.output_bias:
-        rows.append(at.row("self_attn.o_proj.bias", [("self_attn.o_proj", (sizes.hidden,))], kind="bias"))
-    return *rows, same(at, "post_attention_layernorm", sizes.hidden)
+        rows.append(decoder_layer.row("self_attn.o_proj.bias", [("self_attn.o_proj", (sizes.hidden,))], kind="bias"))
+    return *rows, same(decoder_layer, "post_attention_layernorm", sizes.hidden)
 
 
-def swiglu(at: Layer, name: str, hidden: int, inner: int) -> tuple[Row, Row]:
+def swiglu(decoder_layer: Layer, name: str, hidden: int, inner: int) -> tuple[Row, Row]:
     """Returns rows of a gated MLP: gate and up fused (`MergedColumnParallelLinear`), and down."""
     both = [(f"{name}.{kind}_proj", (inner, hidden)) for kind in ("gate", "up")]
     return (
-        at.row(f"{name}.gate_up_proj.weight", both, map=Concat(), axis=0, quantised=True),
-        same(at, f"{name}.down_proj", hidden, inner, axis=1, quantised=True),
+        decoder_layer.row(f"{name}.gate_up_proj.weight", both, map=Concat(), axis=0, quantised=True),
+        same(decoder_layer, f"{name}.down_proj", hidden, inner, axis=1, quantised=True),
     )
 
 
 def moe(
-    at: Layer,
+    decoder_layer: Layer,
     hidden: int,
     inner: int,
     experts: int,
@@ -83,23 +83,24 @@ def moe(
     `selection`: the router has a bias used for selection only; `gate_dtype`: the router weight's dtype if it is not the
     model's."""
     gate = "mlp.gate"
-    rows = [same(at, gate, experts, hidden, dtype=gate_dtype)]
+    rows = [same(decoder_layer, gate, experts, hidden, dtype=gate_dtype)]
     if selection:
         bias = "e_score_correction_bias"
-        rows.append(at.row(f"{gate}.{bias}", [(gate, (experts,))], kind=bias, dtype="float32"))
+        rows.append(decoder_layer.row(f"{gate}.{bias}", [(gate, (experts,))], kind=bias, dtype="float32"))
 
     def stacked(name: str, kinds: tuple[str, ...], shape: tuple[int, int], **options: Unpack[RowOptions]) -> Row:
         routed = [(f"mlp.experts.{{expert}}.{kind}_proj", shape) for kind in kinds]
         if fused:
-            sources: Sources = tuple((f"{at.there}mlp.shared_experts.{kind}_proj.weight", shape) for kind in kinds)
+            module = f"{decoder_layer.there}mlp.shared_experts"
+            sources: Sources = tuple((f"{module}.{kind}_proj.weight", shape) for kind in kinds)
             options["appended"] = (sources,)
         options["quantised"] = True
-        return at.row(f"mlp.experts.{name}", routed, **options)
+        return decoder_layer.row(f"mlp.experts.{name}", routed, **options)
 
     rows.append(stacked("w13_weight", ("gate", "up"), (inner, hidden), map=Concat(), axis=0))
     rows.append(stacked("w2_weight", ("down",), (hidden, inner), axis=1))
     if shared and not fused:
-        rows += swiglu(at, "mlp.shared_experts", hidden, shared)
+        rows += swiglu(decoder_layer, "mlp.shared_experts", hidden, shared)
     return tuple(rows)
 
 

@@ -126,7 +126,7 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     return table_with_prediction(hf, partial(attention, hf), mtp=mtp)
 
 
-def attention(hf: HfConfig, at: Layer, *, fused: bool = True) -> tuple[Row, ...]:
+def attention(hf: HfConfig, layer: Layer, *, fused: bool = True) -> tuple[Row, ...]:
     """Returns rows of latent attention and the norm before it. Every tensor-parallel rank computes all latents and its
     shard of the heads. `fused`: each norm of a latent is one module with the projection after it."""
     hidden = hf["hidden_size"]
@@ -140,19 +140,20 @@ def attention(hf: HfConfig, at: Layer, *, fused: bool = True) -> tuple[Row, ...]
     norm = "self_attention.linear_{}_up_proj.layer_norm_weight" if fused else "self_attention.{}_layernorm.weight"
     queries: tuple[Row, ...]
     if query is None:
-        queries = (at.linear("self_attention.linear_q_proj.weight", "self_attn.q_proj", (wide, hidden), axis=0),)
+        queries = (layer.linear("self_attention.linear_q_proj.weight", "self_attn.q_proj", (wide, hidden), axis=0),)
     else:
         queries = (
-            at.linear("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj", (query, hidden)),
-            at.norm(norm.format("q"), "self_attn.q_a_layernorm", query),
-            at.linear("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj", (wide, query), axis=0),
+            layer.linear("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj", (query, hidden)),
+            layer.norm(norm.format("q"), "self_attn.q_a_layernorm", query),
+            layer.linear("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj", (wide, query), axis=0),
         )
-    both = (heads * (nope + value), latent)
+    down = (latent + rope, hidden)
+    up = (heads * (nope + value), latent)
     return (
-        at.norm("input_layernorm.weight", "input_layernorm", hidden),
+        layer.norm("input_layernorm.weight", "input_layernorm", hidden),
         *queries,
-        at.linear("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa", (latent + rope, hidden)),
-        at.norm(norm.format("kv"), "self_attn.kv_a_layernorm", latent),
-        at.linear("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj", both, axis=0),
-        at.linear("self_attention.linear_proj.weight", "self_attn.o_proj", (hidden, heads * value), axis=1),
+        layer.linear("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa", down),
+        layer.norm(norm.format("kv"), "self_attn.kv_a_layernorm", latent),
+        layer.linear("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj", up, axis=0),
+        layer.linear("self_attention.linear_proj.weight", "self_attn.o_proj", (hidden, heads * value), axis=1),
     )

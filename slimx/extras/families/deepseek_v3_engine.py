@@ -24,8 +24,8 @@ def engine_table(
 
     `fused_shared_experts`: the shared expert follows the routed ones in the same tensors; `gate_dtype`: the router
     weight's dtype if it is not the model's; `beside`: further attention rows of every layer."""
-    at = engine_rows.layer()
-    attention = (*_attention(hf, at), *beside(at))
+    layer = engine_rows.layer()
+    attention = (*_attention(hf, layer), *beside(layer))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype=gate_dtype)
 
 
@@ -35,7 +35,7 @@ def draft_rows(hf: HfConfig, *, fused_shared_experts: bool = False) -> tuple[Row
     return engine_draft_rows(hf, partial(_attention, hf), fused=fused_shared_experts)
 
 
-def _attention(hf: HfConfig, at: Layer) -> tuple[Row, ...]:
+def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     """Returns rows of norms and latent attention; the first projections of query and key-value are one tensor."""
     hidden = hf["hidden_size"]
     heads = hf["num_attention_heads"]
@@ -46,7 +46,7 @@ def _attention(hf: HfConfig, at: Layer) -> tuple[Row, ...]:
     value = hf["v_head_dim"]
 
     def linear(name: str, shape: tuple[int, int], axis: int | None, group: Group | None) -> Row:
-        return engine_rows.same(at, f"self_attn.{name}", *shape, axis=axis, group=group, quantised=True)
+        return engine_rows.same(layer, f"self_attn.{name}", *shape, axis=axis, group=group, quantised=True)
 
     wide = heads * (nope + rope)
     down = [("self_attn.kv_a_proj_with_mqa", (latent + rope, hidden))]
@@ -59,15 +59,15 @@ def _attention(hf: HfConfig, at: Layer) -> tuple[Row, ...]:
     else:
         down = [("self_attn.q_a_proj", (query, hidden)), *down]
         queries = (
-            at.row("self_attn.fused_qkv_a_proj_with_mqa.weight", down, map=Concat(), quantised=True),
-            engine_rows.same(at, "self_attn.q_a_layernorm", query),
+            layer.row("self_attn.fused_qkv_a_proj_with_mqa.weight", down, map=Concat(), quantised=True),
+            engine_rows.same(layer, "self_attn.q_a_layernorm", query),
             linear("q_b_proj", (wide, query), 0, "attention"),
         )
     return (
-        engine_rows.same(at, "input_layernorm", hidden),
+        engine_rows.same(layer, "input_layernorm", hidden),
         *queries,
-        engine_rows.same(at, "self_attn.kv_a_layernorm", latent),
+        engine_rows.same(layer, "self_attn.kv_a_layernorm", latent),
         linear("kv_b_proj", (heads * (nope + value), latent), 0, "attention"),
         linear("o_proj", (hidden, heads * value), 1, "attention"),
-        engine_rows.same(at, "post_attention_layernorm", hidden),
+        engine_rows.same(layer, "post_attention_layernorm", hidden),
     )

@@ -41,7 +41,7 @@ def unsupported(hf: HfConfig) -> str | None:
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token
     prediction."""
-    return table_with_prediction(hf, lambda at: at.attention(_attention(hf)), mtp=mtp)
+    return table_with_prediction(hf, lambda layer: layer.attention(_attention(hf)), mtp=mtp)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:

@@ -66,22 +66,22 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     hidden = hf["hidden_size"]
     inner = hf["intermediate_size"]
     experts = hf["num_local_experts"]
-    at = Layer()
+    layer = Layer()
     expert = f"{_MOE}.experts.{{expert}}"
     rows = (
         embedding(hf),
-        *at.attention(_attention(hf)),
-        at.norm("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden),
-        at.row("mlp.router.weight", [(f"{_MOE}.gate", (experts, hidden))]),
-        _selection(at, "mlp.router.expert_bias", experts),
-        at.row(
+        *layer.attention(_attention(hf)),
+        layer.norm("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden),
+        layer.row("mlp.router.weight", [(f"{_MOE}.gate", (experts, hidden))]),
+        _selection(layer, "mlp.router.expert_bias", experts),
+        layer.row(
             "mlp.experts.linear_fc1.weight{expert}",
             [(f"{expert}.{kind}", (inner, hidden)) for kind in ("w1", "w3")],
             map=Concat(),
             axis=0,
             quantised=True,
         ),
-        at.linear("mlp.experts.linear_fc2.weight{expert}", f"{expert}.w2", (hidden, inner), axis=1),
+        layer.linear("mlp.experts.linear_fc2.weight{expert}", f"{expert}.w2", (hidden, inner), axis=1),
         *head(hf),
     )
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
@@ -104,29 +104,29 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     hidden = hf["hidden_size"]
     inner = hf["intermediate_size"]
     experts = hf["num_local_experts"]
-    at = engine_rows.layer()
+    layer = engine_rows.layer()
     expert = f"{_MOE}.experts.{{expert}}"
     rows = (
         engine_rows.embedding(hf),
-        *engine_rows.attention(at, _attention(hf)),
-        engine_rows.same(at, f"{_MOE}.gate", experts, hidden, dtype="float32"),
-        _selection(at, f"{_MOE}.e_score_correction_bias", experts),
-        at.row(
+        *engine_rows.attention(layer, _attention(hf)),
+        engine_rows.same(layer, f"{_MOE}.gate", experts, hidden, dtype="float32"),
+        _selection(layer, f"{_MOE}.e_score_correction_bias", experts),
+        layer.row(
             f"{_MOE}.experts.w13_weight",
             [(f"{expert}.{kind}", (inner, hidden)) for kind in ("w1", "w3")],
             map=Concat(),
             axis=0,
             quantised=True,
         ),
-        at.row(f"{_MOE}.experts.w2_weight", [(f"{expert}.w2", (hidden, inner))], axis=1, quantised=True),
+        layer.row(f"{_MOE}.experts.w2_weight", [(f"{expert}.w2", (hidden, inner))], axis=1, quantised=True),
         *engine_rows.head(hf),
     )
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
 
 
-def _selection(at: Layer, name: str, experts: int) -> Row:
+def _selection(layer: Layer, name: str, experts: int) -> Row:
     """Returns the row of the bias used for selection only."""
-    return at.row(name, [(_MOE, (experts,))], kind="e_score_correction_bias", dtype="float32")
+    return layer.row(name, [(_MOE, (experts,))], kind="e_score_correction_bias", dtype="float32")
 
 
 def _attention(hf: HfConfig) -> Attention:

@@ -54,15 +54,15 @@ def table_with_prediction(
     )
 
 
-def _rows(hf: HfConfig, at: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
+def _rows(hf: HfConfig, layer: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
     """Returns rows of the projection of (embedding, hidden state), a decoder layer and a norm."""
     hidden = hf["hidden_size"]
-    inside = Layer(at.here + "mtp_model_layer.", at.there, stage=at.stage)
+    inside = Layer(layer.here + "mtp_model_layer.", layer.there, stage=layer.stage)
     return (
-        at.norm("enorm.weight", "enorm", hidden),
-        at.norm("hnorm.weight", "hnorm", hidden),
-        at.row("eh_proj.weight", [("eh_proj", (hidden, 2 * hidden))], axis=0),
+        layer.norm("enorm.weight", "enorm", hidden),
+        layer.norm("hnorm.weight", "hnorm", hidden),
+        layer.row("eh_proj.weight", [("eh_proj", (hidden, 2 * hidden))], axis=0),
         *attention(inside),
         *moe_rows(hf, inside),
-        at.norm("final_layernorm.weight", "shared_head.norm", hidden),
+        layer.norm("final_layernorm.weight", "shared_head.norm", hidden),
     )

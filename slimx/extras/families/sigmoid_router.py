@@ -42,9 +42,9 @@ def router_fields(hf: HfConfig) -> Json:
     }
 
 
-def moe_rows(hf: HfConfig, at: Layer) -> tuple[Row, ...]:
+def moe_rows(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     """Returns the trainer's rows of a MoE layer and the norm before it."""
-    return at.moe(**_sizes(hf), selection=True)
+    return layer.moe(**_sizes(hf), selection=True)
 
 
 def engine_moe_table(hf: HfConfig, attention: tuple[Row, ...], *, fused: bool, gate_dtype: str | None = None) -> Table:
@@ -82,16 +82,16 @@ def engine_draft_rows(
     """Returns SGLang's layout of a multi-token prediction layer with this `attention` and router: the decoder layer of
     a draft model, which shares the target's embedding and output layer. `fused`, `gate_dtype`: as in
     `engine_moe_table`."""
-    at = Layer(f"{DRAFT}model.", engine_rows.LAYER, stage="mtp")
-    inside = Layer(f"{at.here}decoder.", at.there, stage=at.stage)
+    layer = Layer(f"{DRAFT}model.", engine_rows.LAYER, stage="mtp")
+    inside = Layer(f"{layer.here}decoder.", layer.there, stage=layer.stage)
     hidden = hf["hidden_size"]
     return (
-        engine_rows.same(at, "enorm", hidden),
-        engine_rows.same(at, "hnorm", hidden),
-        engine_rows.same(at, "eh_proj", hidden, 2 * hidden),
+        engine_rows.same(layer, "enorm", hidden),
+        engine_rows.same(layer, "hnorm", hidden),
+        engine_rows.same(layer, "eh_proj", hidden, 2 * hidden),
         *attention(inside),
         *engine_rows.moe(inside, **_sizes(hf), fused=fused, selection=True, gate_dtype=gate_dtype),
-        engine_rows.same(at, "shared_head.norm", hidden),
+        engine_rows.same(layer, "shared_head.norm", hidden),
     )
 
 

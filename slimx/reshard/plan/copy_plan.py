@@ -324,11 +324,11 @@ class _Compiler:
         position = rect.row, rect.col, rect.rows, rect.cols, rect.step, rect.local_row % high, rect.local_col % wide
         key = self.geometry_of[name], *position, quantisation is not None
         if key not in self.met:
-            found = moves(self.sources[name][0], rect._replace(local_row=0, local_col=0), name)
+            block_moves = moves(self.sources[name][0], rect._replace(local_row=0, local_col=0), name)
             if quantisation is not None:
-                for move in found:
+                for move in block_moves:
                     self._check_blocks(name, move, rect, quantisation.block)
-            self.met[key] = found
+            self.met[key] = block_moves
         return self.met[key]
 
     def _check_blocks(self, name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
