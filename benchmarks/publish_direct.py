@@ -42,10 +42,10 @@ from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
 from quantities import positive, positive_float
 
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource  # noqa: E402
-from slimx.extras.direct.ends.copies import SentBucket  # noqa: E402
 from slimx.extras.direct.ends.offer import Offer  # noqa: E402
-from slimx.extras.direct.ends.receiver import Invitation, Receiver  # noqa: E402
-from slimx.extras.direct.ends.sender import Sender  # noqa: E402
+from slimx.extras.direct.ends.receiver import DirectReceiver, Invitation  # noqa: E402
+from slimx.extras.direct.ends.sender import DirectSender  # noqa: E402
+from slimx.extras.direct.ends.sent_bucket import SentBucket  # noqa: E402
 from slimx.extras.direct.wire import wire_bytes  # noqa: E402
 from slimx.extras.planner.links.model import STEPS, direct_traffic, predict  # noqa: E402
 from slimx.extras.planner.links.rehearsal import (  # noqa: E402
@@ -109,7 +109,7 @@ class TrainerRank:
 
     def prepare(self, plan: bytes, edges: list[int], item: int) -> None:
         packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
-        self.sender = Sender(packer, f"trainer rank {self.rank}", self.address, edges=edges, item=item)
+        self.sender = DirectSender(packer, f"trainer rank {self.rank}", self.address, edges=edges, item=item)
 
     def connect(self, engine: int, offer: bytes) -> None:
         self.sender.connect(engine, Offer.from_bytes(offer))
@@ -140,7 +140,7 @@ class EngineHost:
         self.address = address
 
     def join(self, invitation: Invitation) -> Offer:
-        self.receiver = Receiver(invitation, self.address)
+        self.receiver = DirectReceiver(invitation, self.address)
         parts = [Plan.from_bytes(part) for part in invitation.parts]
         self.forms = [PlannedBuckets(part).forms()[0] for part in parts]
         self.ranks = []

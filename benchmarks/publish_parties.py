@@ -10,9 +10,9 @@ import ray
 from publish_hosts import Resident
 
 from slimx.errors import SlimxError
-from slimx.extras.direct.ends.copies import SentBucket
 from slimx.extras.direct.ends.offer import Offer
 from slimx.extras.direct.ends.receiver import Invitation
+from slimx.extras.direct.ends.sent_bucket import SentBucket
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import LocalRecipient, ReceiverLost

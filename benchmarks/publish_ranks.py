@@ -17,7 +17,7 @@ from slimx.errors import SlimxError
 from slimx.extras.planner.links.rehearsal import EngineRank
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.pack.gather import Gatherer
-from slimx.reshard.pack.packer import Packer, Share
+from slimx.reshard.pack.packer import Contribution, Packer
 from slimx.reshard.packed import PackedTensor
 
 ENCODINGS: tuple[Encoding, ...] = ("local", "hf")
@@ -51,7 +51,7 @@ class TrainerProcess:
     def open(self, encoding: Encoding, bucket: int) -> str:
         return self.gatherers[encoding].open(bucket)[0]
 
-    def fill(self, encoding: Encoding, bucket: int, path: str) -> Share:
+    def fill(self, encoding: Encoding, bucket: int, path: str) -> Contribution:
         return self.gatherers[encoding].fill(bucket, [path])
 
     def release(self, encoding: Encoding, bucket: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Parts of tensors that each rank of an SGLang engine holds, in the engine's own fused layout."""
+"""Parts of tensors on each rank of an SGLang engine, in the engine's fused layout."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Entry, Row, Table
 
 DRAFT = "draft."
-"""Prefix of the parameters of the draft model that a server holds beside its own."""
+"""Prefix of the parameters of a server's draft model."""
 
 
 class Shard(NamedTuple):
-    """One shard of one row, which is the same in every layer that has it."""
+    """One shard of one row, the same in every layer that has it."""
 
     row: Row
     shape: tuple[int, ...]
     ranks: Sequence[int]
     """Tensor-parallel ranks of a pipeline stage that hold it."""
     layers: tuple[int, ...]
-    """Tensors of each pipeline stage: one per layer, of a row with an expert in its name one per layer and expert."""
+    """Number of tensors in each pipeline stage: one per layer, or per layer and expert if the row's name has an
+    expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """A family's engine table split over the ranks of one engine."""
+    """A family's engine table, split over the ranks of one engine."""
 
     table: Table
     sizes: EngineSizes
@@ -38,13 +39,13 @@ class EngineLayout:
     def __post_init__(self) -> None:
         if self.sizes.pipeline > self.table.layers:
             raise SlimxError(
-                f"an engine of {self.sizes.pipeline} pipeline stages has more of them than the model's "
-                f"{self.table.layers} layers; lower rollout.engines.pipeline",
+                f"an engine has {self.sizes.pipeline} pipeline stages, more than the model's {self.table.layers} "
+                "layers; lower rollout.engines.pipeline",
             )
         if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
             raise SlimxError(
-                f"an engine with expert parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts "
-                "serves a model without experts; set rollout.engines.expert=1 and leave ep_num_redundant_experts out",
+                f"an engine has expert parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts, "
+                "but the model has no experts; set rollout.engines.expert=1 and leave ep_num_redundant_experts out",
                 code="engine_layout.no_experts",
                 about="rollout.engines.expert",
             )
@@ -58,21 +59,21 @@ class EngineLayout:
         physical = self.table.experts + self.sizes.redundant
         if physical % self.sizes.expert:
             raise SlimxError(
-                f"an engine with expert parallel size {self.sizes.expert} cannot share {physical} physical experts "
-                f"({self.table.experts} and {self.sizes.redundant} redundant); choose a size that divides them",
+                f"the expert parallel size {self.sizes.expert} of an engine does not divide its {physical} physical "
+                f"experts ({self.table.experts} and {self.sizes.redundant} redundant); choose a size that does",
                 code="engine_layout.experts",
                 about="rollout.engines.expert",
             )
 
     def parts(self) -> Iterator[Part]:
-        """Every distinct local tensor of the engine, with the ranks that hold it."""
+        """Yields every distinct local tensor of the engine with the ranks that hold it."""
         stage_of = self._stage_of()
         geometry: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Rect, ...]]] = {}
         for entry in self.table.entries():
             row = entry.row
             stage = self._home(row, entry.layer, stage_of)
             for shard, size, owner, ranks in self._shards(row):
-                key = id(row), shard  # every expert rank has the same, from other experts
+                key = id(row), shard  # the same on every expert rank, with different experts
                 if key not in geometry:
                     geometry[key] = self._geometry(row, shard, size)
                 shape, rects = geometry[key]
@@ -88,17 +89,13 @@ class EngineLayout:
                 )
 
     def shards(self) -> Iterator[Shard]:
-        """Every row's shards, with as many layers as have them: what `parts` lists layer by layer."""
-        table, stage_of = self.table, self._stage_of()
+        """Yields every row's shards with the number of layers that have them, which `parts` lists one by one."""
+        table = self.table
+        stage_of = self._stage_of()
         for row in table.rows:
-            numbers = {"layer": range(table.layers), "mtp": range(table.layers, table.layers + table.mtp_layers)}
-            counts = Counter(
-                self._home(row, layer, stage_of)
-                for layer in numbers.get(row.stage, (0,))
-                if row.layers is None or layer in row.layers
-            )
-            times = table.experts if row.per_expert and not row.stacked else 1
-            layers = tuple(counts[stage] * times for stage in range(self.sizes.pipeline))
+            counts = Counter(self._home(row, layer, stage_of) for layer in table.layers_of(row))
+            per_layer = table.experts if row.per_expert and not row.stacked else 1
+            layers = tuple(counts[stage] * per_layer for stage in range(self.sizes.pipeline))
             shapes: dict[int, tuple[int, ...]] = {}
             for shard, size, _, ranks in self._shards(row):
                 if shard not in shapes:
@@ -106,17 +103,21 @@ class EngineLayout:
                 yield Shard(row, shapes[shard], ranks, layers)
 
     def _stage_of(self) -> list[int]:
-        """The pipeline stage of every layer: SGLang gives the layers that do not divide to the last stages."""
-        base, more = divmod(self.table.layers, self.sizes.pipeline)
-        layers = [base + (stage >= self.sizes.pipeline - more) for stage in range(self.sizes.pipeline)]
-        return [stage for stage, count in enumerate(layers) for _ in range(count)]
+        """Returns the pipeline stage of every layer. SGLang gives remainder layers to the last stages."""
+        base, remainder = divmod(self.table.layers, self.sizes.pipeline)
+        stage_of: list[int] = []
+        for stage in range(self.sizes.pipeline):
+            has_extra = stage >= self.sizes.pipeline - remainder
+            stage_of += [stage] * (base + 1 if has_extra else base)
+        return stage_of
 
     def _home(self, row: Row, layer: int, stage_of: list[int]) -> int:
         last = self.sizes.pipeline - 1
         return {"first": 0, "last": last, "mtp": last}.get(row.stage, stage_of[layer % self.table.layers])
 
     def _shards(self, row: Row) -> Iterator[tuple[int, int, int, Sequence[int]]]:
-        """(shard, of how many, expert rank, tensor-parallel ranks that hold it) of every shard of the row."""
+        """Yields (shard, number of shards, expert rank, tensor-parallel ranks that hold it) for every shard of the
+        row."""
         ranks = range(self.sizes.tensor)
         if row.stacked:
             size = self.sizes.expert_tensor
@@ -133,7 +134,7 @@ class EngineLayout:
 
     @property
     def _slots(self) -> int:
-        """Physical experts of one expert rank."""
+        """Physical experts per expert rank."""
         return (self.table.experts + self.sizes.redundant) // self.sizes.expert
 
     def _sources(self, entry: Entry, owner: int) -> tuple[str, ...]:
@@ -141,29 +142,37 @@ class EngineLayout:
         if not row.stacked:
             return entry.sources
         first = owner * self._slots
-        experts = (physical % self.table.experts for physical in range(first, first + self._slots))
-        names = [row.names(entry.layer, expert) for expert in experts]
-        names += [tuple(name.format(layer=entry.layer) for name, _ in sources) for sources in row.appended]
-        return tuple(name for per_slot in names for name in per_slot)
+        names: list[str] = []
+        for physical in range(first, first + self._slots):
+            names += row.names(entry.layer, physical % self.table.experts)
+        for sources in row.appended:
+            names += [name.format(layer=entry.layer) for name, _ in sources]
+        return tuple(names)
 
     def _geometry(self, row: Row, shard: int, size: int) -> tuple[tuple[int, ...], tuple[Rect, ...]]:
         slots = [row.sources] * self._slots + list(row.appended) if row.stacked else [row.sources]
         rects: list[Rect] = []
-        at = counted = 0
+        rows = 0
+        source_count = 0
         for sources in slots:
             try:
                 shape, inner = row.map.local([matrix(shape) for _, shape in sources], row.axis, shard, size)
             except SlimxError as error:
-                other = " or expert" if row.stacked else " or dp_attention" if row.group == "attention" else ""
+                keys = "rollout.engines.tensor"
+                if row.stacked:
+                    keys += " or expert"
+                elif row.group == "attention":
+                    keys += " or dp_attention"
                 raise SlimxError(
-                    f"engine tensor {row.name}: {error} (rollout.engines.tensor{other})",
+                    f"engine tensor {row.name}: {error} ({keys})",
                     code="engine_layout.tensor",
                     about=row.name,
                 ) from None
-            rects += [r._replace(source=counted + r.source, local_row=at + r.local_row) for r in inner]
-            at, counted = at + shape[0], counted + len(sources)
+            rects += [r._replace(source=source_count + r.source, local_row=rows + r.local_row) for r in inner]
+            rows += shape[0]
+            source_count += len(sources)
         if not row.stacked:
             return local_shape(shape, row.sources), tuple(rects)
-        vectors = all(len(s) == 1 for _, s in row.sources)
-        whole = (len(slots), at // len(slots), shape[1])
-        return (whole[:-1] if vectors else whole), tuple(rects)
+        if all(len(source_shape) == 1 for _, source_shape in row.sources):
+            return (len(slots), rows // len(slots)), tuple(rects)
+        return (len(slots), rows // len(slots), shape[1]), tuple(rects)

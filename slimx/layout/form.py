@@ -1,12 +1,12 @@
-"""The form of a policy's weights: how they are trained, exported, published and served, and what stands beside them.
+"""The form of a policy's weights: how they and any additional parameters are trained, exported, published and served.
 
     WeightForm      of a run       parts of publications; `attach` on a trainer rank, `served` for engines
-    AttachedForm    of a rank      parameters beside the weights, and what leaves the rank
+    AttachedForm    of a rank      additional parameters, and the tensors that are packed
     ServedForm      of a server    arguments, hooks and attestation
 
-These three are the plain form: every weight is trained, and leaves as it is. Another one is an entry point of the group
-`slimx.weight_forms`: a class derived from `WeightForm`. Drivers and the actors of engines do without torch, so methods
-import what they need.
+These three are the plain form: every weight is trained and published unchanged. Other forms are entry points of the
+group `slimx.weight_forms`: subclasses of `WeightForm`. Drivers and engine actors run without torch, so methods import
+what they need.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx import entry_points
+from slimx.json_types import Json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,51 +31,54 @@ if TYPE_CHECKING:
 GROUP = "slimx.weight_forms"
 
 Tensors = Mapping[str, "torch.Tensor"]
-"""By name of a parameter."""
+"""Tensors by parameter name."""
 
 
 class Made:
-    """Tensors that a rank makes when it packs a bucket, and that are read in place of parameters: none."""
+    """Tensors that a rank derives when it packs a bucket and that replace parameters; none in this form."""
 
     def places(self, bucket: int) -> Tensors:
-        """Returns where `make` writes those of `bucket`, always the same memory."""
+        """Returns the buffers that `make` writes for `bucket`, the same memory in every call."""
         return {}
 
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Makes those that `moves` of `bucket` read."""
+        """Computes the tensors that `moves` of `bucket` read."""
 
 
 class AttachedForm:
-    """The weights of one trainer rank in the plain form: nothing stands beside them."""
+    """The weights of one trainer rank in the plain form, without additional parameters."""
 
     keeps_base: ClassVar[bool] = False
-    """True if no update moves the weights themselves: without what stands beside them they are the reference."""
+    """True if updates never change the weights themselves: without the additional parameters they are the reference
+    model."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the parameters beside the weights, by words for messages."""
+        """Returns the additional parameters, by a description for messages."""
         return {}
 
     def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, Made]:
-        """Returns the tensors that `rank` packs by a `plan` (`slimx.reshard.plan.copy_plan.Plan`), and those that it
-        makes for that. `name`: "publish", "adapters" or "export"; `weights`: those of the rank."""
+        """Returns the tensors that `rank` packs according to `plan` (`slimx.reshard.plan.copy_plan.Plan`), and those
+        that it derives.
+
+        `name`: "publish", "adapters" or "export"; `weights`: those of the rank."""
         return weights, Made()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Has the model compute with its weights alone."""
+        """Makes the model compute with its weights alone."""
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class ServedForm:
-    """The plain form in an engine's server: it computes with weights alone."""
+    """The plain form in an engine's server, which computes with weights alone."""
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Returns the policies that have a slot beside the weights, which requests name where there are several."""
+        """Policies with a slot in addition to the weights; requests name one if there are several."""
         return ()
 
-    def server_arguments(self, device: str) -> dict[str, Any]:
+    def server_arguments(self, device: str) -> Json:
         """Returns SGLang's arguments for a server on `device`."""
         return {}
 
@@ -82,17 +86,17 @@ class ServedForm:
         """Returns the options of `slimx.engines.server.launch`."""
         return []
 
-    def contract(self) -> dict[str, Any] | None:
-        """Returns what each rank of the server must attest; None: nothing."""
+    def contract(self) -> Json | None:
+        """Returns the state that each rank of the server must attest; None: nothing."""
         return None
 
-    def check_request(self, request: Any) -> None:
-        """Raises ValueError for a request that the server cannot answer; SGLang answers with status 400."""
+    def check_request(self, request: object) -> None:
+        """Raises ValueError for a request that the server cannot answer; SGLang responds with status 400."""
 
-    def register(self, registry: Any, kinds: Any) -> None:
+    def register(self, registry: object, kinds: object) -> None:
         """Registers hooks with SGLang's HookRegistry (`kinds`: its HookType)."""
 
-    def attest(self, runner: Any) -> dict[str, Any] | None:
+    def attest(self, runner: object) -> Json | None:
         """Returns the `contract` that a rank with this ModelRunner fulfils."""
         return None
 
@@ -101,11 +105,11 @@ class WeightForm:
     """The plain form in a run."""
 
     OPTION: ClassVar[str | None] = None
-    """The option of a server's command line, with one argument, by which the server computes in this form."""
+    """Option of a server's command line, with one argument, that selects this form."""
 
     @classmethod
     def configured(cls, config: Config) -> WeightForm | None:
-        """Returns the form of a run, if this is the one that its configuration has."""
+        """Returns the form of a run if its configuration selects this one."""
         return cls()
 
     @classmethod
@@ -114,11 +118,12 @@ class WeightForm:
         return ServedForm()
 
     def published_parts(self, table: Table, sizes: Sizes) -> tuple[Sequence[Part], Sequence[Part]]:
-        """Returns what trainers of `sizes` publish beside the weights of `table`, and what engines take of it."""
+        """Returns the parts that trainers of `sizes` publish in addition to the weights of `table`, and those that
+        engines load."""
         return (), ()
 
     def attach(self, module: torch.nn.Module, table: Table) -> AttachedForm:
-        """Called with the first chunk of a rank's model before it is wrapped for data parallelism."""
+        """Attaches the form to the first chunk of a rank's model, before it is wrapped for data parallelism."""
         return AttachedForm()
 
     def served(self) -> ServedForm:
@@ -136,6 +141,6 @@ def form_of(config: Config) -> WeightForm:
 
 
 def server_form(argv: Sequence[str]) -> ServedForm:
-    """Returns the form that the command line of `slimx.engines.server.launch` has. Children of a server have the same
+    """Returns the form on the command line of `slimx.engines.server.launch`. Children of a server have the same
     `sys.argv`."""
     return entry_points.by_option(GROUP, argv) or ServedForm()

@@ -1,53 +1,50 @@
-"""Limits of kernels: SGLang's, whose weights a publication writes, and DeepEP's (sgl-deep-ep 0.1.2), which exchange
+"""Limits of kernels: SGLang's, which use published weights, and those of DeepEP (sgl-deep-ep 0.1.2), which exchange
 tokens.
 
-A publication is proven by the bytes that a rank holds. Some kernels of SGLang 0.5.23 compute with other bytes than were
-loaded: on Blackwell (sm100) SGLang requantises the fp8 weights of linear layers for DeepGEMM and replaces their scales,
-and its default for experts there, flashinfer_trtllm, holds gate and up the other way round and shuffles rows. What is
-written there later would be proven and computed wrongly: engines on Blackwell name kernels that keep the checkpoint's
-layout.
-"""
+A publication is proven by the bytes that a rank holds, but some kernels of SGLang 0.5.23 compute with other bytes than
+were loaded. On Blackwell (sm100) SGLang requantises the fp8 weights of linear layers for DeepGEMM and replaces their
+scales, and its default expert kernel, flashinfer_trtllm, swaps gate and up and shuffles rows. A later publication would
+be proven but computed wrongly, so engines on Blackwell must select kernels that keep the checkpoint's layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""Ranks for which DeepEP has settings (`get_dispatch_config` in `deep_ep/buffers/legacy.py`)."""
+"""Numbers of ranks for which DeepEP has settings (`get_dispatch_config` in `deep_ep/buffers/legacy.py`)."""
 DEEP_EP_NODE = 8
-"""Ranks of a node to DeepEP, however many GPUs it has (`LEGACY_NUM_MAX_NVL_PEERS`)."""
+"""Ranks per node in DeepEP, regardless of the number of GPUs (`LEGACY_NUM_MAX_NVL_PEERS`)."""
 
-EXPERTS, FP8 = "moe_runner_backend", "fp8_gemm_runner_backend"
+EXPERTS = "moe_runner_backend"
+FP8 = "fp8_gemm_runner_backend"
 PLAIN = {EXPERTS: "triton", FP8: "triton"}
-"""Field of ServerArgs -> the value with which weights stay as they are loaded."""
+"""Field of ServerArgs -> the value that keeps weights as loaded."""
 BLACKWELL = 10
-"""Major compute capability from which on SGLang chooses otherwise by itself."""
+"""Major compute capability from which SGLang's defaults differ."""
 
 
-def unpublishable(chosen: Mapping[str, Any], *, experts: bool, fp8: bool) -> Iterator[tuple[str, str]]:
-    """Fields whose value an engine on Blackwell must not have, with the one that it needs.
+def unpublishable(chosen: Mapping[str, object], *, experts: bool, fp8: bool) -> Iterator[tuple[str, str]]:
+    """Yields fields whose value is invalid for an engine on Blackwell, with the required value.
 
-    `chosen`: values by field, "auto" where none was named; `experts`, `fp8`: whether the served model has such weights.
-    """
+    `chosen`: values by field, "auto" if unset; `experts`, `fp8`: True if the served model has such weights."""
     for field, needed in ((EXPERTS, experts), (FP8, fp8)):
         if needed and chosen.get(field, "auto") != PLAIN[field]:
             yield field, PLAIN[field]
 
 
 def crosses_nodes(hidden: int) -> bool:
-    """True if DeepEP's kernels between nodes take rows of `hidden` elements: its combine asserts on the GPU that a bf16
-    row is whole warps of 16 bytes (`hidden_int4 % 32 == 0`)."""
+    """Returns True if DeepEP's internode kernels support rows of `hidden` elements. Their combine kernel asserts that a
+    bf16 row is whole warps of 16 bytes (`hidden_int4 % 32 == 0`)."""
     return hidden % 256 == 0
 
 
 def deep_ep_lacks(ranks: int, hidden: int) -> str | None:
-    """Returns in words why DeepEP cannot exchange tokens of `hidden` elements among `ranks`; None if it can."""
+    """Returns the reason why DeepEP cannot exchange tokens of `hidden` elements among `ranks`; None if it can."""
     if ranks not in RANKS:
         return f"has no settings for {ranks} ranks, only for {', '.join(map(str, RANKS))}"
     if ranks > DEEP_EP_NODE and not crosses_nodes(hidden):
         return (
-            f"has kernels for {ranks} ranks, more than {DEEP_EP_NODE}, only of hidden sizes that 256 divides, and not "
-            f"for {hidden}"
+            f"supports {ranks} ranks, more than {DEEP_EP_NODE}, only with hidden sizes that are multiples of 256, not "
+            f"{hidden}"
         )
     return None

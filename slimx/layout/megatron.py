@@ -1,26 +1,28 @@
-"""Parts of tensors that each trainer rank holds, under any parallel sizes of megatron-core."""
+"""Parts of tensors on each trainer rank, for any parallel sizes of megatron-core."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part, local_shape, matrix
 from slimx.layout.ranks import Sizes
-from slimx.layout.table import Entry, Row, Table
+from slimx.layout.table import Entry, Row, Stage, Table
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """A family's table split over trainer ranks. Raises SlimxError for sizes that do not fit the model."""
+    """A family's table, split over trainer ranks. Raises SlimxError for sizes that do not fit the model."""
 
     table: Table
     sizes: Sizes
 
     def __post_init__(self) -> None:
-        sizes, table = self.sizes, self.table
+        sizes = self.sizes
+        table = self.table
         if sizes.virtual > 1 and sizes.pipeline == 1:
             raise SlimxError(
                 f"trainer.virtual_pipeline={sizes.virtual} needs trainer.pipeline > 1 (one stage has nothing to "
@@ -32,8 +34,8 @@ class MegatronLayout:
             len(sizes.split) != sizes.stages or sum(sizes.split) != table.layers or min(sizes.split) < 0
         ):
             raise SlimxError(
-                f"trainer.layers_per_stage={list(sizes.split)} does not spread {table.layers} layers over "
-                f"{sizes.stages} stages (trainer.pipeline x trainer.virtual_pipeline); choose numbers such as "
+                f"trainer.layers_per_stage={list(sizes.split)} does not distribute {table.layers} layers over "
+                f"{sizes.stages} stages (trainer.pipeline x trainer.virtual_pipeline); use, for example, "
                 f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
                 code="layout.layers_per_stage",
                 about="trainer.layers_per_stage",
@@ -42,14 +44,14 @@ class MegatronLayout:
             virtual = f" x trainer.virtual_pipeline={sizes.virtual}" if sizes.virtual > 1 else ""
             raise SlimxError(
                 f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers; choose "
-                f"a divisor, or say how many each stage takes: "
+                f"a divisor, or set the layers of each stage: "
                 f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
                 code="layout.pipeline",
                 about="trainer.pipeline",
             )
         if sizes.expert > 1 and not table.experts:
             raise SlimxError(
-                f"trainer.expert {sizes.expert} splits experts, and the model has none; set trainer.expert=1",
+                f"trainer.expert {sizes.expert} splits experts, but the model has none; set trainer.expert=1",
                 code="layout.experts",
                 about="trainer.expert",
             )
@@ -69,31 +71,35 @@ class MegatronLayout:
             )
 
     def parts(self) -> Iterator[Part]:
-        """Every distinct local tensor of the whole trainer, with the ranks that hold it."""
+        """Yields every distinct local tensor of the whole trainer with the ranks that hold it."""
         yield from self._parts(None)
 
     def held(self, rank: int) -> list[Part]:
-        """Parts that `rank` holds, in the order of the checkpoint."""
+        """Returns the parts that `rank` holds, in the order of the checkpoint."""
         return [part for part in self._parts(rank // self.sizes.stage) if rank in part.ranks]
 
     def _parts(self, only: int | None) -> Iterator[Part]:
-        """Parts of pipeline rank `only`, or of all."""
-        sizes, table = self.sizes, self.table
+        """Yields the parts of pipeline rank `only`, or of all."""
+        sizes = self.sizes
+        table = self.table
         layers = sizes.split or (table.layers // sizes.stages,) * sizes.stages
-        first = [sum(layers[:stage]) for stage in range(sizes.stages)]
-        stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
-        ends = {"first": 0, "last": sizes.stages - 1, "mtp": sizes.stages - 1}
-        experts, shards = max(1, table.experts // sizes.expert), _Shards(sizes)
+        first = [0, *accumulate(layers)]
+        stage_of: list[int] = []
+        for stage, count in enumerate(layers):
+            stage_of += [stage] * count
+        end_stages: dict[Stage, int] = {"first": 0, "last": sizes.stages - 1, "mtp": sizes.stages - 1}
+        experts = max(1, table.experts // sizes.expert)
+        shards = _Shards(sizes)
         for entry in table.entries():
             row = entry.row
-            own = ends[row.stage] if row.stage != "layer" else stage_of[entry.layer]
-            homes = [(own, row.name, False)]
-            for stage, name in row.copies:
-                if ends[stage] != own:
-                    homes.append((ends[stage], name, True))
+            original = stage_of[entry.layer] if row.stage == "layer" else end_stages[row.stage]
+            homes = [(original, row.name, False)]
+            for copy_stage, copy_name in row.copies:
+                if end_stages[copy_stage] != original:
+                    homes.append((end_stages[copy_stage], copy_name, True))
             for stage, name, copy in homes:
-                chunk, place = divmod(stage, sizes.pipeline)
-                if only is not None and place != only:
+                chunk, pipeline_rank = divmod(stage, sizes.pipeline)
+                if only is not None and pipeline_rank != only:
                     continue
                 before = table.layers if row.stage == "mtp" else first[stage]
                 local = name.format(layer=entry.layer - before, expert=entry.expert % experts)
@@ -101,24 +107,26 @@ class MegatronLayout:
                 local = f"{chunk}.{local}" if sizes.virtual > 1 else local
                 owner = entry.expert // experts if row.per_expert else None
                 for shard, shape, rects in shards.geometry(entry):
-                    ranks = shards.ranks(place, shard, owner)
+                    ranks = shards.ranks(pipeline_rank, shard, owner)
                     yield Part(local, shape, ranks, entry.sources, rects, row.dtype, row.quantised, copy)
 
 
 def nearly_equal(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, differing by one at most; the first and the last stage, which also hold the embedding and
-    the output layer, get no extra one where that can be."""
+    """Returns the number of layers per stage, differing by one at most. The first and last stage, which also hold
+    embedding and output layer, get no extra layer if possible."""
     least, extra = divmod(layers, stages)
-    middle = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
-    more = set(middle[:extra])
-    return [least + (stage in more) for stage in range(stages)]
+    preferred = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+    counts = [least] * stages
+    for stage in preferred[:extra]:
+        counts[stage] += 1
+    return counts
 
 
 Geometry = tuple[int | None, tuple[int, ...], tuple[Rect, ...]]
 
 
 class _Shards:
-    """Shapes, rectangles and ranks of tensors' shards, each computed once for all layers and experts alike."""
+    """Shapes, rectangles and ranks of shards, computed once for all layers and experts."""
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
@@ -126,36 +134,42 @@ class _Shards:
         self._ranks: dict[tuple[int, int | None, int | None], tuple[int, ...]] = {}
 
     def geometry(self, entry: Entry) -> list[Geometry]:
-        """Per shard its number (None: not split), local shape and rectangles."""
-        row, key = entry.row, id(entry.row)
+        """Returns index (None: not split), local shape and rectangles of each shard."""
+        key = id(entry.row)
         if key not in self._geometry:
-            self._geometry[key] = [self._shard(row, number) for number in self._numbers(row)]
+            self._geometry[key] = [self._shard(entry.row, index) for index in self._indices(entry.row)]
         return self._geometry[key]
 
-    def ranks(self, place: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
-        """Ranks of pipeline rank `place` that hold `shard`, of expert rank `owner` for experts."""
-        key = place, shard, owner
+    def ranks(self, pipeline_rank: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
+        """Returns the ranks of `pipeline_rank` that hold `shard`; for experts, those of expert rank `owner`."""
+        key = pipeline_rank, shard, owner
         if key not in self._ranks:
-            size, stride, start = self.sizes.tensor, self.sizes.tensor, place * self.sizes.stage
+            size = self.sizes.tensor
+            stride = self.sizes.tensor
+            start = pipeline_rank * self.sizes.stage
             if owner is not None:
                 size = self.sizes.expert_tensor
-                stride, start = size * self.sizes.expert, start + size * owner
-            shards = range(size) if shard is None else (shard,)
-            self._ranks[key] = tuple(
-                start + replica * stride + k for replica in range(self.sizes.stage // stride) for k in shards
-            )
+                stride = size * self.sizes.expert
+                start += size * owner
+            ranks: list[int] = []
+            for replica in range(start, start + self.sizes.stage, stride):
+                if shard is None:
+                    ranks.extend(range(replica, replica + size))
+                else:
+                    ranks.append(replica + shard)
+            self._ranks[key] = tuple(ranks)
         return self._ranks[key]
 
-    def _numbers(self, row: Row) -> range | tuple[None]:
+    def _indices(self, row: Row) -> range | tuple[None]:
         if row.axis is None:
             return (None,)
         return range(self.sizes.expert_tensor if row.per_expert else self.sizes.tensor)
 
-    def _shard(self, row: Row, number: int | None) -> Geometry:
-        size = len(self._numbers(row))
+    def _shard(self, row: Row, index: int | None) -> Geometry:
+        size = len(self._indices(row))
         shapes = [matrix(shape) for _, shape in row.sources]
         try:
-            shape, rects = row.map.local(shapes, row.axis, number or 0, size)
+            shape, rects = row.map.local(shapes, row.axis, index or 0, size)
         except SlimxError as error:
             raise SlimxError(f"trainer tensor {row.name}: {error}", code="layout.tensor", about=row.name) from None
-        return number, local_shape(shape, row.sources), tuple(rects)
+        return index, local_shape(shape, row.sources), tuple(rects)

@@ -1,4 +1,4 @@
-"""Globs over parameter names, matched against a family's weight table before any model exists."""
+"""Globs over parameter names, matched against a family's weight table before a model exists."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ Sources = tuple[str, ...]
 
 
 def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources]:
-    """The parameters of the whole model that any of `patterns` matches, by their `Part.sources`.
+    """Returns the parameters of the whole model that any of `patterns` matches, by their `Part.sources`.
 
-    A pattern is a glob (`*`, `?`, `[...]`) over a whole name: Megatron's, with layers and experts numbered over the
-    whole model, or Hugging Face's (of a stack of experts, all of them). Raises SlimxError naming `key` for a pattern
-    that matches nothing, with the nearest name, and for one that matches a part of a fused parameter only.
-    """
-    found: set[Sources] = set()
+    A pattern is a glob (`*`, `?`, `[...]`) over a full name: Megatron's, with layers and experts numbered over the
+    whole model, or Hugging Face's (of a stack of experts: all of them). Raises SlimxError naming `key` for a pattern
+    that matches nothing, with the nearest name, and for one that matches only part of a fused parameter."""
+    if not patterns:
+        return frozenset()
+    selected: set[Sources] = set()
     used: set[str] = set()
-    for entry in table.entries() if patterns else ():
-        own = {pattern for pattern in patterns if fnmatchcase(megatron_name(table, entry), pattern)}
-        by_source = {source: {p for p in patterns if fnmatchcase(stored(source).name, p)} for source in entry.sources}
-        used |= own.union(*by_source.values())
-        missing = [source for source, matching in by_source.items() if not matching]
-        if own or not missing:
-            found.add(entry.sources)
-        elif len(missing) < len(entry.sources):
-            matched = next(source for source, matching in by_source.items() if matching)
+    for entry in table.entries():
+        by_name = _matching(patterns, megatron_name(table, entry))
+        by_source = {source: _matching(patterns, stored(source).name) for source in entry.sources}
+        used |= by_name.union(*by_source.values())
+        matched = [source for source in entry.sources if by_source[source]]
+        missing = [source for source in entry.sources if not by_source[source]]
+        if by_name or not missing:
+            selected.add(entry.sources)
+        elif matched:
             raise SlimxError(
-                f"{key} matches {matched} but not {missing[0]}, and both are one parameter, "
+                f"{key} matches {matched[0]} but not {missing[0]}, and both are one parameter, "
                 f"{megatron_name(table, entry)}; match all of {', '.join(entry.sources)} or none",
                 code="layout.pattern_part",
                 about=key,
@@ -41,26 +42,31 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
     for pattern in patterns:
         if pattern not in used:
             raise SlimxError(
-                f"{key} holds {pattern!r}, which matches no parameter of the model; {_near(table, pattern)}",
+                f"{key} contains {pattern!r}, which matches no parameter of the model; {_near(table, pattern)}",
                 code="layout.pattern",
                 about=key,
             )
-    return frozenset(found)
+    return frozenset(selected)
 
 
-def names_of(selected: Collection[Sources], held: Iterable[Part]) -> frozenset[str]:
-    """Names of selected parameters among a rank's parts. Copies (a tied output layer) go with their original."""
-    return frozenset(part.name for part in held if part.sources in selected)
+def _matching(patterns: Sequence[str], name: str) -> set[str]:
+    return {pattern for pattern in patterns if fnmatchcase(name, pattern)}
+
+
+def names_of(selected: Collection[Sources], parts: Iterable[Part]) -> frozenset[str]:
+    """Returns the names of selected parameters among a rank's `parts`. Copies (a tied output layer) follow their
+    original."""
+    return frozenset(part.name for part in parts if part.sources in selected)
 
 
 def megatron_name(table: Table, entry: Entry) -> str:
-    """The parameter's name in an undivided Megatron model. Layers of multi-token prediction count from 0."""
+    """Returns the parameter's name in an unsharded Megatron model. Layers of multi-token prediction count from 0."""
     layer = entry.layer - table.layers if entry.row.stage == "mtp" else entry.layer
     return entry.row.name.format(layer=layer, expert=entry.expert)
 
 
 def _near(table: Table, pattern: str) -> str:
-    # Layers and experts repeat the same names: one of each kind is compared.
+    # Layers and experts repeat the same names: only one of each kind is compared.
     kinds: dict[str, str] = {}
     for entry in table.entries():
         for name in (megatron_name(table, entry), *(stored(source).name for source in entry.sources)):

@@ -1,10 +1,11 @@
-"""Coordinates of ranks in each parallel dimension, by arithmetic alone: trainers in megatron-core's default order
-(tp-cp-ep-dp-pp), engines in SGLang's."""
+"""Coordinates of ranks in each parallel dimension, computed by arithmetic alone: trainers in megatron-core's default
+order (tp-cp-ep-dp-pp), engines in SGLang's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
@@ -13,7 +14,7 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Parallel sizes of the trainer. `data` counts the ranks that see different data (DP)."""
+    """Parallel sizes of the trainer. `data` is the number of data-parallel ranks."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -22,13 +23,13 @@ class Sizes:
     expert_tensor: int = 1
     context: int = 1
     virtual: int = 1
-    """Model chunks of each pipeline rank (VPP): chunk v of pipeline rank p is stage v * pipeline + p."""
+    """Model chunks per pipeline rank (VPP): chunk v of pipeline rank p is stage v * pipeline + p."""
     split: tuple[int, ...] = ()
     """Layers of each stage, `pipeline * virtual` numbers; empty: equal."""
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Ranks per pipeline stage."""
         return self.tensor * self.context * self.data
 
     @property
@@ -37,7 +38,7 @@ class Sizes:
 
     @property
     def stages(self) -> int:
-        """Stages that the layers are spread over, in the order of the forward pass."""
+        """Stages over which the layers are distributed, in the order of the forward pass."""
         return self.pipeline * self.virtual
 
     @property
@@ -46,13 +47,13 @@ class Sizes:
         return 2 * self.context if self.context > 1 else 1
 
     def packed_length(self, tokens: int) -> int:
-        """Length of a sequence of `tokens` tokens with its padding."""
+        """Returns the padded length of a sequence of `tokens` tokens."""
         return -(-tokens // self.sequence_multiple) * self.sequence_multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """One rank's place: within the dense layers (`tensor`, `context`, `data`) and within the experts (`expert_*`)."""
+    """Coordinates of one rank in the dense layers (`tensor`, `context`, `data`) and in the experts (`expert_*`)."""
 
     tensor: int
     data: int
@@ -64,8 +65,8 @@ class Coordinates:
 
 
 def fewer(sizes: Sizes) -> Iterator[Sizes]:
-    """`sizes` with fewer data-parallel ranks, the most first, each of which takes whole shards of as many of the former
-    ones; only those that leave the experts' ranks as they are."""
+    """Yields `sizes` with fewer data-parallel ranks, the most first, each of which takes whole shards of the same
+    number of former ranks; only those that leave the experts' ranks unchanged."""
     for data in range(sizes.data - 1, 0, -1):
         stage = sizes.tensor * sizes.context * data
         if sizes.data % data == 0 and stage % (sizes.expert * sizes.expert_tensor) == 0:
@@ -73,7 +74,7 @@ def fewer(sizes: Sizes) -> Iterator[Sizes]:
 
 
 def coordinates(rank: int, sizes: Sizes) -> Coordinates:
-    """The place of global rank `rank`."""
+    """Returns the coordinates of global rank `rank`."""
     stage, inside = divmod(rank, sizes.stage)
     expert_data, rest = divmod(inside, sizes.expert * sizes.expert_tensor)
     return Coordinates(
@@ -88,21 +89,20 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
 
 
 def stage_layers(sizes: Sizes, layers: int) -> list[tuple[int, ...]]:
-    """Per pipeline rank the global numbers, from 0, of the decoder layers that it holds, chunk by chunk."""
+    """Returns, for each pipeline rank, the global indices (from 0) of its decoder layers, chunk by chunk."""
     counts = sizes.split or (layers // sizes.stages,) * sizes.stages
-    first = [sum(counts[:stage]) for stage in range(sizes.stages)]
-    return [
-        tuple(
-            layer
-            for stage in range(place, sizes.stages, sizes.pipeline)
-            for layer in range(first[stage], first[stage] + counts[stage])
-        )
-        for place in range(sizes.pipeline)
-    ]
+    first = [0, *accumulate(counts)]
+    layers_of_ranks: list[tuple[int, ...]] = []
+    for rank in range(sizes.pipeline):
+        indices: list[int] = []
+        for stage in range(rank, sizes.stages, sizes.pipeline):
+            indices.extend(range(first[stage], first[stage] + counts[stage]))
+        layers_of_ranks.append(tuple(indices))
+    return layers_of_ranks
 
 
 def sizes_of(config: Trainer) -> Sizes:
-    """Parallel sizes of a trainer configuration."""
+    """Returns the parallel sizes of a trainer configuration."""
     return Sizes(
         tensor=config.tensor,
         pipeline=config.pipeline,
@@ -119,16 +119,16 @@ def sizes_of(config: Trainer) -> Sizes:
 class EngineSizes:
     """Parallel sizes of one SGLang engine: rank = pipeline rank * tensor + tensor rank.
 
-    Attention is split over `tensor / attention_data` ranks (DP-attention repeats it), experts over `expert` groups of
-    `tensor / expert` ranks. Raises SlimxError for sizes that do not divide each other.
-    """
+    Attention is split over `tensor / attention_data` ranks (DP-attention replicates it), experts over `expert` groups
+    of `tensor / expert` ranks. Raises SlimxError for sizes that do not divide each other."""
 
     tensor: int = 1
     expert: int = 1
     pipeline: int = 1
     attention_data: int = 1
     redundant: int = 0
-    """Physical experts beyond the model's (expert load balancing); physical expert p is logical expert p mod count."""
+    """Physical experts in addition to the model's (expert load balancing); physical expert p is logical expert p mod
+    the model's number."""
 
     def __post_init__(self) -> None:
         for name, size in (("expert", self.expert), ("dp_attention", self.attention_data)):
@@ -156,19 +156,19 @@ class EngineSizes:
 
 
 def engine_sizes(group: Engines) -> EngineSizes:
-    """Parallel sizes of one engine of the group. Raises SlimxError for sizes that do not fit together, or never run."""
+    """Returns the parallel sizes of one engine of the group. Raises SlimxError for invalid or unsupported sizes."""
     if group.pipeline > 1 and not group.frozen:
         raise SlimxError(
-            f"rollout.engines.pipeline={group.pipeline} of engine {group.name}: SGLang 0.5.23 brings back the answers "
-            "of the first stage only, so that weights of others could not be proven; use tensor and expert parallelism",
+            f"rollout.engines.pipeline={group.pipeline} of engine {group.name}: SGLang 0.5.23 returns responses only "
+            "from the first stage, and weights of others could not be proven; use tensor and expert parallelism",
             code="engines.pipeline",
             about="rollout.engines.pipeline",
         )
     redundant = group.sglang.get("ep_num_redundant_experts", 0)
     if type(redundant) is not int or redundant < 0:
         raise SlimxError(
-            f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} counts no experts; "
-            "set an integer of 0 or more",
+            f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} is not a number of "
+            "experts; set an integer of 0 or more",
             about="rollout.engines.sglang.ep_num_redundant_experts",
         )
     return EngineSizes(

@@ -1,7 +1,8 @@
-"""A family's weight table: one row per kind of local tensor, and the checkpoint tensors that it holds.
+"""A family's weight table: one row per kind of local tensor, with the checkpoint tensors that it holds.
 
-Rows are data. `Table.entries` writes one entry per tensor of the whole model; `MegatronLayout` and `EngineLayout` say
-which ranks hold which part of it. Both directions of every conversion are read from there."""
+Rows are data. `Table.entries` expands them to one entry per tensor of the whole model; `MegatronLayout` and
+`EngineLayout` determine which ranks hold which part of it. Both directions of every conversion are derived from them.
+"""
 
 from __future__ import annotations
 
@@ -23,42 +24,42 @@ Stage = Literal["first", "layer", "last", "mtp"]
 Group = Literal["tensor", "attention", "undivided"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_MATRICES = 100_000
-"""Most tensors of experts in a table, with which a plan takes 10 s; Qwen3.5-397B-A17B has 61,000, Kimi-K2 46,000."""
+"""Maximum number of expert tensors in a table, with which a plan takes 10 s; Qwen3.5-397B-A17B has 61,000, Kimi-K2
+46,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Local name, the checkpoint tensors that it holds, the map between them, the split axis and the owning stage.
+    """Local name, checkpoint tensors, the map between them, split axis and stage.
 
-    Names may hold `{layer}` (layer number) and `{expert}` (expert number). A name without `{expert}` over sources with
-    it is one tensor [experts, rows, cols] that stacks what the map makes of each expert.
-    """
+    Names may contain `{layer}` and `{expert}` (indices). A name without `{expert}` over sources with it is one tensor
+    [experts, rows, cols] that stacks the mapped experts."""
 
     name: str
     sources: Sources
-    """Checkpoint names with their full shapes. One that the checkpoint keeps in a stack of all experts ends in
-    `[{expert}]`, and in `.T` if it is transposed there (`slimx.layout.table`); its shape is the one before that."""
+    """Checkpoint names with their full shapes. A source in a stack of all experts ends in `[{expert}]`, and in `.T` if
+    it is transposed there (`slimx.layout.table`); its shape is that of the untransposed matrix."""
     map: IndexMap = Copy()
     axis: int | None = None
-    """Axis split over the ranks of `group`; None: each of them holds the whole."""
+    """Axis split over the ranks of `group`; None: each rank holds the whole tensor."""
     stage: Stage = "layer"
     group: Group | None = None
-    """Ranks of an engine that share the tensor (experts: those of their expert-parallel group); None: all of a
-    stage's. "undivided": all too, but under DP-attention each holds the whole. A trainer has one group for experts and
-    one for the rest."""
+    """Ranks of an engine that share the tensor (experts: those of their expert-parallel group); None: all of a stage.
+    "undivided": all as well, but under DP-attention each holds the whole tensor. A trainer has one group for experts
+    and one for the rest."""
     layers: Collection[int] | None = None
     """Layers that have it; None: all."""
     dtype: str | None = None
-    """Its dtype where that is not the model's."""
+    """Its dtype if it is not the model's."""
     quantised: bool = False
     """True if the family's fp8 checkpoints hold it in fp8 with block scales."""
     copies: tuple[tuple[Stage, str], ...] = ()
-    """(stage, local name) of ranks that hold the same tensor once more, such as a tied output layer."""
+    """(stage, local name) of ranks that hold a second copy of the tensor, such as a tied output layer."""
     sections: tuple[str, ...] = ()
-    """Endings of the keys under which Megatron-LM's checkpoints keep the sections of the tensor apart, whose map is
-    `Sections`; empty: it is one tensor there."""
+    """Suffixes of the keys under which Megatron-LM's checkpoints store the sections of the tensor, whose map is
+    `Sections`; empty: they store it as one tensor."""
     appended: tuple[Sources, ...] = ()
-    """Sources of further matrices at the end of a stack, on every rank of it (shared experts fused with the others)."""
+    """Sources of further matrices at the end of a stack, on every rank (shared experts fused with the others)."""
 
     @property
     def per_expert(self) -> bool:
@@ -69,13 +70,17 @@ class Row:
         return "{expert}" not in self.name and any("{expert}" in name for name, _ in self.sources)
 
     def names(self, layer: int, expert: int) -> tuple[str, ...]:
-        """Names of the sources with both numbers filled in."""
-        numbers = str(layer), str(expert)
-        return tuple([name.replace("{layer}", numbers[0]).replace("{expert}", numbers[1]) for name, _ in self.sources])
+        """Returns the names of the sources for a layer and expert."""
+        layer_index = str(layer)
+        expert_index = str(expert)
+        # A list is faster than a generator, and plans call this for every tensor.
+        return tuple(
+            [name.replace("{layer}", layer_index).replace("{expert}", expert_index) for name, _ in self.sources]
+        )
 
 
 class Entry(NamedTuple):
-    """One tensor of the model: a row with its layer (as the checkpoint counts) and expert filled in."""
+    """One tensor of the model: a row with layer (as the checkpoint counts) and expert."""
 
     row: Row
     layer: int
@@ -85,7 +90,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of a model with its number of layers and experts. Construction proves that every row can be inverted."""
+    """The rows of a model with its number of layers and experts. Construction proves that every row is invertible."""
 
     rows: tuple[Row, ...]
     layers: int
@@ -93,15 +98,13 @@ class Table:
     mtp_layers: int = 0
     """Layers of multi-token prediction; the checkpoint numbers them after the others."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint tensor -> the one whose bytes it repeats. A checkpoint may leave it out."""
+    """Checkpoint tensor -> the one whose bytes it repeats. A checkpoint may omit it."""
     frozen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Checkpoint tensors that the trainer does not hold: exports carry their bytes over. A checkpoint may leave them
-    out."""
+    """Checkpoint tensors that the trainer does not hold: exports copy their bytes. A checkpoint may omit them."""
     _entries: list[Entry] = field(default_factory=list, init=False, repr=False, compare=False)
     _sources: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Shapes of the checkpoint's tensors. These three fields are filled once: a plan goes through them again and
-    again."""
+    """Shapes of the checkpoint's tensors. These three fields are caches, because a plan reads them repeatedly."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -109,42 +112,54 @@ class Table:
             check_row(row, self.experts)
 
     def _check_numbers(self) -> None:
-        """Raises ValueError for sizes that are no whole numbers, or more than any model has: a config.json may say
-        anything, and entries are counted one by one."""
-        counts = (self.layers, self.experts, self.mtp_layers)
-        numbers = list(zip(("layers", "experts", "layers of multi-token prediction"), counts, (0, 0, 0), strict=True))
-        numbers += [(f"the shape of {name}", size, 1) for row in self.rows for name, of in row.sources for size in of]
-        for what, number, least in numbers:
-            if not isinstance(number, int) or number < least:
-                raise ValueError(f"{what} would be {number!r}")
-        of_experts = sum(row.per_expert and not row.stacked for row in self.rows)
-        if (matrices := self.layers * self.experts * of_experts) > _MOST_MATRICES:
+        """Raises ValueError for sizes that are not whole numbers or exceed those of any model: a config.json may have
+        any values, and entries are enumerated one by one."""
+        _check_integer("layers", self.layers, 0)
+        _check_integer("experts", self.experts, 0)
+        _check_integer("layers of multi-token prediction", self.mtp_layers, 0)
+        for row in self.rows:
+            for name, shape in row.sources:
+                for size in shape:
+                    _check_integer(f"the shape of {name}", size, 1)
+        expert_rows = [row for row in self.rows if row.per_expert and not row.stacked]
+        matrices = self.layers * self.experts * len(expert_rows)
+        if matrices > _MOST_MATRICES:
             raise ValueError(f"{self.layers} layers of {self.experts} experts would be {matrices} tensors")
 
     def entries(self) -> Sequence[Entry]:
-        """Every tensor of the whole model, in the order of the checkpoint: stage by stage, layer by layer."""
+        """Returns every tensor of the whole model, in the order of the checkpoint: stage by stage, layer by layer."""
         if not self._entries:
-            last = self.layers + self.mtp_layers
-            for stage, numbers in (("first", (0,)), ("layer", range(self.layers)), ("last", (0,))):
-                self._entries.extend(self._of(stage, numbers))
-            self._entries.extend(self._of("mtp", range(self.layers, last)))
+            stages: tuple[Stage, ...] = ("first", "layer", "last", "mtp")
+            for stage in stages:
+                self._entries.extend(self._entries_of(stage))
         return self._entries
 
-    def _of(self, stage: Stage, numbers: range | tuple[int, ...]) -> Iterator[Entry]:
+    def _entries_of(self, stage: Stage) -> Iterator[Entry]:
         rows = [row for row in self.rows if row.stage == stage]
-        for layer in numbers:
+        for layer in self._layers_of(stage):
             for row in rows:
                 if row.layers is None or layer in row.layers:
                     for expert in range(self.experts if row.per_expert and not row.stacked else 1):
                         yield Entry(row, layer, expert, row.names(layer, expert))
 
+    def _layers_of(self, stage: Stage) -> range:
+        if stage == "layer":
+            return range(self.layers)
+        if stage == "mtp":
+            return range(self.layers, self.layers + self.mtp_layers)
+        return range(1)
+
+    def layers_of(self, row: Row) -> list[int]:
+        """Returns the layers that have `row`, as `Entry.layer`; 0 for a row outside the layers."""
+        return [layer for layer in self._layers_of(row.stage) if row.layers is None or layer in row.layers]
+
     def checkpoint_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the checkpoint that the rows hold, in order, stacks as a whole."""
+        """Returns name and shape of every checkpoint tensor that the rows hold, in order, with stacks as one tensor."""
         if not self._shapes:
             out: dict[str, tuple[int, ...]] = {}
             for source, shape in self.sources().items():
-                place = stored(source)
-                out[place.name] = place.shape(shape, self.experts)
+                tensor = stored(source)
+                out[tensor.name] = tensor.shape(shape, self.experts)
             for name, original in self.aliases.items():
                 if name in out or original not in out:
                     raise SlimxError(
@@ -156,13 +171,17 @@ class Table:
         return MappingProxyType(self._shapes)
 
     def turned(self) -> frozenset[str]:
-        """Stacks of the checkpoint that hold their matrices transposed."""
-        kept = {row.name for row in self.rows if any(name.endswith(".T") for name, _ in row.sources)}
-        places = (stored(name) for entry in self.entries() if entry.row.name in kept for name in entry.sources)
-        return frozenset(place.name for place in places if place.turned)
+        """Returns the checkpoint's stacks of transposed matrices."""
+        transposed: set[str] = set()
+        for entry in self.entries():
+            # Checked first by row: `stored` is slow, and most rows have no stacks.
+            if any(name.endswith(".T") for name, _ in entry.row.sources):
+                tensors = [stored(source) for source in entry.sources]
+                transposed.update(tensor.name for tensor in tensors if tensor.turned)
+        return frozenset(transposed)
 
     def sources(self) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of everything that the rows are made of, in order. Two rows must not claim the same."""
+        """Returns name and shape of all sources of the rows, in order. Raises SlimxError if two rows share one."""
         if not self._sources:
             out: dict[str, tuple[int, ...]] = {}
             owner: dict[str, Row] = {}
@@ -170,7 +189,7 @@ class Table:
                 for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
                     if owner.setdefault(name, entry.row) is not entry.row:
                         raise SlimxError(
-                            f"weight table: {name} belongs to two rows; each checkpoint tensor has one place",
+                            f"weight table: {name} belongs to two rows; each checkpoint tensor must have one row",
                             code="table.two_rows",
                             about=name,
                         )
@@ -179,17 +198,23 @@ class Table:
         return MappingProxyType(self._sources)
 
 
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} would be {value!r}")
+
+
 def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group: Group) -> Row:
-    """An embedding or output layer as SGLang's `VocabParallelEmbedding` holds it: padded to a multiple of 64 rows."""
+    """Returns the row of an embedding or output layer as SGLang's `VocabParallelEmbedding` holds it: padded to a
+    multiple of 64 rows."""
     return Row(name, ((name, (vocab, hidden)),), Pad(64), axis=0, stage=stage, group=group)
 
 
 def check_row(row: Row, experts: int) -> None:
-    """Prove that the row's map is invertible: it fills its local tensor once, padding aside, and uses each checkpoint
+    """Proves that the row's map is invertible: it fills its local tensor once, padding aside, and uses each checkpoint
     element once."""
     if row.quantised and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
         raise SlimxError(
-            f"weight table: {row.name} is quantised, so it must hold matrices and have no dtype of its own",
+            f"weight table: {row.name} is quantised, so it must hold matrices and set no dtype",
             code="table.quantised",
             about=row.name,
         )
@@ -209,31 +234,30 @@ def check_row(row: Row, experts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The place of a table's source in its checkpoint: a tensor alone, or all experts' in one stack.
+    """Where a table's source is stored in its checkpoint: as a tensor, or in a stack of all experts.
 
-    A source may be named `stack[3]` or `stack[3].T`: what stands at 3 of the checkpoint's tensor `stack`, and the same
-    transposed. So the rows of a family that stacks its experts look like those of any other. The stack is taken apart
-    where a checkpoint is read and put together where one is written. That is also the place for a transposition: the
-    kernels write rows, and of a matrix that is interleaved and transposed no two neighbours are neighbours anywhere
-    else.
-    """
+    A source named `stack[3]` or `stack[3].T` is item 3 of the checkpoint's tensor `stack`, or its transpose, so the
+    rows of a family that stacks its experts look like those of any other. Stacks are split when a checkpoint is read
+    and assembled when one is written. Matrices are also transposed there: the kernels copy rows, and a matrix that is
+    interleaved and transposed has no contiguous rows."""
 
     name: str
     """Name of the checkpoint's tensor."""
     index: int | None = None
-    """Place in the stack; None: the tensor is the source itself."""
+    """Index in the stack; None: the tensor is the source itself."""
     turned: bool = False
     """True if the stack holds it transposed."""
 
     def shape(self, source: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Shape of the checkpoint's tensor for a source of shape `source`, of which a stack holds `count`."""
+        """Returns the shape of the checkpoint's tensor for a source of shape `source`; a stack has `count` items."""
         if self.index is None:
             return tuple(source)
-        return (count, *(reversed(source) if self.turned else source))
+        matrix_shape = reversed(source) if self.turned else source
+        return (count, *matrix_shape)
 
 
 def stored(source: str) -> Stored:
-    """The place of the source named `source` in a table."""
+    """Returns where the source named `source` of a table is stored."""
     match = _INDEXED.fullmatch(source) if "[" in source else None
     if match is None:
         return Stored(source)
@@ -241,24 +265,28 @@ def stored(source: str) -> Stored:
 
 
 def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
-    """The checkpoint itself as a target of one rank: every tensor whole, under its Hugging Face name.
+    """Yields the checkpoint as the target of one rank: every tensor in full, under its Hugging Face name.
 
-    A stack comes as its matrices one below the other, those that it holds transposed not yet so: `Table.checkpoint` has
-    its own shape. `mtp`: with the layers of multi-token prediction, which only a draft model loads. `served`: the table
-    of an engine that takes them, which may hold one in a dtype of its own (a router's weight in fp32), or never in
-    fp8."""
-    kept = {name: entry.row for entry in (served.entries() if served else ()) for name in entry.sources}
-    dtypes = {name: row.dtype for name, row in kept.items() if row.dtype}
+    Stacked tensors are vertically concatenated matrices; transposed ones are not transposed back. `mtp`: with the
+    layers of multi-token prediction, which only a draft model loads. `served`: the table of an engine that loads them,
+    which may have another dtype for a tensor (a router's weight in fp32), or never hold it in fp8."""
+    served_rows: dict[str, Row] = {}
+    if served is not None:
+        for entry in served.entries():
+            served_rows.update(dict.fromkeys(entry.sources, entry.row))
     for entry in table.entries():
         if entry.row.stage == "mtp" and not mtp:
             continue
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
-            place, (rows, cols), dtype = stored(name), matrix(shape), dtypes.get(name, entry.row.dtype)
-            if place.index is None:
-                whole = (Rect(0, 0, 0, rows, cols, 0, 0),)
-                quantised = entry.row.quantised and kept.get(name, entry.row).quantised
-                yield Part(name, tuple(shape), (0,), (name,), whole, dtype, quantised)
-            elif place.index == 0:
+            tensor = stored(name)
+            rows, cols = matrix(shape)
+            served_row = served_rows.get(name, entry.row)
+            dtype = served_row.dtype or entry.row.dtype
+            if tensor.index is None:
+                rect = Rect(0, 0, 0, rows, cols, 0, 0)
+                quantised = entry.row.quantised and served_row.quantised
+                yield Part(name, tuple(shape), (0,), (name,), (rect,), dtype, quantised)
+            elif tensor.index == 0:
                 names = tuple(name.replace("[0]", f"[{k}]") for k in range(table.experts))
                 rects = tuple(Rect(k, 0, 0, rows, cols, k * rows, 0) for k in range(table.experts))
-                yield Part(place.name, (len(names), *shape), (0,), names, rects, dtype, column=len(shape) == 1)
+                yield Part(tensor.name, (len(names), *shape), (0,), names, rects, dtype, column=len(shape) == 1)

@@ -1,21 +1,22 @@
-"""Parts that most decoders have in common: fields of config.json, as arguments of megatron-core's configuration and
-model, and the tables of dense ones of Llama's shape."""
+"""Helpers that most decoder families share: fields of config.json as arguments of megatron-core's configuration and
+model, and the weight tables of dense decoders of Llama's shape."""
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
-from typing import Any
 
+from slimx.json_types import Json
 from slimx.layout.number_formats import all_formats
 from slimx.layout.table import Group, Table
 from slimx.models import engine_rows
+from slimx.models.fields import HfConfig
 from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 
-def decoder_fields(hf: Mapping[str, Any], attention: Attention) -> dict[str, Any]:
-    """Fields of a TransformerConfig: layers of grouped-query attention, RMS norms and gated MLPs without biases."""
+def decoder_fields(hf: HfConfig, attention: Attention) -> Json:
+    """Returns the TransformerConfig fields of a decoder with grouped-query attention, RMS norms and gated MLPs without
+    biases."""
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": attention.hidden,
@@ -33,63 +34,63 @@ def decoder_fields(hf: Mapping[str, Any], attention: Attention) -> dict[str, Any
     }
 
 
-def mtp_layers(hf: dict[str, Any]) -> int:
-    """Layers of multi-token prediction: most families have none."""
+def mtp_layers(hf: HfConfig) -> int:
+    """Returns 0, the number of multi-token prediction layers of most families."""
     return 0
 
 
-def layer_kind(hf: dict[str, Any]) -> LayerKind:
-    """The kind of layers: most families have attention in all of them."""
+def layer_kind(hf: HfConfig) -> LayerKind:
+    """Returns the layer kind of most families: attention in every layer."""
     return ATTENTION_ONLY
 
 
-def first_of(hf: dict[str, Any], *names: str) -> Any:
-    """The field that config.json has under one of `names`: the published checkpoints' first, then those that
-    transformers writes now. Raises KeyError of the first if there is none."""
-    return hf[next((name for name in names if name in hf), names[0])]
-
-
-def rotary(hf: dict[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Type ("default": not scaled) and fields of the rotary embedding, in transformers' present form (rope_parameters)
-    or the checkpoints' older one (rope_theta and rope_scaling)."""
+def rotary(hf: HfConfig) -> tuple[str, HfConfig]:
+    """Returns type ("default": not scaled) and fields of the rotary embedding. Reads transformers' current form
+    (rope_parameters) and the checkpoints' older one (rope_theta and rope_scaling)."""
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    named = [kind for kind in (fields.get("rope_type"), fields.get("type")) if kind]
-    kind = " and ".join(dict.fromkeys(named)) or "default"
-    return kind, fields if "rope_theta" in fields else ChainMap(fields, {"rope_theta": hf["rope_theta"]})
+    types = [name for name in (fields.get("rope_type"), fields.get("type")) if name]
+    kind = " and ".join(dict.fromkeys(types)) or "default"
+    if "rope_theta" in fields:
+        return kind, fields
+    return kind, ChainMap(fields, {"rope_theta": hf["rope_theta"]})
 
 
-def scaled_otherwise(hf: dict[str, Any], *kinds: str) -> str | None:
-    """The rotary embedding's scaling, in words, where its type is none of `kinds` ("default": not scaled)."""
-    if (kind := rotary(hf)[0]) in kinds:
+def scaled_otherwise(hf: HfConfig, *kinds: str) -> str | None:
+    """Returns a description of the rotary scaling if its type is not one of `kinds` ("default": not scaled)."""
+    kind, _ = rotary(hf)
+    if kind in kinds:
         return None
-    return f"{'rope_parameters' if hf.get('rope_parameters') else 'rope_scaling'} of type {kind}"
+    field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    return f"{field} of type {kind}"
 
 
-def rotary_share(hf: dict[str, Any], *, default: float) -> float:
-    """Share of each head that rotates, where config.json says it."""
-    share = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    return default if share is None else share
+def rotary_share(hf: HfConfig, *, default: float) -> float:
+    """Returns the rotated fraction of each head (`partial_rotary_factor`)."""
+    fraction = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    return default if fraction is None else fraction
 
 
-def rotating_share(hf: dict[str, Any], head: int) -> float:
-    """Share of each `head` that rotates where config.json may also say how many of its dimensions do (rotary_dim); 1.0
-    by default."""
-    if (dimensions := hf.get("rotary_dim")) is not None:
-        return dimensions / head
-    return rotary_share(hf, default=1.0)
+def rotary_dim_fraction(hf: HfConfig, head: int) -> float:
+    """Returns the rotated fraction of each head in a family whose config.json may give it as a number of dimensions
+    (`rotary_dim`); 1.0 by default. `head`: dimension of a head."""
+    dimensions = hf.get("rotary_dim")
+    if dimensions is None:
+        return rotary_share(hf, default=1.0)
+    return dimensions / head
 
 
-def contradicting_share(hf: dict[str, Any], head: int) -> str | None:
-    """The share that rotates, in words, where config.json says it in both ways and they differ."""
-    own = rotating_share(hf, head)
-    if (share := rotary_share(hf, default=own)) != own:
-        return f"partial_rotary_factor {share} and rotary_dim {hf['rotary_dim']}"
+def contradicting_fractions(hf: HfConfig, head: int) -> str | None:
+    """Returns a description of `partial_rotary_factor` and `rotary_dim` if they disagree, else None."""
+    by_dimensions = rotary_dim_fraction(hf, head)
+    fraction = rotary_share(hf, default=by_dimensions)
+    if fraction != by_dimensions:
+        return f"partial_rotary_factor {fraction} and rotary_dim {hf['rotary_dim']}"
     return None
 
 
-def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec, for rotary positions without
-    scaling."""
+def gpt_arguments(hf: HfConfig) -> Json:
+    """Returns arguments of megatron-core's GPTModel, apart from TransformerConfig and layer spec, for rotary positions
+    without scaling."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],
@@ -99,38 +100,39 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def quantised_otherwise(hf: Mapping[str, Any], *methods: str) -> str | None:
-    """The checkpoint's quantisation where it is in none of the number formats `methods` (block fp8 and INT4 unless
-    given), in words; None also if there is none."""
-    described, methods = hf.get("quantization_config"), methods or ("fp8", "compressed-tensors")
-    if not described:
+def quantised_otherwise(hf: HfConfig, *methods: str) -> str | None:
+    """Returns a description of the checkpoint's quantisation if it is not one of the number formats `methods` (default:
+    block fp8 and INT4), else None."""
+    quantisation = hf.get("quantization_config")
+    if not quantisation:
         return None
-    method = described.get("quant_method", methods[0])
-    if method not in methods:
+    supported = methods or ("fp8", "compressed-tensors")
+    method = quantisation.get("quant_method", supported[0])
+    if method not in supported:
         return f"quantization_config.quant_method {method}"
-    return all_formats()[method].other_scheme(described)
+    return all_formats()[method].other_scheme(quantisation)
 
 
-def unusual(hf: dict[str, Any], *only: tuple[str, Any]) -> str | None:
-    """The first of the fields that config.json sets to another value than the `only` one that can be built; a field
-    that is missing or null has it."""
+def unusual(hf: HfConfig, *only: tuple[str, object]) -> str | None:
+    """Returns the first of the fields `only` that config.json sets to a value other than the supported one, with its
+    value; None if there is none. A missing or null field counts as supported."""
     for key, value in only:
         if hf.get(key) not in (None, value):
             return f"{key} {hf[key]}"
     return None
 
 
-def dense_table(hf: dict[str, Any], attention: Attention) -> Table:
-    """The trainer's layout of every checkpoint tensor of a dense decoder of Llama's shape."""
+def dense_table(hf: HfConfig, attention: Attention) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor of a dense decoder of Llama's shape."""
     layer = Layer()
     mlp = layer.dense(hf["hidden_size"], hf["intermediate_size"])
     rows = (embedding(hf), *layer.attention(attention), *mlp, *head(hf))
     return Table(rows, layers=hf["num_hidden_layers"], experts=0, aliases=tied_copies(hf))
 
 
-def dense_engine_table(hf: dict[str, Any], attention: Attention, group: Group = "attention") -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor of such a decoder. `group`: "tensor" where its model knows no
-    DP-attention."""
+def dense_engine_table(hf: HfConfig, attention: Attention, group: Group = "attention") -> Table:
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor of a dense decoder of Llama's shape. `group`: "tensor"
+    if SGLang's model does not support DP-attention."""
     layer = engine_rows.layer()
     rows = (
         engine_rows.embedding(hf, group),

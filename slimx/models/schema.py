@@ -1,5 +1,5 @@
-"""Types and bounds of the fields of a config.json, for all families: a value that no model has is refused by its field
-where the file is read. Bounds are far above what published models have, and low enough for every plan to be cheap."""
+"""Types and bounds of config.json fields, for all families. Invalid values are refused by field name where the file is
+read. Bounds are far above those of published models, and low enough to keep every plan cheap."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from slimx.errors import SlimxError
+from slimx.json_types import Json
+from slimx.models.fields import HfConfig
 from slimx.models.files.index import read_object
 
 
@@ -17,43 +19,50 @@ from slimx.models.files.index import read_object
 class Kind:
     """Values that a field may have."""
 
-    words: str
-    holds: Callable[[Any], bool]
-    null: bool = True
+    description: str
+    accepts: Callable[[object], bool]
+    nullable: bool = True
     """True if null counts as missing."""
 
 
-def _whole(least: int, most: int, *, of: int = 1) -> Kind:
-    words = "whole" if of == 1 else "even"
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
+
+
+def _integer(least: int, most: int) -> Kind:
+    return Kind(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
+
+
+def _even(least: int, most: int) -> Kind:
     return Kind(
-        f"a{'n' if of == 2 else ''} {words} number from {least} to {most}",
-        lambda value: type(value) is int and least <= value <= most and value % of == 0,
+        f"an even number from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most and value % 2 == 0,
     )
 
 
 def _number(least: float, most: float) -> Kind:
     # A comparison with NaN is false.
-    return Kind(
-        f"a number from {least:g} to {most:g}", lambda value: type(value) in (int, float) and least <= value <= most
-    )
+    return Kind(f"a number from {least:g} to {most:g}", lambda value: _is_number(value) and least <= value <= most)
 
 
 def _list(kind: Kind, most: int) -> Kind:
     return Kind(
-        f"a list of at most {most} entries, each {kind.words}",
-        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.holds, value)),
+        f"a list of at most {most} entries, each {kind.description}",
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.accepts, value)),
     )
 
 
 def _pair(kind: Kind) -> Kind:
-    listed = _list(kind, 2)
-    return Kind(f"a list of two entries, each {kind.words}", lambda value: listed.holds(value) and len(value) == 2)
+    return Kind(
+        f"a list of two entries, each {kind.description}",
+        lambda value: isinstance(value, list) and len(value) == 2 and all(map(kind.accepts, value)),
+    )
 
 
 _LAYERS = 1000
 _FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-_DECIDED = Kind(_FLAG.words, _FLAG.holds, null=False)
-"""A switch that is on where it is missing, and that transformers takes for off where it is null."""
+_DECIDED = Kind(_FLAG.description, _FLAG.accepts, nullable=False)
+"""A switch that is on if missing, but that transformers treats as off if null."""
 _NAME = Kind("a string", lambda value: isinstance(value, str))
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _OBJECTS = Kind(
@@ -61,17 +70,21 @@ _OBJECTS = Kind(
 )
 _LIMIT = Kind(  # JSON has no infinity: transformers writes {"__float__": "Infinity"}
     "a number or Infinity",
-    lambda value: (type(value) in (int, float) and value == value) or value == {"__float__": "Infinity"},
+    lambda value: (_is_number(value) and value == value) or value == {"__float__": "Infinity"},
 )
-_SIZE, _HEADS, _HEAD = _whole(1, 2**18), _whole(1, 4096), _whole(1, 8192)
-_EXPERTS, _TOKENS = _whole(0, 4096), _whole(1, 2**27)
-_BASE, _SHARE = _number(1, 1e12), _number(0.01, 1)
+_SIZE = _integer(1, 2**18)
+_HEADS = _integer(1, 4096)
+_HEAD = _integer(1, 8192)
+_EXPERTS = _integer(0, 4096)
+_TOKENS = _integer(1, 2**27)
+_BASE = _number(1, 1e12)
+_FRACTION = _number(0.01, 1)
 
 Schema = Mapping[str, "Kind | Schema"]
 _ROTARY: Schema = {
     **dict.fromkeys(("type", "rope_type"), _NAME),
     "rope_theta": _BASE,
-    "partial_rotary_factor": _SHARE,
+    "partial_rotary_factor": _FRACTION,
     "factor": _number(1, 1e4),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"), _number(0, 1e4)),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _number(0, 1e4)),
@@ -89,54 +102,54 @@ _VISION: Schema = {
     **dict.fromkeys(("vt_hidden_size", "vt_intermediate_size", "mm_hidden_size"), _SIZE),
     **dict.fromkeys(("patch_size", "init_pos_emb_height", "init_pos_emb_width"), _HEAD),
     "merge_kernel_size": _pair(_HEAD),
-    "vt_num_hidden_layers": _whole(0, _LAYERS),
+    "vt_num_hidden_layers": _integer(0, _LAYERS),
 }
 _TEXT: Schema = {
-    "vocab_size": _whole(1, 2**24),
+    "vocab_size": _integer(1, 2**24),
     "max_position_embeddings": _TOKENS,
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), _SIZE),
     **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), _SIZE),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "sliding_window"), _SIZE),
-    "shared_intermediate_size": _whole(0, 2**18),
-    "num_hidden_layers": _whole(1, _LAYERS),
+    "shared_intermediate_size": _integer(0, 2**18),
+    "num_hidden_layers": _integer(1, _LAYERS),
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,
-    **dict.fromkeys(("head_dim", "rotary_dim", "qk_rope_head_dim"), _whole(2, 8192, of=2)),
+    **dict.fromkeys(("head_dim", "rotary_dim", "qk_rope_head_dim"), _even(2, 8192)),
     **dict.fromkeys(("qk_nope_head_dim", "qk_head_dim", "v_head_dim"), _HEAD),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "norm_eps"), _number(1e-20, 0.1)),
     "rope_theta": _BASE,
-    "partial_rotary_factor": _SHARE,
+    "partial_rotary_factor": _FRACTION,
     "rope_parameters": _ROTARY,
     "rope_scaling": _ROTARY,
     # experts and their router
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
-    **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), _whole(1, 1024)),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), _whole(0, 64)),
-    **dict.fromkeys(("n_group", "topk_group"), _whole(1, 4096)),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), _integer(1, 1024)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), _integer(0, 64)),
+    **dict.fromkeys(("n_group", "topk_group"), _integer(1, 4096)),
     "routed_scaling_factor": _number(1e-3, 1e3),
-    **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), _whole(0, _LAYERS)),
-    **dict.fromkeys(("moe_layer_freq", "decoder_sparse_step", "full_attention_interval"), _whole(1, _LAYERS)),
-    "mlp_only_layers": _list(_whole(0, _LAYERS), _LAYERS),
+    **dict.fromkeys(("first_k_dense_replace", "max_window_layers"), _integer(0, _LAYERS)),
+    **dict.fromkeys(("moe_layer_freq", "decoder_sparse_step", "full_attention_interval"), _integer(1, _LAYERS)),
+    "mlp_only_layers": _list(_integer(0, _LAYERS), _LAYERS),
     "swiglu_limit": _number(1e-3, 1e4),
     "swiglu_alpha": _number(1e-3, 1e3),
     # delta nets, Mamba-2, sparse attention, multi-token prediction
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "n_groups"), _HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "ssm_state_size"), _HEAD),
-    **dict.fromkeys(("linear_conv_kernel_dim", "conv_kernel"), _whole(1, 64)),
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_kernel"), _integer(1, 64)),
     "time_step_limit": _pair(_LIMIT),
     "index_n_heads": _HEADS,
-    "index_head_dim": _whole(2, 8192, of=2),
+    "index_head_dim": _even(2, 8192),
     "index_topk": _TOKENS,
-    "index_topk_freq": _whole(1, _LAYERS),
-    **dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), _whole(0, 64)),
+    "index_topk_freq": _integer(1, _LAYERS),
+    **dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), _integer(0, 64)),
     # kinds of layers
     **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type"), _list(_NAME, _LAYERS)),
-    "attn_type_list": _list(_whole(0, 64), _LAYERS),
+    "attn_type_list": _list(_integer(0, 64), _LAYERS),
     "hybrid_override_pattern": Kind(
         f"a string of 1 to {_LAYERS} characters", lambda value: isinstance(value, str) and 1 <= len(value) <= _LAYERS
     ),
     "index_topk_pattern": Kind(
-        "a string or a list of strings", lambda value: isinstance(value, str) or _list(_NAME, _LAYERS).holds(value)
+        "a string or a list of strings", lambda value: isinstance(value, str) or _list(_NAME, _LAYERS).accepts(value)
     ),
     # switches
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_qkv_bias", "mamba_proj_bias"), _FLAG),
@@ -151,50 +164,57 @@ FIELDS: Schema = {**_TEXT, "text_config": _TEXT, "vision_config": _VISION}
 """Field -> its kind, or the fields of an object."""
 
 
-def read_fields(file: Path, own: Collection[str] = ()) -> dict[str, Any]:
-    """The content of a config.json, checked by `check_fields`."""
-    check_fields(hf := read_object(file), file, own)
+def read_fields(file: Path, unchecked: Collection[str] = ()) -> Json:
+    """Returns the content of a config.json, checked by `check_fields`."""
+    hf = read_object(file)
+    check_fields(hf, file, unchecked)
     return hf
 
 
-def check_fields(hf: Mapping[str, Any], file: Path, own: Collection[str] = ()) -> None:
-    """Raises SlimxError for the first field of the config.json `hf`, read from `file`, whose value no model has; those
-    in `own` may have any."""
-    hf = {name: value for name, value in hf.items() if name not in own}
-    text = hf.get("text_config")
-    problem = next(_odd(hf, FIELDS), None)
-    problem = problem or next(_contradictions(hf), None)
-    if problem is None and text is not None and (within := next(_contradictions(text), None)):
-        problem = (f"text_config.{within[0]}", *within[1:])
-    if problem:
-        name, value, wanted = problem
+def check_fields(hf: HfConfig, file: Path, unchecked: Collection[str] = ()) -> None:
+    """Raises SlimxError for the first field of config.json `hf`, read from `file`, that has an invalid value. Fields in
+    `unchecked` may have any."""
+    hf = {name: value for name, value in hf.items() if name not in unchecked}
+    problem = next(_problems(hf), None)
+    if problem is not None:
+        name, value, valid = problem
         raise SlimxError(
-            f"{file}: {name} is {reprlib.repr(value)}, but must be {wanted}; restore it from the checkpoint's source",
+            f"{file}: {name} is {reprlib.repr(value)}, but must be {valid}; restore it from the checkpoint's source",
             code="model.field",
             about=name,
         )
 
 
-Problem = tuple[str, Any, str]
-"""Name of a field, its value, and the values that it may have."""
+Problem = tuple[str, object, str]
+"""Name of a field, its value, and a description of the valid values."""
 
 
-def _odd(fields: Mapping[str, Any], schema: Schema) -> Iterator[Problem]:
+def _problems(hf: HfConfig) -> Iterator[Problem]:
+    yield from _invalid(hf, FIELDS)
+    yield from _contradictions(hf)
+    text = hf.get("text_config")
+    if text is not None:
+        for name, value, valid in _contradictions(text):
+            yield f"text_config.{name}", value, valid
+
+
+def _invalid(fields: HfConfig, schema: Schema) -> Iterator[Problem]:
     for name, value in fields.items():
         kind = schema.get(name)
         if isinstance(kind, Kind):
-            if not kind.holds(value) and (value is not None or not kind.null):
-                yield name, value, kind.words
+            if not kind.accepts(value) and (value is not None or not kind.nullable):
+                yield name, value, kind.description
         elif kind is None or value is None:
             continue
         elif not isinstance(value, dict):
-            yield name, value, _OBJECT.words
+            yield name, value, _OBJECT.description
         else:
-            yield from ((f"{name}.{inner}", *rest) for inner, *rest in _odd(value, kind))
+            for inner, inner_value, valid in _invalid(value, kind):
+                yield f"{name}.{inner}", inner_value, valid
 
 
-def _contradictions(hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """Fields with values that others of the same model exclude; all have their kinds."""
+def _contradictions(hf: HfConfig) -> Iterator[Problem]:
+    """Yields fields whose values contradict those of others; all values are of their kinds."""
     layers = hf.get("num_hidden_layers")
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((name for name in names if hf.get(name) is not None), "")
@@ -222,16 +242,21 @@ def _contradictions(hf: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _rotation(hf)
 
 
-def _rotation(hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """Heads that cannot rotate: pairs of dimensions do."""
-    hidden, heads, head = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim")
+def _rotation(hf: HfConfig) -> Iterator[Problem]:
+    """Yields fields that make the rotated dimensions of a head odd in number, although they rotate in pairs."""
+    hidden = hf.get("hidden_size")
+    heads = hf.get("num_attention_heads")
+    head = hf.get("head_dim")
     if hf.get("qk_rope_head_dim") is not None or hidden is None or heads is None:
         return
     if head is None and hidden % (2 * heads):
         yield "hidden_size", hidden, f"a multiple of twice num_attention_heads, {heads}, without head_dim"
         return
     head = hidden // heads if head is None else head
-    for where, fields in (("", hf), ("rope_parameters.", hf.get("rope_parameters") or {})):
-        share = fields.get("partial_rotary_factor")
-        if share is not None and (int(head * share) % 2 or not 2 <= int(head * share) <= head):
-            yield f"{where}partial_rotary_factor", share, f"an even number of the {head} dimensions of a head"
+    for prefix, fields in (("", hf), ("rope_parameters.", hf.get("rope_parameters") or {})):
+        fraction = fields.get("partial_rotary_factor")
+        if fraction is None:
+            continue
+        rotated = int(head * fraction)
+        if rotated % 2 or not 2 <= rotated <= head:
+            yield f"{prefix}partial_rotary_factor", fraction, f"an even number of the {head} dimensions of a head"

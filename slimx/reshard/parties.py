@@ -2,8 +2,8 @@
 
     Source --gather--> Delivery --bring--> Recipient (one for each engine, of those that Members names)
 
-The publisher calls all four. Of them only a delivery calls another one: it moves a bucket and has the recipient take
-it. A recipient forwards the verbs of `Receiver` by their names to the process that does them.
+The publisher calls all four. Only a delivery calls another party: it moves a bucket and makes the recipient stage it. A
+recipient forwards the verbs of `Receiver` by name to the process that performs them.
 """
 
 from __future__ import annotations
@@ -12,179 +12,177 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 
 Staging = Literal["model", "bucket"]
-"""When engines copy: once, when all buckets are staged, or each bucket as it comes."""
+"""When engines copy: once after all buckets are staged, or each bucket as it arrives."""
 
 
 class ReceiverLost(SlimxError):
-    """An engine died or did not answer in time, as opposed to one that answered with a refusal."""
+    """Raised if an engine died or did not respond in time, rather than refusing."""
 
 
 class NoReceiverLeft(SlimxError):
-    """A publication lost all its engines. Those that are restarted can get the same version again."""
+    """Raised if a publication lost all its engines. Restarted engines can receive the same version again."""
 
 
 class TransportLost(SlimxError):
-    """Raised where the way of the weights failed and no engine is to blame: the same version can be published again."""
+    """Raised if the transport failed and no engine is at fault: the same version can be published again."""
 
 
 class Source(Protocol):
-    """The trainers, or whoever has their weights."""
+    """Trainers, or another owner of their weights."""
 
     async def begin(self, manifest: Manifest) -> None:
-        """A publication begins."""
+        """Begins a publication."""
         ...
 
     async def forms(self) -> list[dict[str, str]]:
-        """Every tensor that will be sent, name -> "dtype:d0,d1": one dict that all engine ranks take ("hf"), or one for
-        each engine rank ("local")."""
+        """Returns every tensor that will be sent, name -> "dtype:d0,d1": one dict for all engine ranks ("hf"), or one
+        per engine rank ("local")."""
         ...
 
     async def bucket_count(self) -> int: ...
 
     async def gather(self, bucket: int) -> PackedBucket:
-        """Bring one bucket into the publishing rank's memory. It stays there until it is released."""
+        """Gathers one bucket in the publishing rank's memory, where it stays until it is released."""
         ...
 
     async def release(self, bucket: int | None = None) -> None:
-        """Give one bucket's memory back. None: the publication has ended; memory may stay for the next one."""
+        """Releases one bucket's memory. None: the publication has ended; memory may be kept for the next one."""
         ...
 
 
 class Receiver(Protocol):
-    """The verbs of a publication, which an engine does in the process that owns its server.
+    """Verbs of a publication, which an engine performs in the process that owns its server.
 
-    Each may raise SlimxError: a refusal, after which the engine takes no part in the publication.
-    """
+    Each may raise SlimxError to refuse; the engine then leaves the publication."""
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        """Every tensor that the engine takes in this encoding, in the form of `Source.forms`."""
+        """Returns every tensor that the engine loads in this encoding, in the form of `Source.forms`."""
         ...
 
-    async def transport(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the transport's end at the engine, before the publication begins there."""
+    async def transport(self, method: str, *arguments: object) -> object:
+        """Calls a method of the transport's receiver at the engine, before the publication begins there."""
         ...
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        """Get ready for one publication; from now on verbs of an older one are refused."""
+        """Prepares one publication; verbs of older ones are refused from now on."""
         ...
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        """Open a bucket where it is and prove its bytes. Nothing of the model changes."""
+        """Opens a bucket in place and verifies its bytes, without changing the model."""
         ...
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        """Take a bucket from the trainer ranks, or from its files, and stage it."""
+        """Receives a bucket from the trainer ranks or its files, and stages it."""
         ...
 
     async def abort(self) -> None:
-        """Drop what is staged."""
+        """Drops staged buckets."""
         ...
 
     async def pause(self) -> None:
-        """Stop generating, unless the engine has stopped already."""
+        """Pauses generation, unless it is already paused."""
         ...
 
     async def load(self) -> None:
-        """Copy what is staged in place. DIRTY from here on."""
+        """Copies staged buckets into the model, which is DIRTY from now on."""
         ...
 
-    async def verify(self) -> dict[str, Any]:
-        """Prove what the engine holds: {checked: number of tensors held as published, ...}."""
+    async def verify(self) -> Json:
+        """Verifies the engine's weights: {checked: number of tensors that are as published, ...}."""
         ...
 
     async def commit(self, version: int) -> None:
-        """Close the publication and stamp the weights with their version."""
+        """Ends the publication and sets the version of the weights."""
         ...
 
     async def resume(self) -> None:
-        """Take back memory that is still released, and generate."""
+        """Restores released memory and resumes generation."""
         ...
 
 
 PROTOCOL = 9
-"""Version of the verbs as JSON, in which an engine passes them on to the ranks of its server
+"""Version of the verbs' JSON form in which an engine forwards them to its server's ranks
 (`slimx/adapters/sglang/plugin.py`)."""
 BEFORE_BEGIN = ("inventory", "transport", "begin")
-"""Verbs that come before the publication has begun at an engine."""
+"""Verbs that precede the begin of the publication at an engine."""
 
 
 class Recipient(Protocol):
-    """One engine as the publisher reaches it, through all its restarts."""
+    """One engine from the publisher's view, across all its restarts."""
 
     name: str
     incarnation: int
-    """Rises with every restart: what was asked of an earlier one has to be asked again."""
+    """Increases with every restart; requests to an earlier incarnation have to be repeated."""
 
-    async def perform(self, verb: str, epoch: int, *arguments: Any) -> Any:
-        """Have the engine do a verb of `Receiver` in the publication of membership `epoch`.
+    async def perform(self, verb: str, epoch: int, *arguments: object) -> Any:
+        """Makes the engine perform a verb of `Receiver` in the publication of membership `epoch`.
 
-        Raises ReceiverLost if the engine is gone or does not answer in time.
-        """
+        Raises ReceiverLost if the engine is gone or does not respond in time."""
         ...
 
 
 class LocalRecipient:
-    """A recipient whose verbs are its own methods, with no process in between."""
+    """A recipient whose verbs are its methods, without a separate process."""
 
     incarnation = 1
 
-    async def perform(self, verb: str, epoch: int, *arguments: Any) -> Any:
+    async def perform(self, verb: str, epoch: int, *arguments: object) -> Any:
         return await getattr(self, verb)(*arguments)
 
 
 class Delivery:
-    """The way of gathered buckets to the engines. This one brings nothing anywhere: engines open buckets in place."""
+    """Delivery of gathered buckets to the engines. This one moves nothing: engines open buckets in place."""
 
     keeps = False
-    """True where a published version can be published again without its source (`kept`)."""
+    """True if a published version can be published again without its source (`kept`)."""
     wire: int | None = None
-    """Bytes that were put on their way to all engines in the publication under way, or the last one; None: they are not
-    counted."""
+    """Bytes sent to all engines in the current or last publication; None if not counted."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
-        """A publication of so many buckets begins."""
+        """Begins a publication of `buckets` buckets."""
 
     async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
-        """Accept a gathered bucket. Returns it as it will be brought: `packed` itself, or a copy that lasts without the
-        source."""
+        """Accepts a gathered bucket. Returns it as it will be delivered: `packed` itself, or a copy that outlives the
+        source's."""
         return packed
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
-        """Make sure that buckets of the publication of membership `epoch` can reach `recipient`."""
+        """Ensures that buckets of the publication of membership `epoch` can reach `recipient`."""
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
-        """Bring a bucket to `recipient` and have it staged there; one in several files is put together first."""
+        """Delivers a bucket to `recipient`, which stages it; a bucket of several files is assembled first."""
         await recipient.perform("receive" if packed.chain else "stage", epoch, packed, bucket)
 
     async def end(self) -> None:
-        """The publication has ended, whatever became of it at the engines."""
+        """Ends a publication, successful or not."""
 
     def renew(self) -> None:
-        """The source's processes are others from now on."""
+        """Resets connections after the source's processes were replaced."""
 
     def kept(self, version: int) -> Source | None:
-        """The source of `version` that this delivery keeps."""
+        """Returns a source of `version` if this delivery has kept it."""
         return None
 
 
 class Members(Protocol):
-    """The engines of the run. The epoch rises with every change."""
+    """Engines of the run. The epoch increases with every change."""
 
     @property
     def epoch(self) -> int: ...
 
     def candidates(self) -> Sequence[Recipient]:
-        """Engines that run: those that serve, and restarted ones that hold no published weights yet."""
+        """Returns the running engines: serving ones, and restarted ones without published weights."""
         ...
 
     async def quarantine(self, recipient: Recipient, error: SlimxError) -> None:
-        """Let no request reach the engine any more; its recovery goes on in the background."""
+        """Stops routing requests to the engine; it is recovered in the background."""
         ...
 
     async def admit(self, recipient: Recipient) -> None:
-        """The engine holds a verified version and may serve."""
+        """Admits an engine with a verified version to serving."""
         ...

@@ -1,17 +1,17 @@
-"""Publication: the trainers' weights become a new version in every engine, proven equal; an engine that fails is out.
+"""Publication of the trainers' weights as a new, verified version in every engine; an engine that fails is dropped.
 
     source     gather 0   gather 1   gather 2  ...
     delivery              bring 0    bring 1   ...
-    engines    begin      stage 0    stage 1   ...   then each on its own: pause, load, verify, commit, resume, admit
+    engines    begin      stage 0    stage 1   ...   then each separately: pause, load, verify, commit, resume, admit
 
-Where source and engines share devices, the source leaves them between the last commit and the first resume.
+If source and engines share devices, the source leaves them between the last commit and the first resume.
 
-Engines serve while buckets are staged, and before its first copy an abort changes nothing in an engine. From the first
-copy on it is DIRTY and serves nothing until everything that it holds is verified. With `staging = "bucket"` each bucket
-is copied as it comes: two buckets of memory instead of a whole model, but engines are paused from the beginning.
+Engines serve while buckets are staged, and an abort before the first copy does not change an engine. From the first
+copy on an engine is DIRTY and does not serve until all its weights are verified. With `staging = "bucket"` each bucket
+is copied as it arrives: this takes two buckets of memory instead of a whole model, but pauses engines from the start.
 
-A failure belongs to an engine: one that refuses, dies or misses a deadline is quarantined and the others go on. A
-failure of the trainers ends the publication. Engines and trainers are given as protocols (`slimx.reshard.parties`).
+Failures are per engine: one that refuses, dies or misses a deadline is quarantined and the others continue. A failure
+of the trainers ends the publication. Engines and trainers are protocols (`slimx.reshard.parties`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, EngineOutcome, Manifest, Publication
@@ -40,7 +40,7 @@ from slimx.reshard.parties import (
 from slimx.runtime.tasks import cancelled
 
 ABORT_S = 10.0
-"""Seconds that engines and trainers get to drop what they hold of a publication that has failed."""
+"""Seconds that engines and trainers get to drop data of a failed publication."""
 
 
 class Publisher:
@@ -60,32 +60,39 @@ class Publisher:
         rule: str = "none",
         vacate: Callable[[], Awaitable[None]] | None = None,
     ):
-        """`delivery`: None has engines open buckets where the source has gathered them. `deadline_s`: seconds for a
-        whole publication; `step_deadline_s`: for one call to one engine. `vacate`: frees devices that source and
-        engines share; awaited when all engines hold the version, before the first of them takes the rest of its
-        memory."""
-        self.source, self.members, self.delivery, self.staging = source, members, delivery or Delivery(), staging
-        self.deadline_s, self.step_deadline_s = deadline_s, step_deadline_s
-        self.policy, self.encoding, self.rule = policy, encoding, rule
+        """Configures publications of one policy.
+
+        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: seconds for a whole
+        publication; `step_deadline_s`: for one call to one engine. `vacate`: frees devices that source and engines
+        share; awaited after all engines have committed, before the first of them reallocates its memory."""
+        self.source = source
+        self.members = members
+        self.delivery = delivery or Delivery()
+        self.staging = staging
+        self.deadline_s = deadline_s
+        self.step_deadline_s = step_deadline_s
+        self.policy = policy
+        self.encoding = encoding
+        self.rule = rule
         self.vacate = vacate
         self.checked: dict[str, int] = {}
-        """By engine the incarnation whose list of tensors was compared with the source's."""
-        self._under_way: int | None = None
+        """Engine -> the incarnation whose list of tensors was compared with the source's."""
+        self._current: int | None = None
+        """Version of the running publication."""
 
     async def publish(self, version: int, *, trainer_step: int) -> Publication:
-        """Bring the trainers' present weights into every engine as `version`.
+        """Publishes the trainers' current weights to every engine as `version`.
 
-        Raises NoReceiverLeft if no engine got them, TransportLost if what carries them died, SlimxError if the trainers
-        failed or an engine holds another model. A second call while one is under way is refused.
-        """
-        if self._under_way is not None:
+        Raises NoReceiverLeft if no engine received them, TransportLost if the transport died, SlimxError if the
+        trainers failed or an engine has a different model. Refuses a second call while a publication is running."""
+        if self._current is not None:
             raise SlimxError(
-                f"version {version} cannot be published while the publication of version {self._under_way} is under "
-                "way; wait for it",
+                f"version {version} cannot be published while the publication of version {self._current} is running; "
+                "wait for it",
                 code="publish.under_way",
                 about=f"version {version}",
             )
-        self._under_way = version
+        self._current = version
         try:
             manifest = Manifest(
                 policy=self.policy,
@@ -97,39 +104,42 @@ class Publisher:
             )
             return await _Attempt(self, manifest).run()
         finally:
-            self._under_way = None
+            self._current = None
 
 
 class _EngineDropped(Exception):
-    """The engine has left this publication; its quarantine has begun."""
+    """Raised if the engine has left this publication; its quarantine has begun."""
 
 
 class _Attempt:
-    """One publication under way."""
+    """One running publication."""
 
     def __init__(self, publisher: Publisher, manifest: Manifest):
-        self.publisher, self.source, self.members = publisher, publisher.source, publisher.members
+        self.publisher = publisher
+        self.source = publisher.source
+        self.members = publisher.members
         self.delivery = publisher.delivery
-        self.manifest, self.epoch = manifest, manifest.membership_epoch
+        self.manifest = manifest
+        self.epoch = manifest.membership_epoch
         self.active = list(self.members.candidates())
         self.incarnations = {recipient.name: recipient.incarnation for recipient in self.active}
         self.out = Publication(manifest, {recipient.name: EngineOutcome() for recipient in self.active})
         self.ends = asyncio.get_running_loop().time() + publisher.deadline_s
         self._running: dict[str, tuple[int, float]] = {}
-        """By stage how many calls are in it, and since when."""
+        """Stage -> number of calls in it, and start time."""
 
     async def run(self) -> Publication:
         by_bucket = self.publisher.staging == "bucket"
         try:
             with self._timed("total"):
-                self._someone_left()
+                self._require_engines()
                 await self._check_tensors()
-                await self._of_trainers("begin", self.source.begin(self.manifest))
-                count = await self._of_trainers("begin", self.source.bucket_count())
-                await self._of_trainers("begin", self.delivery.begin(self.manifest, count))
-                await self._each("begin", self._begin)
+                await self._by_deadline("begin", self.source.begin(self.manifest))
+                count = await self._by_deadline("begin", self.source.bucket_count())
+                await self._by_deadline("begin", self.delivery.begin(self.manifest, count))
+                await self._on_engines("begin", self._begin)
                 if by_bucket:
-                    await self._each("pause")
+                    await self._on_engines("pause")
                 await self._stage(count, load=by_bucket)
                 self.out.wire = self.delivery.wire
                 await self._switch(load=not by_bucket)
@@ -137,24 +147,23 @@ class _Attempt:
             await self._give_up()
             raise
         if self.publisher.vacate is None:
-            await self._of_trainers("release", self._end())
+            await self._by_deadline("release", self._end())
         return self.out
 
     # Stages -----------------------------------------------------------------------------------------------------------
 
     async def _check_tensors(self) -> None:
-        """Names, shapes and dtypes of all tensors against each engine's own list, before it is sent the first byte."""
+        """Compares names, shapes and dtypes of all tensors with each engine's list before any bytes are sent."""
         with self._timed("check"):
-            sent = await self._of_trainers("check", self.source.forms())
+            sent = await self._by_deadline("check", self.source.forms())
         checked = self.publisher.checked
         new = [recipient for recipient in self.active if checked.get(recipient.name) != recipient.incarnation]
         with self._timed("check"):
             encoding = self.manifest.encoding
-            asked = (self._call(recipient, "inventory", encoding) for recipient in new)
-            lists = await self._together(asked)
-        for recipient, known in zip(new, lists, strict=True):
-            if known is not None:
-                _compare(recipient.name, sent, known)
+            inventories = await self._together(self._call(recipient, "inventory", encoding) for recipient in new)
+        for recipient, inventory in zip(new, inventories, strict=True):
+            if inventory is not None:
+                _compare(recipient.name, sent, inventory)
                 checked[recipient.name] = recipient.incarnation
 
     async def _begin(self, recipient: Recipient) -> None:
@@ -162,43 +171,45 @@ class _Attempt:
         await recipient.perform("begin", self.epoch, self.manifest, self.publisher.staging)
 
     async def _stage(self, count: int, *, load: bool) -> None:
-        """All buckets through all engines: one is staged while the next is gathered."""
-        coming: asyncio.Task[tuple[PackedBucket, bool]] | None = asyncio.create_task(self._gather(0))
+        """Sends all buckets through all engines; one is staged while the next is gathered."""
+        gathering = asyncio.create_task(self._gather(0))
         try:
             for bucket in range(count):
-                packed, held = await coming
-                coming = asyncio.create_task(self._gather(bucket + 1)) if bucket + 1 < count else None
+                packed, in_source = await gathering
+                if bucket + 1 < count:
+                    gathering = asyncio.create_task(self._gather(bucket + 1))
                 bring = partial(self.delivery.bring, epoch=self.epoch, packed=packed, bucket=bucket)
-                await self._each("stage", bring)
+                await self._on_engines("stage", bring)
                 if load:
-                    await self._each("load")
-                if held and (load or packed.on_device):  # engines have copies of what is on a device
-                    await self._of_trainers("release", self.source.release(bucket))
+                    await self._on_engines("load")
+                if in_source and (load or packed.on_device):  # engines copy buckets in GPU memory
+                    await self._by_deadline("release", self.source.release(bucket))
                 self.out.nbytes += packed.nbytes
                 self.out.tensors += len(packed.tensors)
                 self.out.buckets += 1
         finally:
-            await cancelled(coming)
+            await cancelled(gathering)
 
     async def _gather(self, bucket: int) -> tuple[PackedBucket, bool]:
-        """A bucket as engines get it, and True while the source holds its memory."""
+        """Returns a bucket in the form in which engines receive it, and True if it is still in the source's memory."""
         with self._timed("gather"):
-            gathered = await self._of_trainers("gather", self.source.gather(bucket))
-            taken = await self._of_trainers("gather", self.delivery.take(gathered, bucket))
+            gathered = await self._by_deadline("gather", self.source.gather(bucket))
+            taken = await self._by_deadline("gather", self.delivery.take(gathered, bucket))
             if taken is gathered:
                 return taken, True
-            await self._of_trainers("gather", self.source.release(bucket))
+            await self._by_deadline("gather", self.source.release(bucket))
             return taken, False
 
     async def _switch(self, *, load: bool) -> None:
-        """From staged to serving, each engine at its own pace: another one that hangs does not keep it paused. Those
-        that share devices with the source wait for each other, because the source leaves once."""
-        if (vacate := self.publisher.vacate) is None:
+        """Switches staged engines to serving, each at its own pace, so that a hanging engine does not keep the others
+        paused. Engines that share devices with the source wait for each other, because the source leaves once."""
+        vacate = self.publisher.vacate
+        if vacate is None:
             await self._together(self._take_and_serve(recipient, load=load) for recipient in self.active)
             return
         await self._together(self._take(recipient, load=load) for recipient in self.active)
-        await self._of_trainers("release", self._end())
-        await self._of_trainers("release", vacate())
+        await self._by_deadline("release", self._end())
+        await self._by_deadline("release", vacate())
         await self._together(self._serve(recipient) for recipient in self.active)
 
     async def _take_and_serve(self, recipient: Recipient, *, load: bool) -> None:
@@ -206,7 +217,7 @@ class _Attempt:
         await self._serve(recipient)
 
     async def _take(self, recipient: Recipient, *, load: bool) -> None:
-        """Have an engine hold all that was staged, proven and stamped."""
+        """Makes an engine load, verify and commit the staged weights."""
         if load:
             await self._call(recipient, "pause")
             await self._call(recipient, "load")
@@ -225,7 +236,7 @@ class _Attempt:
         await self._call(recipient, "commit", self.manifest.version)
 
     async def _serve(self, recipient: Recipient) -> None:
-        """Let requests reach an engine that has taken the version."""
+        """Resumes an engine that has committed the version and admits it to serving."""
         await self._call(recipient, "resume")
         try:
             await self.members.admit(recipient)
@@ -234,38 +245,42 @@ class _Attempt:
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    async def _each(self, step: str, work: Callable[[Recipient], Awaitable[None]] | None = None) -> None:
-        """The same step of every engine that is left: its verb, or `work` with it."""
-        await self._together(
-            self._call(recipient, step) if work is None else self._timely(recipient, step, partial(work, recipient))
-            for recipient in self.active
-        )
+    async def _on_engines(self, step: str, work: Callable[[Recipient], Awaitable[None]] | None = None) -> None:
+        """Runs one step on every remaining engine: `step` as a verb, or `work(engine)` if given."""
+        if work is None:
+            await self._together(self._call(recipient, step) for recipient in self.active)
+        else:
+            await self._together(self._timely(recipient, step, partial(work, recipient)) for recipient in self.active)
 
     async def _together[T](self, calls: Iterator[Awaitable[T]]) -> list[T | None]:
-        """Results of all calls, None for an engine that was dropped. One that fails waits for the others: none may run
-        on into an abort."""
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, _EngineDropped):
+        """Returns the results of all calls, None for dropped engines. A failing call waits for the others: none may
+        continue during an abort."""
+        results: list[T | None] = []
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, _EngineDropped):
+                results.append(None)
+            elif isinstance(result, BaseException):
                 raise result
-        self._someone_left()
-        return [None if isinstance(result, _EngineDropped) else result for result in results]
+            else:
+                results.append(result)
+        self._require_engines()
+        return results
 
     async def _call(self, recipient: Recipient, verb: str, *arguments: object) -> Any:
-        """One verb of one engine."""
+        """Performs one verb on one engine."""
         return await self._timely(recipient, verb, partial(recipient.perform, verb, self.epoch, *arguments))
 
     async def _timely[T](self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:
-        """One step of one engine within its deadline. An engine that fails is dropped."""
+        """Runs one step of one engine within its deadline. An engine that fails is dropped."""
         self.out.engines[recipient.name].step = step
         if recipient.incarnation != self.incarnations[recipient.name]:
-            again = f"engine {recipient.name} was started again during {self.manifest}"
-            await self._drop(recipient, ReceiverLost(again, code="engine.restarted", about=recipient.name))
-        if not self._left():  # the time was spent before this engine was asked
+            problem = f"engine {recipient.name} was restarted during {self.manifest}"
+            await self._drop(recipient, ReceiverLost(problem, code="engine.restarted", about=recipient.name))
+        if not self._left():
             raise DeadlineError(
                 f"publication of version {self.manifest.version}",
                 self.publisher.deadline_s,
-                f"all that came before step {step} of engine {recipient.name}",
+                f"the steps before step {step} of engine {recipient.name}",
             )
         seconds = self.publisher.step_deadline_s
         try:
@@ -273,18 +288,15 @@ class _Attempt:
                 async with asyncio.timeout(seconds):
                     return await work()
         except TimeoutError:
-            error = ReceiverLost(
-                f"engine {recipient.name} did not answer {step} of {self.manifest} within {seconds:.0f} s",
-                code="engine.silent",
-                about=recipient.name,
-            )
-        except TransportLost:  # no engine's fault
+            message = f"engine {recipient.name} did not respond to {step} of {self.manifest} within {seconds:.0f} s"
+            failure: SlimxError = ReceiverLost(message, code="engine.silent", about=recipient.name)
+        except TransportLost:  # the engine is not at fault
             raise
-        except SlimxError as problem:
-            error = problem
-        await self._drop(recipient, error)
+        except SlimxError as error:
+            failure = error
+        await self._drop(recipient, failure)
 
-    async def _drop(self, recipient: Recipient, error: SlimxError) -> None:
+    async def _drop(self, recipient: Recipient, error: SlimxError) -> NoReturn:
         self.active.remove(recipient)
         self.out.engines[recipient.name].error = error
         self.out.engines[recipient.name].tensors = 0
@@ -292,8 +304,8 @@ class _Attempt:
             await self.members.quarantine(recipient, error)
         raise _EngineDropped
 
-    async def _of_trainers[T](self, stage: str, work: Awaitable[T]) -> T:
-        """Wait for the trainers, not beyond the publication's deadline."""
+    async def _by_deadline[T](self, stage: str, work: Awaitable[T]) -> T:
+        """Waits for the trainers until the publication's deadline."""
         try:
             async with asyncio.timeout(self._left()):
                 return await work
@@ -309,73 +321,78 @@ class _Attempt:
         await self.delivery.end()
 
     async def _give_up(self) -> None:
-        """Best effort, and not for long: the error that stopped the publication is the one to tell."""
+        """Cancels the publication, best effort and within a short time: the error that stopped it is the one to
+        report."""
         drops = [*(recipient.perform("abort", self.epoch) for recipient in self.active), self._end()]
         with contextlib.suppress(TimeoutError):
             limit = min(self.publisher.deadline_s, ABORT_S)
             await asyncio.wait_for(asyncio.gather(*drops, return_exceptions=True), limit)
 
-    def _someone_left(self) -> None:
-        """Raise if no engine is left: to be tried again, when those that were lost or refused are started again."""
+    def _require_engines(self) -> None:
+        """Raises NoReceiverLeft if no engine is left; the publication can be repeated when lost engines have
+        restarted."""
         if self.active:
             return
         outcomes = self.out.engines
-        which = f"version {self.manifest.version}"
+        version = f"version {self.manifest.version}"
         if not outcomes:
-            raise NoReceiverLeft(f"{which} cannot be published: no engine runs", code="publish.no_engine", about=which)
-        told = "; ".join(str(outcome.error) for outcome in outcomes.values())
+            raise NoReceiverLeft(
+                f"{version} cannot be published: no engine is running", code="publish.no_engine", about=version
+            )
+        reasons = "; ".join(str(outcome.error) for outcome in outcomes.values())
         steps = {outcome.step for outcome in outcomes.values()}
         if len(steps) == 1 and not any(isinstance(outcome.error, ReceiverLost) for outcome in outcomes.values()):
             step = steps.pop()
             raise NoReceiverLeft(
-                f"{which} was refused by every engine, step {step}: {told}", code="publish.refused", about=step
+                f"every engine refused {version} in step {step}: {reasons}", code="publish.refused", about=step
             )
-        raise NoReceiverLeft(f"{which} reached no engine: {told}", code="publish.lost", about=which)
+        raise NoReceiverLeft(f"{version} reached no engine: {reasons}", code="publish.lost", about=version)
 
     def _left(self) -> float:
         return max(0.0, self.ends - asyncio.get_running_loop().time())
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        """Add the block's time to `stage`; of blocks that overlap (several engines), the union."""
-        inside, since = self._running.get(stage, (0, time.perf_counter()))
-        self._running[stage] = inside + 1, since
+        """Adds the duration of the block to `stage`. Blocks that overlap (several engines) count once."""
+        calls, start = self._running.get(stage, (0, time.perf_counter()))
+        self._running[stage] = calls + 1, start
         try:
             yield
         finally:
-            inside, since = self._running.pop(stage)
-            if inside > 1:
-                self._running[stage] = inside - 1, since
+            calls, start = self._running.pop(stage)
+            if calls > 1:
+                self._running[stage] = calls - 1, start
             else:
                 seconds = self.out.seconds
-                seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - since
+                seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
-def _compare(engine: str, sent: list[dict[str, str]], known: list[dict[str, str]]) -> None:
-    """Refuse a model that is not the trainers': restarting the engine would not help."""
-    if len(sent) != len(known):
+def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str]]) -> None:
+    """Raises SlimxError for a model that differs from the trainers': restarting the engine would not help."""
+    if len(sent) != len(loaded):
         raise SlimxError(
-            f"engine {engine} has {len(known)} ranks to load tensors into, the trainer sends to {len(sent)}; the "
-            "engine was started with other sizes than this run's configuration",
+            f"engine {engine} has {len(loaded)} ranks to load tensors into, but the trainer sends to {len(sent)}; the "
+            "engine was started with sizes that differ from this run's configuration",
             code="publish.ranks",
             about=engine,
         )
-    for rank, (outgoing, held) in enumerate(zip(sent, known, strict=True)):
-        where = f"engine {engine}" + (f" rank {rank}" if len(sent) > 1 else "")
-        for tensor, form in outgoing.items():
-            if tensor not in held:
+    for rank, (sent_tensors, engine_tensors) in enumerate(zip(sent, loaded, strict=True)):
+        name = f"engine {engine} rank {rank}" if len(sent) > 1 else f"engine {engine}"
+        for tensor, form in sent_tensors.items():
+            if tensor not in engine_tensors:
                 raise SlimxError(
-                    f"{where} has no tensor {tensor}; it loads another model", code="publish.unknown", about=tensor
+                    f"{name} has no tensor {tensor}; it loads a different model", code="publish.unknown", about=tensor
                 )
-            if held[tensor] != form:
+            if engine_tensors[tensor] != form:
                 raise SlimxError(
-                    f"{where} holds {tensor} as {held[tensor]}, the trainer sends {form}",
+                    f"{name} has {tensor} as {engine_tensors[tensor]}, but the trainer sends {form}",
                     code="publish.form",
                     about=tensor,
                 )
-        if missing := sorted(held.keys() - outgoing.keys()):
+        missing = sorted(engine_tensors.keys() - sent_tensors.keys())
+        if missing:
             raise SlimxError(
-                f"{where} loads {missing[0]}, which the trainer does not have ({len(missing)} such tensors)",
+                f"{name} loads {missing[0]}, which the trainer does not have ({len(missing)} such tensors)",
                 code="publish.missing",
                 about=missing[0],
             )

@@ -10,7 +10,7 @@ import torch
 for package in ("nixl_cu13", "msgspec"):
     pytest.importorskip(package, reason=f"{package} is not installed (requirements/cu130.txt pins it)")
 
-from slimx.extras.direct.ends.copies import shares_of, together  # noqa: E402
+from slimx.extras.direct.ends.sent_bucket import shares_of, together  # noqa: E402
 from tests.extras.direct.direct_stand import ENGINES, RANKS, Stand, take  # noqa: E402
 from tests.unit.layout.engine_stand import SERVED, engine_rank  # noqa: E402
 from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers  # noqa: E402

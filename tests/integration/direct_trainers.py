@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.cluster.waiting import gather
-from slimx.extras.direct.ends.copies import SentBucket
 from slimx.extras.direct.ends.offer import Offer
-from slimx.extras.direct.ends.sender import Sender
+from slimx.extras.direct.ends.sender import DirectSender
+from slimx.extras.direct.ends.sent_bucket import SentBucket
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
@@ -82,7 +82,9 @@ class SendingRank:
 
     def prepare(self, plan: bytes, edges: list[int], item: int) -> None:
         packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
-        self.sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", self.host, edges=edges, item=item)
+        self.sender = DirectSender(
+            packer, f"trainer rank {self.rank} ({os.getpid()})", self.host, edges=edges, item=item
+        )
 
     def connect(self, engine: int, offer: bytes) -> None:
         self.sender.connect(engine, Offer.from_bytes(offer))

@@ -1,5 +1,6 @@
-"""Direct transport: every trainer rank writes what an engine needs of it into memory beside that engine, over NIXL."""
+"""Direct transport: every trainer rank writes the bytes that an engine needs from it into memory on the engine's
+machine, over NIXL."""
 
 SLOTS = 2
-"""Buckets for which either end registers memory: a sender packs one while the other is under way, a receiver proves one
-while the other comes."""
+"""Number of buckets for which each end registers memory: a sender packs one while the other is in flight, a receiver
+verifies one while the other arrives."""

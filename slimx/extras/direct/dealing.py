@@ -1,16 +1,16 @@
-"""Dealing: which trainer rank sends which bytes to which rank of every engine; none sends more than it must.
+"""Dealing: which trainer rank sends which bytes to which rank of every engine, with balanced load.
 
-A compiled plan says, for one engine, what goes where and who holds it (`Plan.holders`). Here senders are chosen anew
-for all engines together, in two steps:
+A compiled plan has, for one engine, the moves and the ranks that hold their bytes (`Plan.holders`). Dealing chooses
+senders for all engines together, in two steps:
 
-    share   bytes that the same ranks hold are one amount. Amounts are poured over their holders until no rank can be
-            relieved by another: the least bytes of the busiest rank that the layouts allow.
-    cut     the moves of one amount and bucket lie on a line that is cut by these shares (McNaughton, "Scheduling with
-            deadlines and loss functions", 1959); a large move that lies across a cut is divided by rows. The line of
-            the next bucket starts elsewhere, so that what is not divided falls on each holder in turn.
+    share   bytes held by the same ranks are one amount. Amounts are distributed over their holders until the busiest
+            rank sends the fewest bytes that the layouts allow.
+    cut     the moves of one amount and bucket form a line that is cut by these shares (McNaughton, "Scheduling with
+            deadlines and loss functions", 1959); a large move that crosses a cut is divided by rows. The line of the
+            next bucket starts at a different offset, so that undivided moves rotate over the holders.
 
-Engines follow one another on the line: those that are copies of one another take the same bytes from different ranks.
-What a rank receives is the layouts' alone, and is not dealt out.
+Engines are consecutive on the line: replicas of an engine receive the same bytes from different ranks. The bytes that a
+rank receives depend only on the layouts and are not dealt.
 """
 
 from __future__ import annotations
@@ -26,124 +26,138 @@ from slimx.extras.direct.wire import move_bytes, quantised_moves
 from slimx.reshard.plan.copy_plan import Holders, Plan
 
 GRAIN = 2**18
-"""Bytes: no move is divided into parts that are smaller."""
-CLOSE, SWEEPS = 1e-3, 200
-"""Sharing ends when a sweep over all amounts changes no rank by this part of its bytes, or after so many sweeps."""
+"""Minimum bytes of a part of a divided move."""
+CLOSE = 1e-3
+"""Relative change of a rank's bytes below which a sweep over all amounts ends the sharing."""
+SWEEPS = 200
+"""Maximum number of sweeps."""
 BYTES = 165
-"""Most bytes of host memory that dealing takes for a move of one engine, measured in test_dealing.py."""
+"""Maximum bytes of host memory per move of one engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
-"""Part of its length by which the line of a bucket is turned against the one before: multiples of it fall evenly."""
+"""Fraction of its length by which the line of a bucket is rotated against the previous one; its multiples are evenly
+distributed."""
 
 
 def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
-    """`plan`, which is one engine's, for `engines` that are copies of one another: rank r of engine e is target
-    e * plan.targets + r.
+    """Returns `plan`, one engine's, extended to `engines` replicas: rank r of engine e is target e * plan.targets + r.
 
-    `grain`: bytes below which no part of a move is cut off. The same inputs give the same plan.
-    """
+    `grain`: minimum bytes of a part of a divided move. The same inputs give the same plan."""
     if plan.holders is None:
         raise SlimxError(
-            "dealing: this plan was read from bytes and does not say who holds what; compile it again",
+            "dealing: this plan was read from bytes and has no holders; compile it again",
             code="dealing.holders",
             about="plan",
         )
-    needed, free = len(plan.moved) * engines * BYTES, psutil.virtual_memory().available
+    needed = len(plan.moved) * engines * BYTES
+    free = psutil.virtual_memory().available
     if needed > free:
         raise SlimxError(
-            f"dealing: {len(plan.moved)} moves to {engines} engines take {needed / 2**30:.0f} GiB of this machine's "
-            f"memory, of which {free / 2**30:.0f} are free; lower rollout.engines.count, or use a machine with more",
+            f"dealing: {len(plan.moved)} moves to {engines} engines need {needed / 2**30:.0f} GiB of host memory, and "
+            f"{free / 2**30:.0f} GiB are free; lower rollout.engines.count, or use a machine with more memory",
             code="dealing.memory",
             about="rollout.engines.count",
         )
     nbytes = move_bytes(plan)
     amounts = np.bincount(plan.holders.of, weights=nbytes, minlength=len(plan.holders.groups)) * engines
     shares = share(amounts, plan.holders.groups)
-    moved = _cut(plan, nbytes, shares, engines, grain)
+    moved = _cut(plan, plan.holders, nbytes, shares, engines, grain)
     order = np.lexsort((moved["row"], moved["tensor"], moved["target"], moved["source"], moved["bucket"]))
     return Plan(plan.precision, plan.parameters, plan.buckets * engines, moved[order], plan.unread)
 
 
 def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
-    """(Copies of `plan`, one engine's, that engines of so many `receivers` each take together; first target of each
-    receiver in a plan dealt out for that many, and the end of all).
+    """Returns (number of copies of `plan`, one engine's, that engines of `receivers` receivers each load together;
+    first target of each receiver in a plan dealt for that number, and the end).
 
-    An engine's receivers share the targets of its ranks; one target that all ranks take (Hugging Face names) goes to
+    An engine's receivers share the targets of its ranks; a single target for all ranks (Hugging Face names) is sent to
     each of them."""
     if plan.targets == 1:
         return sum(receivers), list(range(sum(receivers) + 1))
-    edges = [e * plan.targets + at * plan.targets // count for e, count in enumerate(receivers) for at in range(count)]
+    edges = []
+    for engine, count in enumerate(receivers):
+        edges += [engine * plan.targets + index * plan.targets // count for index in range(count)]
     return len(receivers), [*edges, len(receivers) * plan.targets]
 
 
 def only(plan: Plan, target: int) -> Plan:
-    """The part of a dealt plan that fills one target, which it has as its target 0."""
+    """Returns the part of a dealt plan that fills one target, as its target 0."""
     moved = plan.moved[plan.moved["target"] == target].copy()
     moved["target"] = 0
     return Plan(plan.precision, plan.parameters, [plan.buckets[target]], moved)
 
 
 def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """For each amount [holders] the part of it that each of its holders sends; parts sum to 1.
+    """Returns, for each amount [holders], the fraction that each of its holders sends; fractions sum to 1.
 
-    Amounts are poured in turn, each over its holders on top of what the others have there, until nothing changes: then
-    the sum of squares over ranks is least, and with it the bytes of the busiest.
-    """
+    Amounts are distributed in turn, each over its holders on top of the load of the others, until nothing changes. This
+    minimizes the sum of squares over ranks, and with it the bytes of the busiest rank."""
     load = np.zeros(1 + max((ranks[-1] for ranks in holders), default=0))
     poured = [np.zeros(len(ranks)) for ranks in holders]
-    # Those with least choice first: their ranks are settled when the others come.
-    order = sorted(range(len(holders)), key=lambda number: (len(holders[number]), holders[number]))
+    # Amounts with the fewest holders first, because they have the least choice.
+    order = sorted(range(len(holders)), key=lambda index: (len(holders[index]), holders[index]))
     for _ in range(SWEEPS):
         before = load.copy()
-        for number in order:
-            ranks = list(holders[number])
-            others = load[ranks] - poured[number]
-            poured[number] = _pour(others, amounts[number])
-            load[ranks] = others + poured[number]
+        for index in order:
+            ranks = list(holders[index])
+            others = load[ranks] - poured[index]
+            poured[index] = _pour(others, amounts[index])
+            load[ranks] = others + poured[index]
         if np.abs(load - before).max() <= CLOSE * load.max():
             break
-    return [parts / parts.sum() if parts.sum() else np.full(len(parts), 1 / len(parts)) for parts in poured]
+    shares = []
+    for parts in poured:
+        if parts.sum():
+            shares.append(parts / parts.sum())
+        else:
+            shares.append(np.full(len(parts), 1 / len(parts)))
+    return shares
 
 
-def _pour(held: np.ndarray, amount: float) -> np.ndarray:
-    """The part of `amount` that each vessel gets if all are filled to one level, but for those that `held` more."""
-    low = np.sort(held)
+def _pour(load: np.ndarray, amount: float) -> np.ndarray:
+    """Returns the part of `amount` that each rank gets if all are filled to one level, except those with a higher
+    `load`."""
+    low = np.sort(load)
     level = (amount + low.cumsum()) / np.arange(1, len(low) + 1)
-    # The level of the k lowest vessels holds if it does not reach the next one.
+    # The level of the k least loaded ranks is valid if it does not reach the next one.
     count = np.flatnonzero(np.append(low[1:], np.inf) >= level)[0]
-    return np.maximum(level[count] - held, 0.0)
+    return np.maximum(level[count] - load, 0.0)
 
 
-def _cut(plan: Plan, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int) -> np.ndarray:
-    """The moves [more moves] of all engines, each with its sender."""
-    holders: Holders = plan.holders
+def _cut(
+    plan: Plan, holders: Holders, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int
+) -> np.ndarray:
+    """Returns the moves [more moves] of all engines, each with its sender."""
     moved = np.tile(plan.moved, engines)
     moved["target"] += np.repeat(np.arange(engines, dtype=np.int32) * plan.targets, len(plan.moved))
     moved["source"] = np.array([ranks[0] for ranks in holders.groups], dtype=np.int32)[np.tile(holders.of, engines)]
-    # Rows that stay together: a block's scale is computed where the block is.
+    # Rows of a block are not divided: its scale is computed on the rank that has the block.
     high = plan.precision.quantisation.block[0] if plan.precision.quantisation else 1
     unit = np.where(quantised_moves(plan), high, 1)
     least = -(-grain * plan.moved["rows"].astype(np.int64) // np.maximum(nbytes, 1))
     least = -(-np.maximum(least, 1) // unit) * unit
     divided: list[tuple[int, int, int, int]] = []
     """Index of a move, and first row, rows and sender of a part of it."""
-    whole = np.ones(len(moved), dtype=bool)
-    for number, bucket, own in _lines(plan, np.array([len(parts) > 1 for parts in shares])):
-        line = (own + np.arange(engines)[:, None] * len(plan.moved)).ravel()
-        size, ranks = np.tile(nbytes[own], engines), np.array(holders.groups[number])
+    undivided = np.ones(len(moved), dtype=bool)
+    for group, bucket, group_moves in _lines(plan, holders, np.array([len(parts) > 1 for parts in shares])):
+        line = (group_moves + np.arange(engines)[:, None] * len(plan.moved)).ravel()
+        size = np.tile(nbytes[group_moves], engines)
+        ranks = np.array(holders.groups[group])
         # Cuts over two turns, so that the line need not be wrapped at its end.
-        cuts = np.concatenate([shares[number].cumsum(), 1.0 + shares[number].cumsum()])
-        cuts[len(ranks) - 1], cuts[-1] = 1.0, np.inf
+        cuts = np.concatenate([shares[group].cumsum(), 1.0 + shares[group].cumsum()])
+        cuts[len(ranks) - 1] = 1.0
+        cuts[-1] = np.inf
         ends = bucket * TURN % 1.0 + size.cumsum() / size.sum()
         starts = ends - size / size.sum()
-        first, last = (np.searchsorted(cuts, at, side="right") for at in (starts, ends))
+        first = np.searchsorted(cuts, starts, side="right")
+        last = np.searchsorted(cuts, ends, side="right")
         moved["source"][line] = ranks[np.searchsorted(cuts, (starts + ends) / 2, side="right") % len(ranks)]
-        of = line % len(plan.moved)
-        for k in np.flatnonzero((first < last) & (moved["rows"][line] >= 2 * least[of])).tolist():
-            at = (cuts[first[k] : last[k]] - starts[k]) / (ends[k] - starts[k])
+        move = line % len(plan.moved)
+        for k in np.flatnonzero((first < last) & (moved["rows"][line] >= 2 * least[move])).tolist():
+            fractions = (cuts[first[k] : last[k]] - starts[k]) / (ends[k] - starts[k])
             rows = int(moved["rows"][line[k]])
-            parts = _divided(rows, at.tolist(), int(unit[of[k]]), int(least[of[k]]), int(first[k]))
+            parts = _divided(rows, fractions.tolist(), int(unit[move[k]]), int(least[move[k]]), int(first[k]))
             if len(parts) > 1:
-                whole[line[k]] = False
+                undivided[line[k]] = False
                 divided += [(line[k], row, count, ranks[sender % len(ranks)]) for row, count, sender in parts]
     if not divided:
         return moved
@@ -151,13 +165,14 @@ def _cut(plan: Plan, nbytes: np.ndarray, shares: list[np.ndarray], engines: int,
     parts = moved[index]
     parts["source_row"] += row * parts["source_step"]
     parts["row"] += row * parts["row_step"]
-    parts["rows"], parts["source"] = rows, sender
-    return np.concatenate([moved[whole], parts])
+    parts["rows"] = rows
+    parts["source"] = sender
+    return np.concatenate([moved[undivided], parts])
 
 
-def _lines(plan: Plan, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """For each group of holders that are `chosen` [groups], and each bucket: the moves of one engine, by index."""
-    group = plan.holders.of
+def _lines(plan: Plan, holders: Holders, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yields the moves of one engine, by index, for each group of holders that is `chosen` [groups] and each bucket."""
+    group = holders.of
     order = np.flatnonzero(chosen[group])
     order = order[np.lexsort((order, plan.moved["bucket"][order], group[order]))]
     keys = group[order].astype(np.int64) * plan.count + plan.moved["bucket"][order]
@@ -166,15 +181,20 @@ def _lines(plan: Plan, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarra
         yield *divmod(int(keys[start]), plan.count), order[start:stop]
 
 
-def _divided(rows: int, at: Sequence[float], unit: int, least: int, first: int) -> list[tuple[int, int, int]]:
-    """(First row, rows, holder) of the parts of a move that is cut `at` fractions of its length, in multiples of `unit`
-    and `least` rows or more; holder `first` has the first part, and each next holder the next one."""
-    edges, senders = [0], [first]
-    for holder, fraction in enumerate(at, first + 1):
+def _divided(rows: int, fractions: Sequence[float], unit: int, least: int, first: int) -> list[tuple[int, int, int]]:
+    """Returns (first row, rows, holder) of the parts of a move that is cut at these `fractions` of its length, in
+    multiples of `unit` and `least` rows or more; holder `first` has the first part, and each next holder the next one.
+    """
+    edges = [0]
+    senders = [first]
+    for holder, fraction in enumerate(fractions, first + 1):
         row = round(fraction * rows / unit) * unit
         if row - edges[-1] >= least and rows - row >= least:
             edges.append(row)
             senders.append(holder)
         elif row - edges[-1] <= rows - row:  # too little for the holder before this cut
             senders[-1] = holder
-    return [(row, end - row, sender) for (row, end), sender in zip(pairwise([*edges, rows]), senders, strict=True)]
+    parts = []
+    for (row, end), sender in zip(pairwise([*edges, rows]), senders, strict=True):
+        parts.append((row, end - row, sender))
+    return parts

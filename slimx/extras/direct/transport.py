@@ -1,4 +1,4 @@
-"""Transport "nixl": the driver's side of its parts."""
+"""Transport "nixl", on the driver's side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slimx.reshard.parties import Delivery, Source
 if TYPE_CHECKING:
     from slimx.config.schema import Config
     from slimx.config.sections.publish import Publish
-    from slimx.extras.direct.ends.end import DirectEnd
+    from slimx.extras.direct.ends.engine_end import DirectEnd
 
 
 class DirectTransport(Transport):
@@ -19,12 +19,12 @@ class DirectTransport(Transport):
     gathers = False
 
     def on_gpus(self, publish: Publish, device: str, *, colocate: bool) -> bool:
-        """True if nothing has to be found in buckets on the host, and no GPU gives memory back that would have to be
-        registered anew."""
+        """Returns True if buckets need not be in host memory, and no GPU releases memory that would have to be
+        registered again."""
         return device == "cuda" and publish.staging == "bucket" and publish.delta is None and not colocate
 
     def end(self, publish: Publish) -> type[DirectEnd]:
-        from slimx.extras.direct.ends.end import DirectEnd
+        from slimx.extras.direct.ends.engine_end import DirectEnd
 
         return DirectEnd
 
@@ -33,7 +33,8 @@ class DirectTransport(Transport):
             return super().connect(config, trainers, engines, source)
         from slimx.extras.direct.delivery import DirectDelivery, DirectSource, RankSenders, receivers_of
 
-        senders, ranks = RankSenders(trainers), None
+        senders = RankSenders(trainers)
+        ranks = None
         if self.on_gpus(config.publish, engines.device, colocate=config.schedule.colocate):
             ranks = senders.published.targets
         delivery = DirectDelivery(

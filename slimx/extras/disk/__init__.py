@@ -1,1 +1,1 @@
-"""Publications as files, whole versions or changes to them: `publish.transport: disk`."""
+"""Publications as files, either whole versions or changes to them: `publish.transport: disk`."""

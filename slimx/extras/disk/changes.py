@@ -1,15 +1,15 @@
 """Versions as files of changes (`publish.delta` with `publish.transport: disk`).
 
-A bucket is whole in one file, and later versions have what has changed in it (`slimx.extras.direct.ends.frames`): its
-*chain*, of which every file is kept as long as the newest version needs it.
+A bucket is stored in full in one file, and later versions store its changes (`slimx.extras.direct.ends.frames`). These
+files are its *chain*, which is kept as long as the newest version needs it.
 
     version-000004/bucket-00000.safetensors    whole
     version-000005/bucket-00000.delta          changes to the bytes of version 4
     version-000006/bucket-00000.delta          changes to those of version 5
 
-The writer (`ChangesShelf`) keeps the bytes that it wrote last. The process beside an engine (`ChainReader`) keeps
-those that it read last, and reads whatever files of the chain lie behind them: one, or after a restart all of them. The
-whole tensors are proven afterwards, as ever.
+The writer (`ChangesDirectory`) keeps the bytes that it wrote last. The owner process of an engine (`ChainReader`) keeps
+the bytes that it read last, and reads the chain's later files: one, or all of them after a restart. Engines verify the
+whole tensors afterwards, as for every publication.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.direct.ends import frames
-from slimx.extras.disk.shelf import ChainFile, Shelf, write_bucket, write_file
+from slimx.extras.disk.versions import ChainFile, VersionDirectory, write_bucket, write_file
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.memory import MemoryFile, open_memory
@@ -32,91 +32,100 @@ from slimx.reshard.transports.memory import MemoryFile, open_memory
 Chain = tuple[ChainFile, ...]
 
 
-class ChangesShelf(Shelf):
-    """The versions in one directory, each a few files of changes to the one before."""
+class ChangesDirectory(VersionDirectory):
+    """Versions in one directory, each stored as files of changes to the previous one."""
 
     def __init__(self, directory: Path | str, item: int, every_full: int):
-        """`item`: bytes of an element. Every `every_full`-th version that is complete is whole."""
+        """Opens a directory of versions. `item`: bytes of an element. Every `every_full`-th completed version is stored
+        in full."""
         super().__init__(directory)
-        self.item, self.every_full = item, every_full
-        self._kept: dict[int, torch.Tensor] = {}
-        """By bucket the bytes written last, in host memory."""
+        self.item = item
+        self.every_full = every_full
+        self._last: dict[int, torch.Tensor] = {}
+        """Bucket -> the bytes written last, in host memory."""
         self._chains: dict[int, Chain] = {}
-        """By bucket the files, of complete versions, of the bytes in `_kept`."""
+        """Bucket -> the files, of complete versions, of the bytes in `_last`."""
         self._written: dict[int, Chain] = {}
-        """The same for the version that is being written."""
-        self._complete, self._version = 0, -1
-        """Versions completed, and the number of the last one."""
+        """Bucket -> its files, for the version that is being written."""
+        self._completed = 0
+        """Number of completed versions."""
+        self._version = -1
+        """The last completed version."""
         self._frame = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, manifest: Manifest) -> None:
         super().begin(manifest)
         self._written = {}
-        # A version that is published again takes the place of its own files: nothing can be built upon them.
-        if self._complete % self.every_full == 0 or manifest.version <= self._version:
+        # A version that is published again replaces its files, so changes cannot refer to them.
+        if self._completed % self.every_full == 0 or manifest.version <= self._version:
             self._chains.clear()
 
     def add(self, bucket: int, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:
-        """Write what has changed in a bucket whose bytes are `data`, uint8 [size], or all of it where that is not more,
-        or no complete version has the bytes that are kept."""
-        before = self._chains.pop(bucket, ())  # until this version is complete, what is kept belongs to none
-        kept, attempt, nbytes = self._kept.get(bucket), self._partial.name, len(data)
+        """Writes the changes in a bucket whose bytes are `data`, uint8 [size]. Writes all of it if changes are not
+        smaller, or if no complete version has the bytes of `_last`."""
+        previous = self._chains.pop(bucket, ())  # until this version is complete, `_last` belongs to no version
+        last = self._last.get(bucket)
+        attempt = self._partial.name
+        nbytes = len(data)
         length = nbytes
-        if before and len(kept) == nbytes:
+        if previous and last is not None and len(last) == nbytes:
             if len(self._frame) < frames.room(nbytes):
                 self._frame = torch.empty(frames.room(nbytes), dtype=torch.uint8)
-            length = frames.encode(kept, data, self._frame, item=self.item)
+            length = frames.encode(last, data, self._frame, item=self.item)
         if length < nbytes:
             path = self._partial / f"bucket-{bucket:05d}.delta"
             write_file(path, memoryview(self._frame[:length].numpy()))
-            chain = (*before, ChainFile(attempt, str(path), 0, length))
+            chain = (*previous, ChainFile(attempt, str(path), 0, length))
         else:
             path = self._partial / f"bucket-{bucket:05d}.safetensors"
             chain = (ChainFile(attempt, str(path), write_bucket(path, packed, data).size - nbytes, nbytes),)
-        if kept is None or len(kept) != nbytes:
-            kept = self._kept[bucket] = torch.empty(nbytes, dtype=torch.uint8)
-        kept.copy_(data)
+        if last is None or len(last) != nbytes:
+            last = torch.empty(nbytes, dtype=torch.uint8)
+            self._last[bucket] = last
+        last.copy_(data)
         self._written[bucket] = chain
-        self._buckets[bucket] = out = PackedBucket(str(path), nbytes, packed.targets, chain=chain)
-        return out
+        written = PackedBucket(str(path), nbytes, packed.targets, chain=chain)
+        self._buckets[bucket] = written
+        return written
 
     def commit(self) -> None:
-        complete = self._place(self.manifest.version)
-        self._chains = {
-            bucket: (*chain[:-1], replace(chain[-1], path=str(complete / Path(chain[-1].path).name)))
-            for bucket, chain in self._written.items()
-        }
-        self._buckets = {
-            bucket: replace(packed, path=self._chains[bucket][-1].path, chain=self._chains[bucket])
-            for bucket, packed in self._buckets.items()
-        }
-        self._complete, self._version = self._complete + 1, self.manifest.version
+        complete = self._path(self.manifest.version)
+        self._chains = {}
+        for bucket, chain in self._written.items():
+            *previous, written = chain
+            moved = replace(written, path=str(complete / Path(written.path).name))
+            self._chains[bucket] = (*previous, moved)
+            self._buckets[bucket] = replace(self._buckets[bucket], path=moved.path, chain=self._chains[bucket])
+        self._completed += 1
+        self._version = self.manifest.version
         super().commit()
 
     def _remove_old(self, complete: Path) -> None:
-        needed = {complete, *(Path(file.path).parent for chain in self._chains.values() for file in chain)}
+        needed = {complete}
+        for chain in self._chains.values():
+            needed.update(Path(file.path).parent for file in chain)
         for other in self.directory.glob("version-??????"):
             if other not in needed:
                 shutil.rmtree(other)
 
 
 class ChainReader:
-    """The buckets that the process beside an engine has read, and holds."""
+    """Buckets that an engine's owner process has read and keeps."""
 
     def __init__(self, item: int):
         self.item = item
-        self._held: dict[str, tuple[str, torch.Tensor]] = {}
-        """By name of the bucket's files the attempt of the last one that was read, and the whole bytes."""
+        self._buckets: dict[str, tuple[str, torch.Tensor]] = {}
+        """Stem of the bucket's files -> attempt of the last file that was read, and the bucket's bytes."""
         self.read = 0
-        """Bytes of files that were read so far."""
+        """Bytes of files read so far."""
 
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
-        """The whole bucket in memory that a server can open, for the time of the block: whoever has opened it keeps it.
+        """Yields the whole bucket in memory that a server can open; a server that has opened it keeps it after the
+        block.
 
-        Raises SlimxError naming a file that is not as long as it should be, or holds no changes of these bytes.
-        """
-        memory = self._taken(packed)
+        Raises SlimxError naming a file of unexpected length or one that does not contain changes to these bytes."""
+        memory = self._updated(packed)
         file = MemoryFile(packed.size)
         try:
             file.bytes.copy_(memory)
@@ -124,34 +133,35 @@ class ChainReader:
         finally:
             file.close()
 
-    def _taken(self, packed: PackedBucket) -> torch.Tensor:
+    def _updated(self, packed: PackedBucket) -> torch.Tensor:
         name = Path(packed.path).stem
-        attempt, memory = self._held.pop(name, ("", None))
+        attempt, memory = self._buckets.pop(name, ("", None))
         attempts = [file.attempt for file in packed.chain]
         first = attempts.index(attempt) + 1 if attempt in attempts else 0
         if memory is None or len(memory) != packed.size:
-            memory, first = torch.empty(packed.size, dtype=torch.uint8), 0
-        for number, file in enumerate(packed.chain[first:], first):
+            memory = torch.empty(packed.size, dtype=torch.uint8)
+            first = 0
+        for index, file in enumerate(packed.chain[first:], first):
             data = self._read(file)
-            if number:
+            if index:
                 frames.apply(data, memory, item=self.item)
             elif len(data) == packed.size:
                 memory.copy_(data)
             else:
-                raise _odd(file, f"holds {len(data)} bytes of a bucket of {packed.size}")
-        self._held[name] = attempts[-1], memory
+                raise _invalid(file, f"has {len(data)} bytes of a bucket of {packed.size}")
+        self._buckets[name] = attempts[-1], memory
         return memory
 
     def _read(self, file: ChainFile) -> torch.Tensor:
         if min(file.start, file.nbytes) < 0:
-            raise _odd(file, f"is said to have {file.nbytes} bytes behind {file.start}")
+            raise _invalid(file, f"was announced with {file.nbytes} bytes after byte {file.start}")
         data = open_memory(file.path, file.start + file.nbytes, private=True)[file.start :]
         self.read += file.nbytes
         return data
 
 
-def _odd(file: ChainFile, why: str) -> SlimxError:
+def _invalid(file: ChainFile, problem: str) -> SlimxError:
     return SlimxError(
-        f"{file.path} {why}; publish.directory must be one file system on all machines, and nothing but this run may "
-        "write into it",
+        f"{file.path} {problem}; use one file system for publish.directory on all machines, to which only this run "
+        "writes",
     )

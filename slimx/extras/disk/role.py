@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slimx.extras.disk.changes import ChangesShelf
-from slimx.extras.disk.shelf import Shelf
+from slimx.extras.disk.changes import ChangesDirectory
+from slimx.extras.disk.versions import VersionDirectory
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.memory import open_memory
@@ -12,31 +12,40 @@ from slimx.trainer.rank import TrainerRank
 
 
 class DiskRole:
-    """The versions of the rank in whose memory buckets are; see `slimx.trainer.rank.Role`."""
+    """Writes versions on the rank whose memory holds buckets; see `slimx.trainer.rank.Role`."""
 
     def __init__(self, rank: TrainerRank):
         self._changes = rank.config.publish.changes
-        self._shelf: Shelf | None = None
+        self._directory: VersionDirectory | None = None
 
     def reload(self, *, training: bool = True) -> None:
-        """Nothing of a version is on the device."""
+        """Does nothing: no part of a version is on the device."""
 
     def offload(self, *, weights: bool = True) -> None:
-        """Nothing of a version is on the device."""
+        """Does nothing: no part of a version is on the device."""
 
     @operation()
     def begin(self, *, directory: str, manifest: Manifest) -> None:
-        """Begin a version as files in `directory`."""
-        if self._shelf is None:
-            self._shelf = Shelf(directory) if self._changes is None else ChangesShelf(directory, *self._changes)
-        self._shelf.begin(manifest)
+        """Begins a version as files in `directory`."""
+        if self._directory is None:
+            if self._changes is None:
+                self._directory = VersionDirectory(directory)
+            else:
+                self._directory = ChangesDirectory(directory, *self._changes)
+        self._directory.begin(manifest)
+
+    @property
+    def _begun(self) -> VersionDirectory:
+        """The directory of the version that `begin` began."""
+        assert self._directory is not None, "begin is called first"
+        return self._directory
 
     @operation("publish")
     def write(self, *, bucket: int, packed: PackedBucket) -> PackedBucket:
-        """Write a bucket of the version; the same bucket as it lies in its file."""
-        return self._shelf.add(bucket, packed, open_memory(packed.path, packed.size))
+        """Writes a bucket of the version. Returns the bucket as stored in its file."""
+        return self._begun.add(bucket, packed, open_memory(packed.path, packed.size))
 
     @operation()
     def complete(self) -> None:
-        """Make the version complete: all its buckets are written."""
-        self._shelf.commit()
+        """Completes the version after all its buckets are written."""
+        self._begun.commit()

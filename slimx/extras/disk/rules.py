@@ -14,6 +14,6 @@ def put_together(rollout: Rollout, publish: Publish) -> Problems:
     for group in rollout.policy_engines:
         if group.urls or group.nodes > 1:
             yield (
-                "with publish.transport=disk a process of slimx at each server puts its weights together on one "
-                f"machine, and {group.where} has urls, or servers over several machines; leave it out"
+                "with publish.transport=disk a slimx process at each server assembles its weights on one machine, but "
+                f"{group.where} has urls or multi-node servers; leave it out"
             )

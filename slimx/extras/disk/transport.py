@@ -1,8 +1,7 @@
-"""Transport "disk": trainer rank 0 writes each bucket, or what has changed in it, to a file on a shared file system.
+"""Transport "disk": trainer rank 0 writes each bucket, or its changes, to a file on a shared file system.
 
-Engines map it, or the process that owns one puts it together. A complete version stays there, and an engine that comes
-back catches up from it while the trainers train.
-"""
+Engines map it, or their owner processes assemble it. A complete version stays there, and a recovering engine loads it
+while the trainers train."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from slimx.reshard.parties import Delivery, Source
 if TYPE_CHECKING:
     from slimx.config.schema import Config
     from slimx.config.sections.publish import Publish
-    from slimx.extras.disk.shelf import StoredVersion
+    from slimx.extras.disk.versions import StoredVersion
     from slimx.reshard.manifest import Manifest
     from slimx.reshard.packed import PackedBucket
 
 
 class DiskTransport(Transport):
-    """Files that trainers write and engines read; see `slimx.engines.transport.Transport`."""
+    """Publishes through files; see `slimx.engines.transport.Transport`."""
 
     def end(self, publish: Publish) -> Callable[[], End] | None:
-        """With changes the process that owns a server makes whole buckets of them."""
+        """Returns a receiver that assembles buckets in the owner process of a server; None without changes."""
         if publish.changes is None:
             return None
-        from slimx.extras.disk.end import FilesEnd
+        from slimx.extras.disk.file_end import FilesEnd
 
         return partial(FilesEnd, publish.changes[0])
 
@@ -40,18 +39,20 @@ class DiskTransport(Transport):
 
 
 class DiskDelivery(Delivery):
-    """Buckets that trainer rank 0, which has them in its memory, writes as files."""
+    """Delivers buckets as files, which trainer rank 0 writes from its memory."""
 
     keeps = True
 
     def __init__(self, trainers: Trainers, directory: Path):
-        """`directory`: of the versions."""
-        self.trainers, self.directory = trainers, directory
+        """Delivers versions in `directory`."""
+        self.trainers = trainers
+        self.directory = directory
         self._unwritten = -1
-        """Buckets of the present publication that are not on disk yet."""
+        """Buckets of the current publication that are not on disk yet."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
-        self._unwritten, self.wire = buckets, 0
+        self._unwritten = buckets
+        self.wire = 0
         await self._call("begin", "the begin of a version", directory=str(self.directory), manifest=manifest)
 
     async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
@@ -66,11 +67,11 @@ class DiskDelivery(Delivery):
             await self._call("complete", "the end of a version")
 
     def kept(self, version: int) -> StoredVersion | None:
-        from slimx.extras.disk.shelf import newest
+        from slimx.extras.disk.versions import newest
 
         stored = newest(self.directory)
         return stored if stored is not None and stored.manifest.version == version else None
 
-    async def _call(self, operation: str, what: str, **arguments: Any) -> Any:
-        (result,) = await self.trainers.call(f"disk.{operation}", what, ranks=[PUBLISHER], **arguments)
+    async def _call(self, operation: str, name: str, **arguments: object) -> Any:
+        (result,) = await self.trainers.call(f"disk.{operation}", name, ranks=[PUBLISHER], **arguments)
         return result

@@ -1,1 +1,1 @@
-"""Families of models beyond Qwen3: how trainer, checkpoints and engines hold each tensor."""
+"""Model families in addition to Qwen3: how trainer, checkpoints and engines hold each tensor."""

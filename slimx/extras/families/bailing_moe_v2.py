@@ -1,25 +1,27 @@
-"""Ling-2 and Ring-2 (mini, flash and 1T): GLM-4.5 with its experts in groups, under names of its own and with query,
-key and value in one tensor (Ling 2.0, 2510.22115)."""
+"""Ling-2 and Ring-2 (mini, flash and 1T): GLM-4.5 with expert groups, other names, and a fused query, key and value
+(Ling 2.0, 2510.22115)."""
 
 from __future__ import annotations
 
 from collections import ChainMap
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from slimx.errors import SlimxError
 from slimx.extras.families import glm4_moe
 from slimx.extras.families.prediction import mtp_layers as mtp_layers
+from slimx.json_types import Json
 from slimx.layout.maps import Fused
 from slimx.layout.table import Row, Table
 from slimx.models import decoder
 from slimx.models.decoder import layer_kind as layer_kind
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Attention
 
 ARCHITECTURE = "BailingMoeV2ForCausalLM"
 ENGINE_ARGUMENTS = {"trust_remote_code": True}
-"""Neither transformers nor SGLang 0.5.23 knows config.json's model_type: engines read it by the checkpoint's code."""
+"""Makes engines read config.json by the checkpoint's code: neither transformers nor SGLang 0.5.23 knows its
+model_type."""
 _FIELDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 _NAMES = {
     "model.embed_tokens.": "model.word_embeddings.",
@@ -31,23 +33,23 @@ _NAMES = {
     ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
     ".shared_head.norm.": ".final_layernorm.",
 }
-"""GLM-4.5's names -> those of the same tensors here, in checkpoints and in SGLang."""
+"""GLM-4.5's names -> names of the same tensors in checkpoints and SGLang."""
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+def transformer_config(hf: HfConfig) -> Json:
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     return glm4_moe.transformer_config(_glm(hf))
 
 
-def gpt_arguments(hf: Fields) -> dict[str, Any]:
-    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
-    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotating_share(hf, Attention.of(hf).head)}
+def gpt_arguments(hf: HfConfig) -> Json:
+    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
+    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_dim_fraction(hf, Attention.of(hf).head)}
 
 
-def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+def unsupported(hf: HfConfig) -> str | None:
+    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     for key in ("max_window_layers", "mtp_loss_scaling_factor"):
-        hf.get(key)  # read: layers have no windows, and a run has a key of its own for the weight of that loss
+        hf.get(key)  # marked as read: layers have no windows, and the run's configuration sets the loss weight
     other = decoder.unusual(
         hf,
         ("score_function", "sigmoid"),
@@ -60,41 +62,43 @@ def unsupported(hf: Fields) -> str | None:
         ("use_qk_norm", True),
         ("use_rmsnorm", True),
     )
-    return other or decoder.contradicting_share(hf, Attention.of(hf).head) or glm4_moe.unsupported(_glm(hf))
+    return other or decoder.contradicting_fractions(hf, Attention.of(hf).head) or glm4_moe.unsupported(_glm(hf))
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction; those
-    that the checkpoint declares beyond are frozen."""
-    trained, whole = (_own(glm4_moe.weight_table(_glm(hf), layers)) for layers in (mtp, mtp_layers(hf)))
-    held = trained.checkpoint_shapes()
-    # Those layers have neither an embedding nor an output layer of their own, of which GLM-4.5's may store copies.
-    frozen = {name: shape for name, shape in whole.checkpoint_shapes().items() if name not in held}
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction;
+    further layers that the checkpoint declares are frozen."""
+    trained = _renamed_table(glm4_moe.weight_table(_glm(hf), mtp))
+    complete = _renamed_table(glm4_moe.weight_table(_glm(hf), mtp_layers(hf)))
+    trained_shapes = trained.checkpoint_shapes()
+    # Unlike GLM-4.5's, these layers have no copies of embedding and output layer.
+    frozen = {name: shape for name, shape in complete.checkpoint_shapes().items() if name not in trained_shapes}
     return replace(trained, frozen=frozen)
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.bailing_moe`), which never fuses the shared
-    expert with the others; its router weighs in fp32.
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.bailing_moe`), which never fuses
+    the shared expert and has an fp32 router.
 
-    Raises SlimxError for a config.json without the fields of the published ones: SGLang would serve another model."""
+    Raises SlimxError for a config.json without fields of the published ones: SGLang would serve a different model."""
     for key in ("moe_router_enable_expert_bias", "router_dtype", "use_qk_norm"):
         if hf.get(key) is None:
             raise SlimxError(
-                f"{ARCHITECTURE} without {key}: SGLang 0.5.23 would serve another model; write it into config.json "
+                f"{ARCHITECTURE} without {key}: SGLang 0.5.23 would serve a different model; add it to config.json "
                 "(moe_router_enable_expert_bias and use_qk_norm true, router_dtype fp32)",
                 code="model.served_field",
                 about=key,
             )
-    return _own(glm4_moe.engine_table(_glm(hf)))
+    return _renamed_table(glm4_moe.engine_table(_glm(hf)))
 
 
-def _glm(hf: Fields) -> ChainMap[str, Any]:
-    """`hf` with the fields that GLM-4.5's config.json has."""
-    return ChainMap(hf, {theirs: hf[name] for theirs, name in _FIELDS.items()}, {"use_qk_norm": True})
+def _glm(hf: HfConfig) -> HfConfig:
+    """Returns `hf` with the fields of GLM-4.5's config.json."""
+    renamed = {glm_name: hf[name] for glm_name, name in _FIELDS.items()}
+    return ChainMap(cast(Json, hf), renamed, {"use_qk_norm": True})
 
 
-def _own(table: Table) -> Table:
+def _renamed_table(table: Table) -> Table:
     return replace(table, rows=tuple(map(_renamed, table.rows)), aliases={}, frozen={})
 
 
@@ -108,6 +112,6 @@ def _renamed(row: Row) -> Row:
 
 
 def _name(name: str) -> str:
-    for theirs, own in _NAMES.items():
-        name = name.replace(theirs, own)
+    for glm_name, new_name in _NAMES.items():
+        name = name.replace(glm_name, new_name)
     return name

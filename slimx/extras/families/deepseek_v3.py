@@ -1,31 +1,31 @@
-"""The DeepSeek-V3 family (V3, R1, Kimi-K2, Moonlight): Hugging Face config -> Megatron config, and the weight table.
+"""The DeepSeek-V3 family (V3, R1, Kimi-K2, Moonlight): TransformerConfig fields and weight table.
 
 Multi-head latent attention, a sigmoid router with a selection bias and expert groups, shared experts, dense first
-layers, multi-token prediction (DeepSeek-V3 Technical Report, 2412.19437). Rotary dimensions stand in pairs in the
-checkpoint, and Megatron's MLA takes them apart in its activations: weights are copied as they are.
-"""
+layers, multi-token prediction (DeepSeek-V3 Technical Report, 2412.19437). Rotary dimensions are pairs in the
+checkpoint, and Megatron's MLA deinterleaves them in its activations: weights are copied unchanged."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from slimx.extras.families.deepseek_v3_engine import draft_rows as draft_rows
 from slimx.extras.families.deepseek_v3_engine import engine_table as engine_table
 from slimx.extras.families.prediction import mtp_layers as mtp_layers
 from slimx.extras.families.prediction import table_with_prediction
 from slimx.extras.families.sigmoid_router import moe_fields, unsupported_router
+from slimx.json_types import Json
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import quantised_otherwise, rotary, scaled_otherwise, unusual
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
+def transformer_config(hf: HfConfig) -> Json:
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model, without parallelism and
+    dtype."""
     return {
         "multi_latent_attention": True,
         "num_layers": hf["num_hidden_layers"],
@@ -41,7 +41,7 @@ def transformer_config(hf: Fields) -> dict[str, Any]:
         "ffn_hidden_size": hf["intermediate_size"],
         **moe_fields(hf),
         "normalization": "RMSNorm",
-        # Also of the latents' norms, as engines have it; transformers fixes 1e-6 there.
+        # Engines also use it for the latents' norms, where transformers fixes 1e-6.
         "layernorm_epsilon": hf["rms_norm_eps"],
         "qk_layernorm": True,
         "gated_linear_unit": True,
@@ -49,7 +49,7 @@ def transformer_config(hf: Fields) -> dict[str, Any]:
     }
 
 
-def _rotary(hf: Fields) -> dict[str, Any]:
+def _rotary(hf: HfConfig) -> Json:
     kind, scaling = rotary(hf)
     fields = {"rope_type": "rope", "rotary_base": scaling["rope_theta"]}
     if kind == "yarn":
@@ -65,8 +65,8 @@ def _rotary(hf: Fields) -> dict[str, Any]:
     return fields
 
 
-def gpt_arguments(hf: Fields) -> dict[str, Any]:
-    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
+def gpt_arguments(hf: HfConfig) -> Json:
+    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],
@@ -75,18 +75,19 @@ def gpt_arguments(hf: Fields) -> dict[str, Any]:
     }
 
 
-def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+def unsupported(hf: HfConfig) -> str | None:
+    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     return unsupported_model(hf) or quantised_otherwise(hf)
 
 
-def unsupported_model(hf: Fields) -> str | None:
-    """The same whatever the checkpoint is stored in."""
+def unsupported_model(hf: HfConfig) -> str | None:
+    """Returns the same, regardless of the checkpoint's number format."""
     return _unsupported_rotary(hf) or unsupported_router(hf) or _unsupported_rest(hf)
 
 
-def _unsupported_rotary(hf: Fields) -> str | None:
-    if scaled := scaled_otherwise(hf, "default", "yarn"):
+def _unsupported_rotary(hf: HfConfig) -> str | None:
+    scaled = scaled_otherwise(hf, "default", "yarn")
+    if scaled:
         return scaled
     kind, scaling = rotary(hf)
     if not hf.get("rope_interleave", True):
@@ -97,20 +98,21 @@ def _unsupported_rotary(hf: Fields) -> str | None:
             return f"rope_scaling.attention_factor {scaling['attention_factor']}"
         if not scaling.get("truncate", True):
             return "rope_scaling.truncate false"
-        mscale, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        # Where one of the two is missing, transformers and DeepSeek's own code disagree on what the other one means.
-        if bool(mscale) != bool(of_all) and not (mscale == 1 and not of_all):
-            return f"rope_scaling.mscale {mscale} and mscale_all_dim {of_all}, of which one is missing"
+        mscale = scaling.get("mscale")
+        mscale_all_dim = scaling.get("mscale_all_dim")
+        # If one of the two is missing, transformers and DeepSeek's code disagree on the meaning of the other.
+        if bool(mscale) != bool(mscale_all_dim) and not (mscale == 1 and not mscale_all_dim):
+            return f"rope_scaling.mscale {mscale} and mscale_all_dim {mscale_all_dim}, of which one is missing"
     return None
 
 
-def _unsupported_rest(hf: Fields) -> str | None:
+def _unsupported_rest(hf: HfConfig) -> str | None:
     rotating = hf["qk_rope_head_dim"]
     only = (
         ("attention_bias", False),
         ("tie_word_embeddings", False),
         ("hidden_act", "silu"),
-        # Latent attention has no heads of key and value of its own; files repeat these sizes.
+        # Latent attention has no separate key and value heads; files repeat these sizes.
         ("num_key_value_heads", hf["num_attention_heads"]),
         ("head_dim", rotating),
         ("qk_head_dim", hf["qk_nope_head_dim"] + rotating),
@@ -118,36 +120,40 @@ def _unsupported_rest(hf: Fields) -> str | None:
     return unusual(hf, *only)
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction.
-
-    Layers of multi-token prediction that the checkpoint has beyond are the table's `frozen` tensors."""
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction;
+    further layers of the checkpoint are the table's `frozen` tensors."""
     return table_with_prediction(hf, partial(attention, hf), mtp=mtp)
 
 
-def attention(hf: Fields, at: Layer, *, fused: bool = True) -> tuple[Row, ...]:
-    """Rows of latent attention with the norm before it. Every tensor-parallel rank makes the whole latents and its own
-    heads of them. `fused`: the norms of the latents are one module with the products behind them."""
-    hidden, heads, query, latent = (
-        hf[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
-    )
-    nope, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
+def attention(hf: HfConfig, layer: Layer, *, fused: bool = True) -> tuple[Row, ...]:
+    """Returns rows of latent attention and the norm before it. Every tensor-parallel rank computes all latents and its
+    shard of the heads. `fused`: each norm of a latent is one module with the projection after it."""
+    hidden = hf["hidden_size"]
+    heads = hf["num_attention_heads"]
+    query = hf["q_lora_rank"]
+    latent = hf["kv_lora_rank"]
+    nope = hf["qk_nope_head_dim"]
+    rope = hf["qk_rope_head_dim"]
+    value = hf["v_head_dim"]
     wide = heads * (nope + rope)
     norm = "self_attention.linear_{}_up_proj.layer_norm_weight" if fused else "self_attention.{}_layernorm.weight"
+    queries: tuple[Row, ...]
     if query is None:
-        queries = (at.linear("self_attention.linear_q_proj.weight", "self_attn.q_proj", (wide, hidden), axis=0),)
+        queries = (layer.linear("self_attention.linear_q_proj.weight", "self_attn.q_proj", (wide, hidden), axis=0),)
     else:
         queries = (
-            at.linear("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj", (query, hidden)),
-            at.norm(norm.format("q"), "self_attn.q_a_layernorm", query),
-            at.linear("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj", (wide, query), axis=0),
+            layer.linear("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj", (query, hidden)),
+            layer.norm(norm.format("q"), "self_attn.q_a_layernorm", query),
+            layer.linear("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj", (wide, query), axis=0),
         )
-    both = (heads * (nope + value), latent)
+    down = (latent + rope, hidden)
+    up = (heads * (nope + value), latent)
     return (
-        at.norm("input_layernorm.weight", "input_layernorm", hidden),
+        layer.norm("input_layernorm.weight", "input_layernorm", hidden),
         *queries,
-        at.linear("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa", (latent + rope, hidden)),
-        at.norm(norm.format("kv"), "self_attn.kv_a_layernorm", latent),
-        at.linear("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj", both, axis=0),
-        at.linear("self_attention.linear_proj.weight", "self_attn.o_proj", (hidden, heads * value), axis=1),
+        layer.linear("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa", down),
+        layer.norm(norm.format("kv"), "self_attn.kv_a_layernorm", latent),
+        layer.linear("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj", up, axis=0),
+        layer.linear("self_attention.linear_proj.weight", "self_attn.o_proj", (hidden, heads * value), axis=1),
     )

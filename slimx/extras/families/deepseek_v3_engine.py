@@ -9,41 +9,48 @@ from slimx.extras.families.sigmoid_router import engine_draft_rows, engine_moe_t
 from slimx.layout.maps import Concat
 from slimx.layout.table import Group, Row, Table
 from slimx.models import engine_rows
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Layer
 
 
 def engine_table(
-    hf: Fields,
+    hf: HfConfig,
     *,
     fused_shared_experts: bool = False,
     gate_dtype: str | None = None,
     beside: Callable[[Layer], tuple[Row, ...]] = lambda _: (),
 ) -> Table:
-    """Layout of the target model. `fused_shared_experts`: the shared expert stands after the routed ones in the same
-    tensors; `gate_dtype`: of the router's weight, where that is not the model's; `beside`: further rows of the
-    attention of every layer."""
-    at = engine_rows.layer()
-    attention = (*_attention(hf, at), *beside(at))
+    """Returns the layout of the target model.
+
+    `fused_shared_experts`: the shared expert follows the routed ones in the same tensors; `gate_dtype`: the router
+    weight's dtype if it is not the model's; `beside`: further attention rows of every layer."""
+    layer = engine_rows.layer()
+    attention = (*_attention(hf, layer), *beside(layer))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype=gate_dtype)
 
 
-def draft_rows(hf: Fields, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
-    """Layout of the layer of multi-token prediction in SGLang's draft model (`sglang.srt.models.deepseek_nextn`)."""
+def draft_rows(hf: HfConfig, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
+    """Returns the layout of the multi-token prediction layer in SGLang's draft model
+    (`sglang.srt.models.deepseek_nextn`)."""
     return engine_draft_rows(hf, partial(_attention, hf), fused=fused_shared_experts)
 
 
-def _attention(hf: Fields, at: Layer) -> tuple[Row, ...]:
-    """Norms and latent attention; the first projections of query and key-value are one tensor."""
-    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
-    query, latent, rope = hf["q_lora_rank"], hf["kv_lora_rank"], hf["qk_rope_head_dim"]
-    nope, value = hf["qk_nope_head_dim"], hf["v_head_dim"]
+def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
+    """Returns rows of norms and latent attention; the first projections of query and key-value are one tensor."""
+    hidden = hf["hidden_size"]
+    heads = hf["num_attention_heads"]
+    query = hf["q_lora_rank"]
+    latent = hf["kv_lora_rank"]
+    rope = hf["qk_rope_head_dim"]
+    nope = hf["qk_nope_head_dim"]
+    value = hf["v_head_dim"]
 
     def linear(name: str, shape: tuple[int, int], axis: int | None, group: Group | None) -> Row:
-        return engine_rows.same(at, f"self_attn.{name}", *shape, axis=axis, group=group, quantised=True)
+        return engine_rows.same(layer, f"self_attn.{name}", *shape, axis=axis, group=group, quantised=True)
 
     wide = heads * (nope + rope)
     down = [("self_attn.kv_a_proj_with_mqa", (latent + rope, hidden))]
+    queries: tuple[Row, ...]
     if query is None:
         queries = (
             linear("q_proj", (wide, hidden), 0, "attention"),
@@ -52,15 +59,15 @@ def _attention(hf: Fields, at: Layer) -> tuple[Row, ...]:
     else:
         down = [("self_attn.q_a_proj", (query, hidden)), *down]
         queries = (
-            at.row("self_attn.fused_qkv_a_proj_with_mqa.weight", down, map=Concat(), quantised=True),
-            engine_rows.same(at, "self_attn.q_a_layernorm", query),
+            layer.row("self_attn.fused_qkv_a_proj_with_mqa.weight", down, map=Concat(), quantised=True),
+            engine_rows.same(layer, "self_attn.q_a_layernorm", query),
             linear("q_b_proj", (wide, query), 0, "attention"),
         )
     return (
-        engine_rows.same(at, "input_layernorm", hidden),
+        engine_rows.same(layer, "input_layernorm", hidden),
         *queries,
-        engine_rows.same(at, "self_attn.kv_a_layernorm", latent),
+        engine_rows.same(layer, "self_attn.kv_a_layernorm", latent),
         linear("kv_b_proj", (heads * (nope + value), latent), 0, "attention"),
         linear("o_proj", (hidden, heads * value), 1, "attention"),
-        engine_rows.same(at, "post_attention_layernorm", hidden),
+        engine_rows.same(layer, "post_attention_layernorm", hidden),
     )

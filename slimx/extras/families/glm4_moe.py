@@ -1,59 +1,61 @@
-"""GLM-4.5, 4.5-Air, 4.6 and 4.7: grouped-query attention with biases, which rotates a half of each head, and
-DeepSeek-V3's experts and prediction layer (GLM-4.5, 2508.06471)."""
+"""GLM-4.5, 4.5-Air, 4.6 and 4.7: grouped-query attention with biases that rotates half of each head, and DeepSeek-V3's
+experts and multi-token prediction layer (GLM-4.5, 2508.06471)."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from slimx.extras.families.prediction import mtp_layers as mtp_layers
 from slimx.extras.families.prediction import table_with_prediction
 from slimx.extras.families.sigmoid_router import engine_draft_rows, engine_moe_table, moe_fields, unsupported_router
+from slimx.json_types import Json
 from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.decoder import layer_kind as layer_kind
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Attention
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
-"""SGLang 0.5.23 fuses the shared expert with the others there only, whatever is asked for
-(`shared_experts_fusion_disable_reason` in `sglang.srt.models.glm4_moe`)."""
+"""SGLang 0.5.23 fuses the shared expert only there, and ignores other requests (`shared_experts_fusion_disable_reason`
+in `sglang.srt.models.glm4_moe`)."""
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+def transformer_config(hf: HfConfig) -> Json:
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     return {**decoder.decoder_fields(hf, _attention(hf)), **moe_fields(hf)}
 
 
-def gpt_arguments(hf: Fields) -> dict[str, Any]:
-    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
+def gpt_arguments(hf: HfConfig) -> Json:
+    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_share(hf, default=0.5)}
 
 
-def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+def unsupported(hf: HfConfig) -> str | None:
+    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     other = decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
     scaled = decoder.scaled_otherwise(hf, "default")
     return scaled or unsupported_router(hf) or decoder.quantised_otherwise(hf) or other
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction."""
-    return table_with_prediction(hf, lambda at: at.attention(_attention(hf)), mtp=mtp)
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token
+    prediction."""
+    return table_with_prediction(hf, lambda layer: layer.attention(_attention(hf)), mtp=mtp)
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe`); its router weighs in fp32."""
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe`), with an fp32 router."""
     attention = engine_rows.attention(engine_rows.layer(), _attention(hf))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 
 
-def draft_rows(hf: Fields, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
-    """Layout of the layer of multi-token prediction in SGLang's draft model (`sglang.srt.models.glm4_moe_nextn`)."""
+def draft_rows(hf: HfConfig, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
+    """Returns the layout of the multi-token prediction layer in SGLang's draft model
+    (`sglang.srt.models.glm4_moe_nextn`)."""
     attention = partial(engine_rows.attention, sizes=_attention(hf))
     return engine_draft_rows(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 
 
-def _attention(hf: Fields) -> Attention:
+def _attention(hf: HfConfig) -> Attention:
     return Attention.of(hf, qkv_bias=hf.get("attention_bias", False), qk_norm=hf.get("use_qk_norm", False))

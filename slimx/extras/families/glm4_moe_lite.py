@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: a DeepSeek-V3 under a name of its own, which SGLang serves with a router that weighs in fp32."""
+"""GLM-4.7-Flash: a DeepSeek-V3 under another name, which SGLang serves with an fp32 router."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from slimx.extras.families.deepseek_v3 import weight_table as weight_table
 from slimx.extras.families.sigmoid_router import unsupported_places
 from slimx.layout.table import Table
 from slimx.models.decoder import layer_kind as layer_kind
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
-"""The same limit as GLM-4.5's (`slimx.extras.families.glm4_moe`)."""
+"""The same limit as for GLM-4.5 (`slimx.extras.families.glm4_moe`)."""
 
 
-def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+def unsupported(hf: HfConfig) -> str | None:
+    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     return unsupported_places(hf) or deepseek_v3.unsupported(hf)
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe_lite`)."""
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe_lite`)."""
     return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, gate_dtype="float32")

@@ -1,56 +1,61 @@
-"""Kimi-K2.5, its text: a DeepSeek-V3 under `text_config` and `language_model.`, experts published in INT4.
-Text alone is trained; exports carry the vision tower and its projector over."""
+"""Kimi-K2.5, text only: a DeepSeek-V3 under `text_config` and `language_model.`, with experts published in INT4. Only
+the text model is trained; exports copy the vision tower and its projector."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from slimx.extras.families import deepseek_v3
+from slimx.json_types import Json
 from slimx.layout.number_formats import all_formats
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import quantised_otherwise, unusual
 from slimx.models.engine_rows import no_engine
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
 _TEXT = "language_model."
 _INT4 = "compressed-tensors"
-"""The number format of published checkpoints."""
+"""Number format of published checkpoints."""
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
+def transformer_config(hf: HfConfig) -> Json:
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model, without parallelism and
+    dtype."""
     return deepseek_v3.transformer_config(hf["text_config"])
 
 
-def gpt_arguments(hf: Fields) -> dict[str, Any]:
-    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
+def gpt_arguments(hf: HfConfig) -> Json:
+    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
     return deepseek_v3.gpt_arguments(hf["text_config"])
 
 
-def mtp_layers(hf: Fields) -> int:
-    """Layers of multi-token prediction that the checkpoint declares."""
+def mtp_layers(hf: HfConfig) -> int:
+    """Returns the number of multi-token prediction layers that the checkpoint declares."""
     return deepseek_v3.mtp_layers(hf["text_config"])
 
 
-def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+def unsupported(hf: HfConfig) -> str | None:
+    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     text = hf["text_config"]
-    for at, fields in (("", hf), ("text_config.", text)):
-        if other := quantised_otherwise(fields, _INT4):
-            return at + other
+    for prefix, fields in (("", hf), ("text_config.", text)):
+        quantised = quantised_otherwise(fields, _INT4)
+        if quantised:
+            return prefix + quantised
     group = all_formats()[_INT4].GROUP
-    if odd := [key for key in ("hidden_size", "moe_intermediate_size") if text[key] % group]:
-        return f"text_config.{odd[0]} {text[odd[0]]}, no multiple of {group}"
-    if problem := deepseek_v3.unsupported_model(text):
+    for key in ("hidden_size", "moe_intermediate_size"):
+        if text[key] % group:
+            return f"text_config.{key} {text[key]}, not a multiple of {group}"
+    problem = deepseek_v3.unsupported_model(text)
+    if problem:
         return f"text_config.{problem}"
     return unusual(hf, ("tie_word_embeddings", False))
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor of the text; those of the vision tower are `frozen`."""
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor of the text model; those of the vision tower are
+    `frozen`."""
     table = deepseek_v3.weight_table(hf["text_config"], mtp)
     return replace(
         table,
@@ -60,23 +65,26 @@ def weight_table(hf: Fields, mtp: int = 0) -> Table:
     )
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     """Raises SlimxError: a publication proves every tensor of an engine, and no trainer has the vision tower's."""
     raise no_engine(ARCHITECTURE, "they hold a vision tower that no trainer has")
 
 
 def _of_text(row: Row) -> Row:
-    # No checkpoint of the family is in fp8 blocks.
+    # No checkpoint of the family is quantised to fp8 blocks.
     return replace(row, sources=tuple((_TEXT + name, shape) for name, shape in row.sources), quantised=False)
 
 
-def _vision(hf: Fields) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of MoonViT and of the projector behind it, as the published files have them."""
+def _vision(hf: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of MoonViT and its projector, as in the published files."""
     vision = hf["vision_config"]
-    wide, inner, patch = vision["vt_hidden_size"], vision["vt_intermediate_size"], vision["patch_size"]
+    wide = vision["vt_hidden_size"]
+    inner = vision["vt_intermediate_size"]
+    patch = vision["patch_size"]
     down, across = vision["merge_kernel_size"]
-    merged, seen = vision["mm_hidden_size"] * down * across, vision["mm_hidden_size"]
-    block = {
+    seen = vision["mm_hidden_size"]
+    merged = seen * down * across
+    block: dict[str, tuple[int, ...]] = {
         "mlp.fc0": (inner, wide),
         "mlp.fc1": (wide, inner),
         "norm0": (wide,),
@@ -84,19 +92,17 @@ def _vision(hf: Fields) -> dict[str, tuple[int, ...]]:
         "wo": (wide, wide),
         "wqkv": (3 * wide, wide),
     }
-    modules: dict[str, tuple[int, ...]] = {
-        "vision_tower.patch_embed.proj": (wide, 3, patch, patch),
-        **{
-            f"vision_tower.encoder.blocks.{layer}.{name}": shape
-            for layer in range(vision["vt_num_hidden_layers"])
-            for name, shape in block.items()
-        },
+    modules: dict[str, tuple[int, ...]] = {"vision_tower.patch_embed.proj": (wide, 3, patch, patch)}
+    for layer in range(vision["vt_num_hidden_layers"]):
+        for name, shape in block.items():
+            modules[f"vision_tower.encoder.blocks.{layer}.{name}"] = shape
+    modules |= {
         "vision_tower.encoder.final_layernorm": (wide,),
         "mm_projector.pre_norm": (seen,),
         "mm_projector.proj.0": (merged, merged),
         "mm_projector.proj.2": (hf["text_config"]["hidden_size"], merged),
     }
-    places = vision["init_pos_emb_height"], vision["init_pos_emb_width"], wide
+    positions = vision["init_pos_emb_height"], vision["init_pos_emb_width"], wide
     weights = {f"{name}.weight": shape for name, shape in modules.items()}
     biases = {f"{name}.bias": shape[:1] for name, shape in modules.items()}
-    return {"vision_tower.patch_embed.pos_emb.weight": places, **weights, **biases}
+    return {"vision_tower.patch_embed.pos_emb.weight": positions, **weights, **biases}

@@ -1,19 +1,18 @@
-"""MiniMax-M2, M2.1, M2.5 and M2.7: grouped-query attention with norms over all heads together, of which a part rotates,
-and sigmoid-routed experts in every layer.
+"""MiniMax-M2, M2.1, M2.5 and M2.7: grouped-query attention, partly rotated and normalised over all heads together, and
+sigmoid-routed experts in every layer.
 
 Their config.json declares layers of multi-token prediction (num_mtp_modules); no published checkpoint has them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Attention, Layer, embedding, head
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
@@ -21,8 +20,8 @@ ARCHITECTURE = "MiniMaxM2ForCausalLM"
 _MOE = "block_sparse_moe"
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+def transformer_config(hf: HfConfig) -> Json:
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     return {
         **decoder.decoder_fields(hf, _attention(hf)),
         "num_moe_experts": hf["num_local_experts"],
@@ -35,19 +34,20 @@ def transformer_config(hf: Fields) -> dict[str, Any]:
     }
 
 
-def gpt_arguments(hf: Fields) -> dict[str, Any]:
-    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
-    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotating_share(hf, _attention(hf).head)}
+def gpt_arguments(hf: HfConfig) -> Json:
+    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
+    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_dim_fraction(hf, _attention(hf).head)}
 
 
-def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
-    if problem := decoder.scaled_otherwise(hf, "default") or decoder.contradicting_share(hf, _attention(hf).head):
+def unsupported(hf: HfConfig) -> str | None:
+    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    problem = decoder.scaled_otherwise(hf, "default") or decoder.contradicting_fractions(hf, _attention(hf).head)
+    if problem:
         return problem
     if set(hf.get("attn_type_list") or [1]) != {1}:
         return "attn_type_list with layers of linear attention"
     if hf["num_experts_per_tok"] == 1:
-        return "num_experts_per_tok 1"  # Megatron normalises the weights of several experts only
+        return "num_experts_per_tok 1"  # Megatron normalises weights only of several experts
     return decoder.quantised_otherwise(hf) or decoder.unusual(
         hf,
         ("use_qk_norm", True),
@@ -61,67 +61,73 @@ def unsupported(hf: Fields) -> str | None:
     )
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor."""
-    hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
-    at, expert = Layer(), f"{_MOE}.experts.{{expert}}"
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor."""
+    hidden = hf["hidden_size"]
+    inner = hf["intermediate_size"]
+    experts = hf["num_local_experts"]
+    layer = Layer()
+    expert = f"{_MOE}.experts.{{expert}}"
     rows = (
         embedding(hf),
-        *at.attention(_attention(hf)),
-        at.norm("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden),
-        at.row("mlp.router.weight", [(f"{_MOE}.gate", (experts, hidden))]),
-        _selection(at, "mlp.router.expert_bias", experts),
-        at.row(
+        *layer.attention(_attention(hf)),
+        layer.norm("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden),
+        layer.row("mlp.router.weight", [(f"{_MOE}.gate", (experts, hidden))]),
+        _selection(layer, "mlp.router.expert_bias", experts),
+        layer.row(
             "mlp.experts.linear_fc1.weight{expert}",
             [(f"{expert}.{kind}", (inner, hidden)) for kind in ("w1", "w3")],
             map=Concat(),
             axis=0,
             quantised=True,
         ),
-        at.linear("mlp.experts.linear_fc2.weight{expert}", f"{expert}.w2", (hidden, inner), axis=1),
+        layer.linear("mlp.experts.linear_fc2.weight{expert}", f"{expert}.w2", (hidden, inner), axis=1),
         *head(hf),
     )
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.minimax_m2`); its router weighs in fp32.
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.minimax_m2`), with an fp32 router.
     There are no shared experts to fuse.
 
-    Raises SlimxError for a config.json without the fields of the published ones: SGLang's own defaults are another
-    model."""
+    Raises SlimxError for a config.json without fields of the published ones: SGLang's defaults are a different model.
+    """
     for key in ("use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim"):
         if hf.get(key) is None:
             raise SlimxError(
-                f"{ARCHITECTURE} without {key}: SGLang 0.5.23 would serve another model; write it into config.json "
+                f"{ARCHITECTURE} without {key}: SGLang 0.5.23 would serve a different model; add it to config.json "
                 "(use_qk_norm and use_routing_bias true, scoring_func sigmoid, rotary_dim)",
                 code="model.served_field",
                 about=key,
             )
-    hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
-    at, expert = engine_rows.layer(), f"{_MOE}.experts.{{expert}}"
+    hidden = hf["hidden_size"]
+    inner = hf["intermediate_size"]
+    experts = hf["num_local_experts"]
+    layer = engine_rows.layer()
+    expert = f"{_MOE}.experts.{{expert}}"
     rows = (
         engine_rows.embedding(hf),
-        *engine_rows.attention(at, _attention(hf)),
-        engine_rows.same(at, f"{_MOE}.gate", experts, hidden, dtype="float32"),
-        _selection(at, f"{_MOE}.e_score_correction_bias", experts),
-        at.row(
+        *engine_rows.attention(layer, _attention(hf)),
+        engine_rows.same(layer, f"{_MOE}.gate", experts, hidden, dtype="float32"),
+        _selection(layer, f"{_MOE}.e_score_correction_bias", experts),
+        layer.row(
             f"{_MOE}.experts.w13_weight",
             [(f"{expert}.{kind}", (inner, hidden)) for kind in ("w1", "w3")],
             map=Concat(),
             axis=0,
             quantised=True,
         ),
-        at.row(f"{_MOE}.experts.w2_weight", [(f"{expert}.w2", (hidden, inner))], axis=1, quantised=True),
+        layer.row(f"{_MOE}.experts.w2_weight", [(f"{expert}.w2", (hidden, inner))], axis=1, quantised=True),
         *engine_rows.head(hf),
     )
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
 
 
-def _selection(at: Layer, name: str, experts: int) -> Row:
-    """The bias that only chooses."""
-    return at.row(name, [(_MOE, (experts,))], kind="e_score_correction_bias", dtype="float32")
+def _selection(layer: Layer, name: str, experts: int) -> Row:
+    """Returns the row of the bias used for selection only."""
+    return layer.row(name, [(_MOE, (experts,))], kind="e_score_correction_bias", dtype="float32")
 
 
-def _attention(hf: Fields) -> Attention:
+def _attention(hf: HfConfig) -> Attention:
     return Attention.of(hf, projection_norm=True)

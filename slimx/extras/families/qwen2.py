@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from slimx.json_types import Json
 from slimx.layout.table import Table
 from slimx.models.decoder import (
     decoder_fields,
@@ -16,32 +15,32 @@ from slimx.models.decoder import (
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Attention
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig."""
+def transformer_config(hf: HfConfig) -> Json:
+    """Returns fields of megatron-core's TransformerConfig."""
     return decoder_fields(hf, _attention(hf))
 
 
-def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+def unsupported(hf: HfConfig) -> str | None:
+    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     usual = (("use_sliding_window", False), ("hidden_act", "silu"))
     return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor."""
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor."""
     return dense_table(hf, _attention(hf))
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang's layout of every checkpoint tensor (`sglang.srt.models.qwen2`); there are no experts to fuse."""
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
+    """Returns SGLang's layout of every checkpoint tensor (`sglang.srt.models.qwen2`); there are no experts to fuse."""
     return dense_engine_table(hf, _attention(hf), "tensor")
 
 
-def _attention(hf: Fields) -> Attention:
+def _attention(hf: HfConfig) -> Attention:
     return Attention.of(hf, qkv_bias=True)

@@ -279,5 +279,5 @@ def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path,
     for group in rollout.policy_engines:
         file = Path(group.model or spec.path) / "config.json"
         if file.is_file():
-            hf = read_fields(file, getattr(spec.family, "OWN_FIELDS", ()))
+            hf = read_fields(file, spec.family.UNCHECKED_FIELDS)
             yield group, file.parent, hf.get("quantization_config") or {}

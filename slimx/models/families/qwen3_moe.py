@@ -1,23 +1,23 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B and tiny ones): attention with normed heads, and experts in every layer."""
+"""Qwen3-MoE (30B-A3B, 235B-A22B and tiny ones): attention with normed heads and experts in every layer."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.layout.table import Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, first_of, quantised_otherwise, scaled_otherwise, unusual
+from slimx.models.decoder import decoder_fields, quantised_otherwise, scaled_otherwise, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
-def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+def transformer_config(hf: HfConfig) -> Json:
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     return {
         **decoder_fields(hf, _attention(hf)),
         "num_moe_experts": _experts(hf),
@@ -31,49 +31,58 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
-    # Of this architecture SGLang 0.5.23 builds MoE layers only: an engine could not serve such a checkpoint. No
-    # published one has dense layers.
-    if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
-        key = "mlp_only_layers" if hf.get("mlp_only_layers") else "decoder_sparse_step"
-        return f"{key} {hf[key]} (dense layers among the MoE layers)"
+def unsupported(hf: HfConfig) -> str | None:
+    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    # SGLang 0.5.23 builds only MoE layers for this architecture and could not serve a checkpoint with dense ones. No
+    # published checkpoint has any.
+    if hf.get("mlp_only_layers"):
+        return f"mlp_only_layers {hf['mlp_only_layers']} (dense layers among the MoE layers)"
+    if hf.get("decoder_sparse_step", 1) != 1:
+        return f"decoder_sparse_step {hf['decoder_sparse_step']} (dense layers among the MoE layers)"
     usual = (("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu"))
     return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
 
 
-def _attention(hf: dict[str, Any]) -> Attention:
+def _attention(hf: HfConfig) -> Attention:
     return Attention.of(hf, qk_norm=True)
 
 
-def _experts(hf: dict[str, Any]) -> int:
-    return first_of(hf, "num_experts", "num_local_experts")
+def _experts(hf: HfConfig) -> int:
+    """Returns the number of experts: published checkpoints call it num_experts, current transformers
+    num_local_experts."""
+    if "num_local_experts" in hf and "num_experts" not in hf:
+        return hf["num_local_experts"]
+    return hf["num_experts"]
 
 
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor."""
-    hidden, inner, experts = hf["hidden_size"], hf["moe_intermediate_size"], _experts(hf)
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor."""
+    hidden = hf["hidden_size"]
+    inner = hf["moe_intermediate_size"]
+    experts = _experts(hf)
     layer = Layer()
     rows = (embedding(hf), *layer.attention(_attention(hf)), *layer.moe(hidden, inner, experts), *head(hf))
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts, aliases=tied_copies(hf))
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels want.
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels
+    require.
 
     There are no shared experts to fuse. Raises SlimxError for tied embeddings."""
     if hf.get("tie_word_embeddings"):
         raise SlimxError(
-            f"{ARCHITECTURE} with tie_word_embeddings: SGLang 0.5.23 builds an output layer of its own for it, and an "
-            "engine would serve wrong logits; train it without engines, or untie the embeddings",
+            f"{ARCHITECTURE} with tie_word_embeddings: SGLang 0.5.23 builds a separate output layer for it and would "
+            "serve wrong logits; train it without engines, or untie the embeddings",
             code="model.served_field",
             about="tie_word_embeddings",
         )
-    hidden, experts, layer = hf["hidden_size"], _experts(hf), engine_rows.layer()
+    experts = _experts(hf)
+    layer = engine_rows.layer()
     rows = (
         engine_rows.embedding(hf),
         *engine_rows.attention(layer, _attention(hf)),
-        *engine_rows.moe(layer, hidden, hf["moe_intermediate_size"], experts),
+        *engine_rows.moe(layer, hf["hidden_size"], hf["moe_intermediate_size"], experts),
         *engine_rows.head(hf),
     )
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)

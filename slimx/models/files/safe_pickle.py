@@ -1,8 +1,7 @@
-"""Reads what torch_dist checkpoints keep as pickles, without letting a pickle choose what is called.
+"""Reads the pickles of torch_dist checkpoints without letting a pickle choose what is called.
 
-A checkpoint may come from anywhere, and unpickling runs whatever the file names. Here only the plain record classes of
-torch's checkpoint format are let through; any other name is refused with a sentence that gives it.
-"""
+Unpickling runs whatever the file names, and a checkpoint may come from anywhere. Only the plain record classes of
+torch's checkpoint format are allowed; any other name is refused, and the error gives it."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from slimx.errors import SlimxError
 
-_METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _ALLOWED = {
     ("collections", "OrderedDict"),
     ("pathlib", "Path"),
@@ -46,10 +45,10 @@ _ALLOWED = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
-    # Of torch before 2.3.
+    # torch before 2.3
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-    # Save plans, which megatron-core keeps in the metadata when it caches them.
+    # save plans, which megatron-core stores in the metadata when it caches them
     *((_PLANNER, name) for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
@@ -57,34 +56,35 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+    def find_class(self, module: str, name: str) -> object:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
         if module.startswith("megatron.") and (module, name) in _ALLOWED:
             return _Empty
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed in a checkpoint")
 
 
 class _Empty:
-    """Stands for records of megatron-core that are not read."""
+    """Placeholder for records of megatron-core that are not read."""
 
 
 @contextmanager
 def safe_classes(*classes: type) -> Iterator[None]:
-    """Lets torch's `weights_only` read `classes`, and afterwards what it read before: torch's own context manager takes
-    them out also if they were in before, as Namespace and BytesIO are once megatron-core is imported."""
+    """Lets torch's `weights_only` read `classes`, and restores the previous state afterwards. Torch's own context
+    manager also removes classes that were allowed before, as Namespace and BytesIO are once megatron-core is imported.
+    """
     known = torch.serialization.get_safe_globals()
-    with torch.serialization.safe_globals([one for one in classes if one not in known]):
+    with torch.serialization.safe_globals([kind for kind in classes if kind not in known]):
         yield
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The tensors of a torch_dist checkpoint: `path` is its `.metadata`. Raises SlimxError naming the file."""
+    """Reads the tensors of a torch_dist checkpoint; `path` is its `.metadata`. Raises SlimxError naming the file."""
     try:
         with path.open("rb") as file:
-            found = _Unpickler(file).load()
+            metadata = _Unpickler(file).load()
     except OSError as error:
         raise SlimxError(
             f"{path}: cannot be read ({error.strerror}); restore the file", code="megatron.metadata", about=str(path)
@@ -92,9 +92,10 @@ def read_metadata(path: Path) -> Metadata:
     # A damaged pickle raises nearly anything.
     except Exception as error:
         raise _no_metadata(path, " ".join(str(error).split())) from error
-    if (problem := _problem(found)) is not None:
+    problem = _problem(metadata)
+    if problem is not None:
         raise _no_metadata(path, problem)
-    return found
+    return metadata
 
 
 def _no_metadata(path: Path, reason: str) -> SlimxError:
@@ -105,24 +106,28 @@ def _no_metadata(path: Path, reason: str) -> SlimxError:
     )
 
 
-def _problem(found: Any) -> str | None:
-    """Description of something in `found` that no writer of checkpoints writes; None if all is as it should be. Classes
-    are let in, but any of them may hold anything."""
-    if not isinstance(found, Metadata):
-        return f"it holds a {type(found).__name__}"
-    tensors, places = found.state_dict_metadata, found.storage_data
-    if not isinstance(tensors, dict) or not isinstance(places, dict):
-        return "it lacks tensors, or their places"
+def _problem(metadata: object) -> str | None:
+    """Returns a description of content that no writer of checkpoints produces; None if all is valid. Classes are
+    allowed, but their fields may hold anything."""
+    if not isinstance(metadata, Metadata):
+        return f"it holds a {type(metadata).__name__}"
+    tensors = metadata.state_dict_metadata
+    locations = metadata.storage_data
+    if not isinstance(tensors, dict) or not isinstance(locations, dict):
+        return "it lacks tensors or their locations"
     for key, value in tensors.items():
-        whole = isinstance(value, BytesStorageMetadata) or (
-            isinstance(value, TensorStorageMetadata) and _is_tensor(value)
-        )
-        if not isinstance(key, str) or not whole:
+        if not isinstance(key, str) or not _is_value(value):
             return f"it does not describe {key} as a tensor"
-    for index, place in places.items():
-        if not isinstance(index, MetadataIndex) or not _is_place(place):
-            return f"it does not say which bytes of which file beside it {getattr(index, 'fqn', index)} is"
+    for index, location in locations.items():
+        if not isinstance(index, MetadataIndex) or not _is_location(location):
+            return f"it does not give file and byte range of {getattr(index, 'fqn', index)}"
     return None
+
+
+def _is_value(value: object) -> bool:
+    if isinstance(value, TensorStorageMetadata):
+        return _is_tensor(value)
+    return isinstance(value, BytesStorageMetadata)
 
 
 def _is_tensor(value: TensorStorageMetadata) -> bool:
@@ -132,19 +137,20 @@ def _is_tensor(value: TensorStorageMetadata) -> bool:
     return isinstance(dtype, torch.dtype) and all(_is_inside(chunk, value.size) for chunk in value.chunks)
 
 
-def _is_inside(chunk: Any, size: torch.Size) -> bool:
+def _is_inside(chunk: object, size: torch.Size) -> bool:
     if not isinstance(chunk, ChunkStorageMetadata) or not _are_sizes(chunk.offsets) or not _are_sizes(chunk.sizes):
         return False
     if not len(chunk.offsets) == len(chunk.sizes) == len(size):
         return False
-    return all(at + count <= length for at, count, length in zip(chunk.offsets, chunk.sizes, size, strict=True))
+    return all(start + count <= length for start, count, length in zip(chunk.offsets, chunk.sizes, size, strict=True))
 
 
-def _are_sizes(sizes: Any) -> bool:
+def _are_sizes(sizes: object) -> bool:
     return isinstance(sizes, tuple) and all(isinstance(size, int) and size >= 0 for size in sizes)
 
 
-def _is_place(place: Any) -> bool:
-    if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
+def _is_location(location: object) -> bool:
+    if not isinstance(location, _StorageInfo) or not isinstance(location.relative_path, str):
         return False
-    return Path(place.relative_path).name == place.relative_path and _are_sizes((place.offset, place.length))
+    name = Path(location.relative_path).name
+    return name == location.relative_path and _are_sizes((location.offset, location.length))

@@ -1,4 +1,4 @@
-"""Writes gathered buckets as a Hugging Face directory: one safetensors shard per bucket, an index, config and
+"""Writes gathered buckets as a Hugging Face directory: one safetensors shard per bucket, index, config and
 tokenizer."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,43 +19,80 @@ from slimx.models.fields import without_quantisation
 from slimx.models.files.reader import CheckpointReader
 
 _SHARD_BYTES = 4 * 2**30
-"""Bytes of carried-over tensors in one file, and in memory at once."""
-# Everything that is not a tensor is copied from the directory the run started from.
+"""Maximum bytes of copied tensors in one file, and in memory at once."""
+# All other files are copied from the directory that the run started from.
 TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+
+
+class PackedTensor(Protocol):
+    """A tensor in a packed bucket."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Packed(Protocol):
     """A packed bucket in shared memory (`slimx.reshard.packed.PackedBucket`)."""
 
-    path: str
-    size: int
-    tensors: Sequence[Any]
+    @property
+    def path(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def tensors(self) -> Sequence[PackedTensor]: ...
 
 
 def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:
-    """Write the tensors of `packed`, some of `table`'s, into the safetensors file `path`; returns their names."""
+    """Writes the tensors of `packed`, some of `table`'s, to the safetensors file `path`. Returns their names."""
     memory = torch.from_file(packed.path, shared=True, size=packed.size, dtype=torch.uint8)
-    turned, tensors = table.turned(), {}
+    transposed = table.turned()
+    tensors = {}
     for t in packed.tensors:
         tensor = memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
-        # `checkpoint_parts` brings the matrices of such a stack as the table names them.
-        tensors[t.name] = tensor.transpose(-2, -1).contiguous() if t.name in turned else tensor
+        # `checkpoint_parts` yields the matrices of such a stack as the table names them.
+        tensors[t.name] = tensor.transpose(-2, -1).contiguous() if t.name in transposed else tensor
     return _write(Path(path), tensors)
 
 
 def finish_directory(
     directory: Path, source: Path, table: Table, shards: Sequence[Sequence[str]], *, weights: Path | None
 ) -> None:
-    """Complete an export into `directory`: what the trainer does not hold, index, config and tokenizer of `source`.
+    """Completes an export into `directory`: tensors that the trainer does not hold, index, and config and tokenizer of
+    `source`.
 
     `shards[i]` names the tensors of file `shard_name(i, len(shards))`. Aliases and frozen tensors of `table` are
-    written if the checkpoint `weights` has them: the first with their original's new bytes, the second with their own.
-    None: neither is.
-    """
-    weight_map = {tensor: shard_name(i, len(shards)) for i, tensors in enumerate(shards) for tensor in tensors}
-    reader = CheckpointReader(weights) if weights is not None else None
-    for number, names in enumerate(_carried(reader, table) if reader is not None else ()):
-        file = f"model-carried-{number + 1:05d}.safetensors"
+    written if the checkpoint `weights` has them: aliases with their original's new bytes, frozen tensors with those of
+    `weights`. None: neither is."""
+    weight_map: dict[str, str] = {}
+    for i, tensors in enumerate(shards):
+        weight_map |= dict.fromkeys(tensors, shard_name(i, len(shards)))
+    if weights is not None:
+        _copy_tensors(directory, CheckpointReader(weights), table, weight_map)
+    total = sum(os.path.getsize(directory / file) for file in set(weight_map.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(TENSOR_SUFFIXES):
+            shutil.copy2(file, directory / file.name)
+    config = directory / "config.json"
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    plain = without_quantisation(fields)
+    if plain != fields:  # exports have the trainer's dtype
+        config.write_text(json.dumps(plain, indent=2) + "\n")
+
+
+def _copy_tensors(directory: Path, reader: CheckpointReader, table: Table, weight_map: dict[str, str]) -> None:
+    """Copies aliases, frozen tensors and buffers into further files of `directory`; adds them to `weight_map`."""
+    for index, names in enumerate(_carried(reader, table)):
+        file = f"model-carried-{index + 1:05d}.safetensors"
         tensors = {}
         for name in names:
             if name in table.aliases:
@@ -65,20 +102,10 @@ def finish_directory(
             else:
                 tensors[name] = reader.whole(name)
         weight_map |= dict.fromkeys(_write(directory / file, tensors), file)
-    total = sum(os.path.getsize(directory / file) for file in set(weight_map.values()))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(TENSOR_SUFFIXES):
-            shutil.copy2(file, directory / file.name)
-    config = directory / "config.json"
-    fields = json.loads(config.read_text()) if config.is_file() else {}
-    if (plain := without_quantisation(fields)) != fields:  # what is exported is in the trainer's dtype
-        config.write_text(json.dumps(plain, indent=2) + "\n")
 
 
 def _carried(reader: CheckpointReader, table: Table) -> Iterator[list[str]]:
-    """Names of the tensors that the export takes over, in portions of bounded size."""
+    """Yields names of the tensors that the export copies, in portions of bounded size."""
     portion: list[str] = []
     size = 0
     for name in [*table.aliases, *table.frozen, *reader.buffers]:
@@ -87,7 +114,8 @@ def _carried(reader: CheckpointReader, table: Table) -> Iterator[list[str]]:
             size += reader.nbytes(name)
             if size > _SHARD_BYTES:
                 yield portion
-                portion, size = [], 0
+                portion = []
+                size = 0
     if portion:
         yield portion
 
@@ -100,5 +128,5 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def shard_name(index: int, count: int) -> str:
-    """File name of shard `index` (from 0) of `count`."""
+    """Returns the file name of shard `index` (from 0) of `count`."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"

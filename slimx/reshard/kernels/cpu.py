@@ -1,9 +1,8 @@
-"""The reshard kernels of `csrc/` from Python: pack pieces into a bucket and checksum tensors, on the CPU.
+"""Python interface of the reshard kernels in `csrc/` on the CPU: packs pieces into a bucket and computes checksums.
 
-`csrc/reshard.h` defines the ops and the checksum, `record.py` has the record.
-The calls take raw addresses: **the caller keeps every tensor that a piece points into alive and unwritten until the
-call returns.** The interpreter lock is released meanwhile, so a transport may run beside it.
-"""
+`csrc/reshard.h` defines the ops and the checksum, `record.py` the record. The calls take raw addresses: **the caller
+keeps every tensor that a piece points into alive and unmodified until the call returns.** The GIL is released during
+calls, so a transport can run in parallel."""
 
 import ctypes
 import functools
@@ -31,16 +30,17 @@ ABI = 4
 
 
 TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
-"""The table that a GPU wrote, for the rule triton: {s, 1 / s} of every finite bf16 amax [32640, 2] fp32."""
+"""Table that a GPU wrote, for the rule triton: {s, 1 / s} of every finite bf16 amax [32640, 2] fp32."""
 
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 _BF16_AMAX = 0x7F80
-"""Finite magnitudes that a bf16 has."""
-_NO_MEMORY, _NO_SUCH_ISA = 1, 2
+"""Number of finite bf16 magnitudes."""
+_NO_MEMORY = 1
+_NO_SUCH_ISA = 2
 
 
 def seeds(nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The sums [tensors] uint64 to start from: each tensor's size in bytes enters its checksum once, through this."""
+    """Returns initial sums [tensors] uint64, through which each tensor's size in bytes enters its checksum once."""
     sizes = np.ascontiguousarray(nbytes, dtype=np.int64)
     sums = np.zeros(sizes.shape, dtype=np.uint64)
     library().slimx_seed(sizes.ctypes.data, sizes.size, sums.ctypes.data)
@@ -57,27 +57,27 @@ def pack(
     isa: str = "best",
     threads: int | None = None,
 ) -> None:
-    """Does the ops of `pieces` [n] of `PIECE` into `bucket` [bytes] uint8; adds what they write to `sums` [tensors].
+    """Performs the ops of `pieces` [n] of `PIECE` on `bucket` [bytes] uint8; adds checksums of the output to `sums`
+    [tensors].
 
-    `sums`: uint64. A tensor's checksum is complete when all its bytes and its seed have been added, here or elsewhere,
-    in any order. `flags` [tensors] uint32: gets bits such as NONFINITE, for the caller to pass on or to refuse
-    (`refuse_nonfinite`); without it such a value raises SlimxError here, after the bucket is written, with the tensor's
-    name from `names`. `isa`: one of `isas()`; all give the same bits. `threads`: torch's number of threads unless
-    given. Raises SlimxError for a piece that would be written outside the bucket, before anything is written.
-    """
+    `sums`: uint64. A tensor's checksum is complete when all its bytes and its seed have been added, on any rank and in
+    any order. `flags` [tensors] uint32: receives bits such as NONFINITE, which the caller forwards or refuses
+    (`refuse_nonfinite`). Without it such a value raises SlimxError after the bucket is written, with the tensor's name
+    from `names`. `isa`: one of `isas()`; all give the same bits. `threads`: default torch's number of threads. Raises
+    SlimxError for a piece outside the bucket before anything is written."""
     if bucket.dtype != torch.uint8 or bucket.device.type != "cpu" or not bucket.is_contiguous():
         raise SlimxError(
-            f"the bucket is {bucket.dtype} on {bucket.device}: pass contiguous uint8 memory of the CPU",
+            f"the bucket is {bucket.dtype} on {bucket.device}: pass contiguous uint8 CPU memory",
             code="kernel.bucket",
             about="bucket",
         )
     check_sources(pieces, sums)
     check_ops(pieces, sums)
     check_destinations(pieces, bucket.numel())
-    found = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
-    if found.dtype != np.uint32 or found.shape != sums.shape or not found.flags.carray:
+    out_flags = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
+    if out_flags.dtype != np.uint32 or out_flags.shape != sums.shape or not out_flags.flags.carray:
         raise SlimxError(
-            f"flags are {found.dtype} {found.shape}: pass a contiguous array of uint32, one for each sum",
+            f"flags are {out_flags.dtype} {out_flags.shape}: pass a contiguous array of uint32, one per sum",
             code="kernel.flags",
             about="flags",
         )
@@ -87,14 +87,14 @@ def pack(
         len(pieces),
         bucket.data_ptr(),
         sums.ctypes.data,
-        found.ctypes.data,
+        out_flags.ctypes.data,
         table,
         _isa(isa),
         threads_of(threads),
     )
     _raise_for(status, isa)
     if flags is None:
-        refuse_nonfinite(found, names)
+        refuse_nonfinite(out_flags, names)
 
 
 def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> None:
@@ -103,8 +103,8 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
     if len(bad):
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
-            f"{first} holds a value that is infinite or not a number, or too large for bf16 ({len(bad)} such tensors); "
-            "these weights cannot be published: look at the last optimizer steps",
+            f"{first} has a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors); these weights "
+            "cannot be published: check the last optimizer steps",
             code="kernel.nonfinite",
             about=first,
         )
@@ -112,18 +112,18 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
 
 @functools.cache
 def triton_scales(path: Path) -> np.ndarray:
-    """The table for the rule triton [32640, 2] fp32. Raises SlimxError where it is missing or not one."""
-    how = "store there the triton_scales.npy that `make gpu` writes on a machine with a GPU, or choose the rule ieee"
+    """Returns the table for the rule triton [32640, 2] fp32. Raises SlimxError if it is missing or invalid."""
+    remedy = "copy there the triton_scales.npy that `make gpu` writes on a machine with a GPU, or use the rule ieee"
     if not path.exists():
         raise SlimxError(
-            f"the rule triton needs the table {path} of what a GPU divides: {how}",
+            f"the rule triton needs the table {path} of a GPU's divisions: {remedy}",
             code="kernel.no_table",
             about=str(path),
         )
     table = np.load(path, allow_pickle=False)
     if table.dtype != np.float32 or table.shape != (_BF16_AMAX, 2) or not table.flags.carray:
         raise SlimxError(
-            f"{path} is {table.dtype} {table.shape}, no table of [{_BF16_AMAX}, 2] scales: {how}",
+            f"{path} is {table.dtype} {table.shape}, not a table of [{_BF16_AMAX}, 2] scales: {remedy}",
             code="kernel.table_form",
             about=str(path),
         )
@@ -131,16 +131,16 @@ def triton_scales(path: Path) -> np.ndarray:
     exact = np.stack([amax.astype(np.float64) / 448, 448 / amax.astype(np.float64)], axis=1)
     if not np.allclose(table, exact, rtol=1e-6, atol=0):
         raise SlimxError(
-            f"{path} does not hold amax / 448 and its inverse: {how}", code="kernel.table", about=str(path)
+            f"{path} does not hold amax / 448 and its inverse: {remedy}", code="kernel.table", about=str(path)
         )
     return table
 
 
 def checksum_rects(pieces: np.ndarray, sums: np.ndarray, *, isa: str = "best", threads: int | None = None) -> None:
-    """Adds to `sums` what `pack` would add, without copying: for tensors, or parts of them, held in any layout.
+    """Adds to `sums` the checksums that `pack` would add, without copying: for tensors, or parts of them, in any
+    layout.
 
-    Parts of one tensor held by several ranks add up: one of them starts from `seeds`, the others from 0.
-    """
+    Checksums of parts of one tensor on several ranks add up: one of them starts from `seeds`, the others from 0."""
     check_sources(pieces, sums)
     check_sums(pieces)
     status = library().slimx_checksum(pieces.ctypes.data, len(pieces), sums.ctypes.data, _isa(isa), threads_of(threads))
@@ -148,10 +148,9 @@ def checksum_rects(pieces: np.ndarray, sums: np.ndarray, *, isa: str = "best", t
 
 
 def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None = None) -> int:
-    """The checksum, 64 bits, of the whole tensor `t`: contiguous, or a 2-D view of any strides.
+    """Returns the 64-bit checksum of the whole tensor `t`: contiguous, or a 2-D view of any strides.
 
-    For many tensors one `checksum_rects` is faster: a call costs some 30 us before the first byte.
-    """
+    For many tensors one `checksum_rects` is faster: a call takes about 30 us of overhead."""
     view = t.reshape(-1) if t.is_contiguous() else t
     sums = seeds([t.numel() * t.element_size()])
     record = rectangle(view, tensor=0, pos=0, pos_ld=view.shape[-1] * t.element_size())
@@ -160,15 +159,18 @@ def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None =
 
 
 def isas() -> list[str]:
-    """The instruction sets that this processor can run."""
+    """Returns the instruction sets that this processor supports."""
     return [name for name, code in _ISAS.items() if library().slimx_has_isa(code)]
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or stale."""
+    """Returns the library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or
+    stale."""
     remedy = "run `make build` or `pip install --no-build-isolation -e .`, which need a C++ compiler"
     library = load_library(path, what="the kernel library", version="slimx_abi", abi=ABI, remedy=remedy)
-    address, count, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    address = ctypes.c_void_p
+    count = ctypes.c_int64
+    code = ctypes.c_int
     library.slimx_seed.argtypes = [address, count, address]
     library.slimx_seed.restype = None
     library.slimx_pack.argtypes = [address, count, address, address, address, address, code, code]
@@ -180,7 +182,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library of this installation."""
+    """Returns the library of this installation."""
     return load(LIBRARY)
 
 
@@ -193,7 +195,7 @@ def _isa(name: str) -> int:
 
 
 def threads_of(threads: int | None) -> int:
-    """`threads`, or torch's number of threads."""
+    """Returns `threads`, or torch's number of threads if None."""
     if threads is not None and threads < 1:
         raise SlimxError(
             f"{threads} threads cannot pack a bucket: pass 1 or more", code="kernel.threads", about=str(threads)
@@ -204,13 +206,15 @@ def threads_of(threads: int | None) -> int:
 def _raise_for(status: int, isa: str) -> None:
     if status == _NO_SUCH_ISA:
         raise SlimxError(
-            f"this processor has no {isa}: choose one of {', '.join(isas())}", code="kernel.isa", about=str(isa)
+            f"this processor does not support {isa}: choose one of {', '.join(isas())}",
+            code="kernel.isa",
+            about=str(isa),
         )
     if status == _NO_MEMORY:
         raise SlimxError(
-            "the reshard kernel found no memory for its list of tiles: pack fewer pieces at a time",
+            "the reshard kernel ran out of memory for its list of tiles: pack fewer pieces at a time",
         )
     if status:
         raise SlimxError(
-            f"the reshard kernel returned the unknown status {status}: rebuild it with `make build`",
+            f"the reshard kernel returned an unknown status, {status}: rebuild it with `make build`",
         )

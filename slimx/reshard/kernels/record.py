@@ -1,9 +1,10 @@
-"""The record that the reshard kernels read, as a numpy dtype, and what must hold for an array of them.
+"""The record that the reshard kernels read, as a numpy dtype, and checks of arrays of records.
 
-`csrc/reshard.h` defines it. One record is one rectangle of elements, what becomes of it, and its place in its tensor.
+`csrc/reshard.h` defines it. A record is a rectangle of elements, the operation on it, and its position in its tensor.
 """
 
 from enum import IntEnum
+from itertools import product
 
 import numpy as np
 import torch
@@ -12,14 +13,14 @@ from slimx.errors import SlimxError
 
 
 class OP(IntEnum):
-    """The operation on a piece's elements. "Flags": NONFINITE is set where an element written is infinite or NaN."""
+    """Operation on a piece's elements. "Flags": sets NONFINITE if a written element is infinite or NaN."""
 
     COPY = 0
-    """Bytes of any item size; flags nothing."""
+    """Bytes of any item size; no flags."""
     COPY_CHECKED = 1
     """bf16 or fp32, the same bytes; flags."""
     FP32_TO_BF16 = 2
-    """To nearest even; flags, also what is too large for bf16."""
+    """Round to nearest even; flags, also values that are too large for bf16."""
     BF16_TO_FP32 = 3
     """Exact; flags."""
     QUANTISE_FP8 = 4
@@ -31,11 +32,11 @@ class OP(IntEnum):
     DEQUANTISE_MXFP8 = 7
     """The same with E8M0 scales of 1 x 32 blocks."""
     QUANTISE_INT4 = 8
-    """bf16 or fp32 to INT4 codes, two in a byte, and bf16 scales of 1 x 32 blocks, all of them whole; flags."""
+    """bf16 or fp32 to INT4 codes, two per byte, and bf16 scales of complete 1 x 32 blocks; flags."""
 
 
 class RULE(IntEnum):
-    """The rule by which a quantising op chooses a block's scale from its largest magnitude (docs/numerics.md)."""
+    """Rule by which a quantising op computes a block's scale from its largest magnitude (docs/numerics.md)."""
 
     NONE = 0
     IEEE = 1
@@ -47,9 +48,9 @@ class RULE(IntEnum):
 
 
 Problem = tuple[str, np.ndarray, str]
-"""Code of a refusal, the pieces that have the problem, bool [n], and what such a piece does, in words."""
+"""Code of an error, the pieces that have the problem, bool [n], and its description."""
 NONFINITE = 1
-"""The bit of a tensor's flags that says: an element is infinite or not a number."""
+"""Bit of a tensor's flags: an element is infinite or NaN."""
 
 PIECE = np.dtype(
     [
@@ -83,32 +84,36 @@ assert PIECE.itemsize == 128, "SlimxPiece in csrc/reshard.h"
 QUANTISES = (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8, OP.QUANTISE_INT4)
 DEQUANTISES = (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8)
 _FORMS = {
-    *((OP.COPY_CHECKED, size, size) for size in (2, 4)),
+    (OP.COPY_CHECKED, 2, 2),
+    (OP.COPY_CHECKED, 4, 4),
     (OP.FP32_TO_BF16, 4, 2),
     (OP.BF16_TO_FP32, 2, 4),
-    *((op, wide, 1) for op in QUANTISES for wide in (2, 4)),
-    *((op, 1, wide) for op in DEQUANTISES for wide in (2, 4)),
+    *product(QUANTISES, (2, 4), (1,)),
+    *product(DEQUANTISES, (1,), (2, 4)),
 }
 """(op, bytes of a source element, of a destination element); COPY takes any size."""
 _RULES = {
     *((op, RULE.NONE) for op in OP if op not in QUANTISES),
-    *((OP.QUANTISE_FP8, rule) for rule in (RULE.IEEE, RULE.TRITON, RULE.TE, RULE.UE8M0)),
+    (OP.QUANTISE_FP8, RULE.IEEE),
+    (OP.QUANTISE_FP8, RULE.TRITON),
+    (OP.QUANTISE_FP8, RULE.TE),
+    (OP.QUANTISE_FP8, RULE.UE8M0),
     (OP.QUANTISE_MXFP8, RULE.MXFP8),
     (OP.QUANTISE_INT4, RULE.INT4),
 }
 
 
-def element_bytes(what: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
-    """Bytes of an element of `tensor`, which an op is to read or write as one of `dtypes`.
+def element_bytes(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
+    """Returns the bytes per element of `tensor`, which an op reads or writes as one of `dtypes`.
 
-    A record has the size alone, and the kernels would take the bits of fp16 for bf16. Raises SlimxError, calling the
-    tensor `what`, for any other dtype."""
+    A record has only the size, and the kernels would read fp16 as bf16. Raises SlimxError, naming the tensor `name`,
+    for any other dtype."""
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise SlimxError(
-            f"{what}: the kernels read {allowed} there and got {str(tensor.dtype).removeprefix('torch.')}; convert it",
+            f"{name}: the kernels need {allowed}, not {str(tensor.dtype).removeprefix('torch.')}; convert it",
             code="kernel.dtype",
-            about=what,
+            about=name,
         )
     return tensor.element_size()
 
@@ -123,41 +128,42 @@ def rectangle(
     dst_ld: int | None = None,
     device: str = "cpu",
 ) -> tuple[int, ...]:
-    """One COPY record of a `PIECE` array: `view` [rows, cols] or [cols], of any strides, is part of a tensor.
+    """Returns one COPY record of a `PIECE` array: `view` [rows, cols] or [cols], of any strides, is part of a tensor.
 
     `pos`, `dst`: byte offset of its first element in the whole tensor and in the bucket. `pos_ld`, `dst_ld`: bytes per
-    row there; `dst_ld` is `pos_ld` unless given. `device`: of the kernel that will read it, "cpu" or "cuda". Does not
-    keep `view` alive.
-    """
+    row there; `dst_ld` is `pos_ld` by default. `device`: of the kernel that reads it, "cpu" or "cuda". Does not keep
+    `view` alive."""
     flat = view.unsqueeze(0) if view.dim() == 1 else view
     if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != device:
         raise SlimxError(
-            f"a piece of shape {list(view.shape)}, strides {view.stride()} on {view.device} is no rectangle of "
-            f"{device.upper()} memory: pass a 1-D or 2-D view whose elements are apart",
+            f"a piece of shape {list(view.shape)}, strides {view.stride()} on {view.device} is not a rectangle of "
+            f"{device.upper()} memory: pass a 1-D or 2-D view whose elements do not overlap",
             code="kernel.view",
             about=str(list(view.shape)),
         )
     size = view.element_size()
     steps = (flat.stride(0) * size, max(flat.stride(1), 1) * size)
-    place = (dst, pos_ld if dst_ld is None else dst_ld, pos, pos_ld, *flat.shape)
-    no_scales, no_block = (0, 0, 0, 0), (0, 0)
-    return (flat.data_ptr(), *steps, *place, *no_scales, tensor, -1, *no_block, OP.COPY, RULE.NONE, size, size, 0)
+    position = (dst, pos_ld if dst_ld is None else dst_ld, pos, pos_ld, *flat.shape)
+    no_scales = (0, 0, 0, 0)
+    no_block = (0, 0)
+    return (flat.data_ptr(), *steps, *position, *no_scales, tensor, -1, *no_block, OP.COPY, RULE.NONE, size, size, 0)
 
 
 def scale_bytes(pieces: np.ndarray) -> np.ndarray:
-    """Bytes [pieces] of one block scale of each piece, 0 where its op has none."""
+    """Returns the bytes [pieces] of one block scale of each piece, 0 if its op has none."""
     op = pieces["op"]
     mx = np.isin(op, (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8))
     return np.select([op < OP.QUANTISE_FP8, mx, op == OP.QUANTISE_INT4], [0, 1, 2], 4)
 
 
 def written_cols(pieces: np.ndarray) -> np.ndarray:
-    """Destination elements [pieces] of `out` bytes in a row of each piece: an INT4 one has two columns."""
+    """Returns the destination elements [pieces] of `out` bytes per row of each piece; an INT4 element has two
+    columns."""
     return np.where(pieces["op"] == OP.QUANTISE_INT4, pieces["cols"] // 2, pieces["cols"])
 
 
 def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
-    """Raises SlimxError unless `pieces` can be read and summed; addresses cannot be checked."""
+    """Raises SlimxError unless `pieces` can be read and summed. Addresses cannot be checked."""
     if pieces.dtype != PIECE or pieces.ndim != 1 or not pieces.flags.c_contiguous:
         raise SlimxError(
             f"pieces are {pieces.dtype} {pieces.shape}: pass a contiguous 1-D array of kernel.PIECE",
@@ -170,35 +176,44 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
             code="kernel.sums",
             about="sums",
         )
-    rows, cols, tensor = pieces["rows"], pieces["cols"], pieces["tensor"]
+    rows = pieces["rows"]
+    cols = pieces["cols"]
+    tensor = pieces["tensor"]
     item = pieces["item"].astype(np.int64)
-    some = (rows > 0) & (cols > 0)
+    nonempty = (rows > 0) & (cols > 0)
     _refuse(
         pieces,
         ("kernel.extent", (rows < 0) | (cols < 0) | (pieces["src_ld"] < 0), "has a negative extent"),
         ("kernel.item", item == 0, "has elements of 0 bytes"),
         ("kernel.sum", (tensor < 0) | (tensor >= len(sums)), f"names a tensor outside the {len(sums)} sums"),
-        ("kernel.source", some & (pieces["src"] == 0), "has no source address"),
-        ("kernel.source_overlap", some & (cols > 1) & (pieces["src_step"] < item), "has source elements that overlap"),
+        ("kernel.source", nonempty & (pieces["src"] == 0), "has no source address"),
+        ("kernel.source_overlap", nonempty & (cols > 1) & (pieces["src_step"] < item), "has overlapping elements"),
         ("kernel.reserved", pieces["reserved"] != 0, "has a reserved field that is not 0"),
     )
 
 
 def check_sums(pieces: np.ndarray) -> None:
-    """Raises SlimxError where the bytes of a source, as they are, do not fit the rows of its tensor."""
+    """Raises SlimxError if the bytes of a source do not fit the rows of its tensor."""
     _refuse(pieces, _too_long(pieces, pieces["cols"], pieces["item"]))
 
 
 def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
-    """Raises SlimxError for an op that does not exist in this form, or lacks its blocks or its scales."""
-    op, rule, item, out = (pieces[name].astype(np.int64) for name in ("op", "rule", "item", "out"))
+    """Raises SlimxError for an op that does not exist for its element sizes, or that lacks blocks or scales."""
+    op = pieces["op"].astype(np.int64)
+    rule = pieces["rule"].astype(np.int64)
+    item = pieces["item"].astype(np.int64)
+    out = pieces["out"].astype(np.int64)
     forms = np.isin(op << 16 | item << 8 | out, [o << 16 | i << 8 | d for o, i, d in _FORMS])
     forms |= (op == OP.COPY) & (item == out)
     rules = np.isin(op << 8 | rule, [o << 8 | r for o, r in _RULES])
-    high, wide, blocks = pieces["block_rows"], pieces["block_cols"], op >= OP.QUANTISE_FP8
+    high = pieces["block_rows"]
+    wide = pieces["block_cols"]
+    blocks = op >= OP.QUANTISE_FP8
     no_blocks = np.where(blocks, (high < 1) | (wide < 1), (high != 0) | (wide != 0))
-    mx, int4 = scale_bytes(pieces) == 1, op == OP.QUANTISE_INT4
-    quantises, target = np.isin(op, QUANTISES), pieces["scale_tensor"]
+    mx = scale_bytes(pieces) == 1
+    int4 = op == OP.QUANTISE_INT4
+    quantises = np.isin(op, QUANTISES)
+    target = pieces["scale_tensor"]
     no_sum = np.where(quantises, (target < 0) | (target >= len(sums)), target != -1)
     triton_fp32 = (rule == RULE.TRITON) & (item == 4)
     reads = (blocks & ~quantises) & (pieces["rows"] > 0) & (pieces["cols"] > 0)
@@ -206,53 +221,56 @@ def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
     _refuse(
         pieces,
         ("kernel.form", ~forms, "has an op that does not exist for its element sizes"),
-        ("kernel.rule", ~rules, "has a rule that its op does not know"),
+        ("kernel.rule", ~rules, "has a rule that its op does not support"),
         ("kernel.blocks", no_blocks, "has blocks its op cannot use"),
         ("kernel.mxfp8_blocks", mx & ((high != 1) | (wide != 32)), "is MXFP8 with blocks other than 1 x 32"),
         ("kernel.int4_blocks", int4 & ((high != 1) | (wide != 32)), "is INT4 with blocks other than 1 x 32"),
-        ("kernel.int4_groups", int4 & (pieces["cols"] % 32 != 0), "is INT4 with columns that 32 does not divide"),
+        ("kernel.int4_groups", int4 & (pieces["cols"] % 32 != 0), "is INT4 with columns not divisible by 32"),
         ("kernel.scale_sum", no_sum, f"names scales outside the {len(sums)} sums, or has none to write"),
         ("kernel.triton_item", triton_fp32, "quantises fp32 by the rule triton, which is defined for bf16"),
-        ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address of its scales"),
+        ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address for its scales"),
         ("kernel.alignment", unaligned, "is not aligned to its elements or scales"),
     )
 
 
 def _unaligned(pieces: np.ndarray, item: np.ndarray, out: np.ndarray) -> np.ndarray:
-    def odd(fields: tuple[str, ...], size: np.ndarray) -> np.ndarray:
+    def misaligned(fields: tuple[str, ...], size: np.ndarray) -> np.ndarray:
         joined = np.bitwise_or.reduce([pieces[field].astype(np.uint64) for field in fields])
         return joined & (np.maximum(size, 1) - 1).astype(np.uint64) != 0
 
-    wrong = odd(("src", "src_ld", "src_step"), item) | odd(("dst", "dst_ld", "pos", "pos_ld"), out)
-    return wrong | odd(("scale", "scale_ld", "scale_pos", "scale_pos_ld"), scale_bytes(pieces))
+    source = misaligned(("src", "src_ld", "src_step"), item)
+    target = misaligned(("dst", "dst_ld", "pos", "pos_ld"), out)
+    return source | target | misaligned(("scale", "scale_ld", "scale_pos", "scale_pos_ld"), scale_bytes(pieces))
 
 
 def _too_long(pieces: np.ndarray, cols: np.ndarray, size: np.ndarray) -> Problem:
-    """Pieces of more `cols`, of `size` bytes each, than fit between two rows of their tensor; all are [pieces]."""
+    """Returns the pieces with more `cols`, of `size` bytes each, than fit between two rows of their tensor; all are
+    [pieces]."""
     fit = pieces["pos_ld"] // np.maximum(size.astype(np.int64), 1)
     return "kernel.rows", (pieces["rows"] > 1) & (fit < cols), "has rows longer than its tensor's"
 
 
 def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
-    """Raises SlimxError for a piece that would write outside a bucket of `nbytes`, or twice in one place."""
-    out, cols = pieces["out"].astype(np.int64), written_cols(pieces)
+    """Raises SlimxError for a piece that would write outside a bucket of `nbytes`, or twice to one address."""
+    out = pieces["out"].astype(np.int64)
+    cols = written_cols(pieces)
     _refuse(pieces, _too_long(pieces, cols, out))
     _check_room(pieces, ("dst", "dst_ld"), pieces["rows"], cols, out, nbytes)
     quantises = np.isin(pieces["op"], QUANTISES) & (pieces["cols"] > 0)
-    down, across = (
-        np.where(quantises, -(-pieces[extent] // np.maximum(pieces[block], 1)), 0)
-        for extent, block in (("rows", "block_rows"), ("cols", "block_cols"))
-    )
-    long = (down > 1) & (pieces["scale_pos_ld"] < across * scale_bytes(pieces))
+    scale_rows = np.where(quantises, -(-pieces["rows"] // np.maximum(pieces["block_rows"], 1)), 0)
+    scale_cols = np.where(quantises, -(-pieces["cols"] // np.maximum(pieces["block_cols"], 1)), 0)
+    long = (scale_rows > 1) & (pieces["scale_pos_ld"] < scale_cols * scale_bytes(pieces))
     _refuse(pieces, ("kernel.scale_rows", long, "has rows of scales longer than their tensor's"))
-    _check_room(pieces, ("scale", "scale_ld"), down, across, scale_bytes(pieces), nbytes)
+    _check_room(pieces, ("scale", "scale_ld"), scale_rows, scale_cols, scale_bytes(pieces), nbytes)
 
 
 def _check_room(
     pieces: np.ndarray, fields: tuple[str, str], rows: np.ndarray, cols: np.ndarray, size: np.ndarray, nbytes: int
 ) -> None:
-    """By division throughout: a product of two wrong numbers could wrap round into the bucket."""
-    first, ld = pieces[fields[0]], pieces[fields[1]]
+    """Checks that rows fit in the bucket, by division only: a product of two wrong numbers could wrap around into the
+    bucket."""
+    first = pieces[fields[0]]
+    ld = pieces[fields[1]]
     room = nbytes - np.minimum(first, nbytes + 1).astype(np.int64)
     too_wide = cols > room // np.maximum(size, 1)
     width = np.where(too_wide, 0, cols) * size
@@ -265,16 +283,15 @@ def _check_room(
 
 
 def _refuse(pieces: np.ndarray, *problems: Problem) -> None:
-    """Raises SlimxError naming the first piece that has the first of `problems` that any piece has."""
-    for code, bad, what in problems:
+    """Raises SlimxError naming the first piece with the first of `problems` that any piece has."""
+    for code, bad, problem in problems:
         if bad.any():
             k = int(np.flatnonzero(bad)[0])
             p = pieces[k]
             op = OP(p["op"]).name if p["op"] in OP.__members__.values() else f"op {p['op']}"
             raise SlimxError(
-                f"piece {k} of {len(pieces)} {what} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements of "
-                f"{p['item']} bytes, bucket offset {p['dst']}, rows {p['dst_ld']} bytes apart): correct the plan that "
-                "made it",
+                f"piece {k} of {len(pieces)} {problem} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements "
+                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row): correct its plan",
                 code=code,
                 about=str(k),
             )

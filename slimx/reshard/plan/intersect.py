@@ -1,4 +1,4 @@
-"""Intersection of two layouts of a checkpoint tensor: the rectangles that go from one rank's tensor to another's."""
+"""Intersection of two layouts of a checkpoint tensor: the rectangles copied from one rank's tensor to another's."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ class Move(NamedTuple):
 
 
 def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
-    """Moves that fill `target` from `sources`, all rectangles of checkpoint tensor `name`, each element exactly once.
+    """Returns moves that fill `target` from `sources`, all rectangles of checkpoint tensor `name`, each element exactly
+    once.
 
-    Raises SlimxError naming the tensor and the gap if the sources do not hold all of it, or hold some of it twice.
-    """
-    found = [move for k, source in enumerate(sources) if (move := _meet(k, source, target)) is not None]
+    Raises SlimxError naming the tensor and the gap if the sources lack some of it or hold some of it twice."""
+    found = []
+    for index, source in enumerate(sources):
+        move = _meet(index, source, target)
+        if move is not None:
+            found.append(move)
     boxes = []
     for m in found:
-        row, col = m.row - target.local_row, m.col - target.local_col
+        row = m.row - target.local_row
+        col = m.col - target.local_col
         if m.row_step == 1:
             boxes.append((row, col, m.rows, m.cols))
         else:
@@ -49,8 +54,12 @@ def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
 
 
 def _meet(index: int, source: Rect, target: Rect) -> Move | None:
-    col, stop = max(source.col, target.col), min(source.col + source.cols, target.col + target.cols)
-    if col >= stop or (rows := _common_rows(source, target)) is None:
+    col = max(source.col, target.col)
+    stop = min(source.col + source.cols, target.col + target.cols)
+    if col >= stop:
+        return None
+    rows = _common_rows(source, target)
+    if rows is None:
         return None
     first, count, step = rows
     return Move(
@@ -67,10 +76,10 @@ def _meet(index: int, source: Rect, target: Rect) -> Move | None:
 
 
 def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
-    """First row, number and step of the rows of the checkpoint tensor that both take."""
+    """Returns first row, number and step of the checkpoint tensor's rows that both contain."""
     if a.step != b.step and 1 not in (a.step, b.step):
         raise SlimxError(
-            f"plan: rectangles that take every {a.step}th and every {b.step}th row cannot be matched",
+            f"plan: rectangles of every {a.step}th and every {b.step}th row cannot be matched",
         )
     step = max(a.step, b.step)
     if a.step == b.step and (a.row - b.row) % step:

@@ -1,4 +1,4 @@
-"""The plans of a run: what a publication and an export move, compiled from the configuration before anything starts."""
+"""Plans of a run for publication and export, compiled from the configuration before anything starts."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class PublicationPlan:
     plan: Plan
     encoding: Encoding
     note: str
-    """Why this encoding."""
+    """Reason for this encoding."""
     adapters: Plan | None = None
-    """The plan of publications that bring adapters alone, to engines that hold the base (`publish.adapters`); None:
-    each brings all weights."""
+    """Plan of publications of adapters alone, to engines that hold the base (`publish.adapters`); None: each publishes
+    all weights."""
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
-    """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines. Raises
-    SlimxError, with the nearest sizes that fit where these cut blocks of fp8."""
+    """Returns the plan by which trainers of `sizes` fill the configured engines; None without engines. Raises
+    SlimxError, with the nearest sizes that fit if these split fp8 blocks."""
     if not config.rollout.policy_engines:
         return None
     try:
@@ -53,7 +53,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
                 continue
             raise SlimxError(f"{error}; set {words}, which fits", code=error.code, about=error.about) from error
         raise SlimxError(
-            f"{error}; no other size of engines or trainers alone fits: publish in {config.numerics.dtype} (leave "
+            f"{error}; no single change of engine or trainer sizes fits: publish in {config.numerics.dtype} (leave "
             "publish.quantise out)",
             code=error.code,
             about=error.about,
@@ -62,28 +62,29 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
 
 def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan:
     quantise = config.publish.quantise
-    kept = published_format(quantise)
+    number_format = published_format(quantise)
     if config.publish.on_device and device == "cpu":
         raise SlimxError(
-            f"publish.transport={config.publish.transport} moves weights from GPU to GPU, and this run is on the CPU "
+            f"publish.transport={config.publish.transport} copies weights from GPU to GPU, but this run uses the CPU "
             "(cluster.device); set it to memory, nixl or disk",
             code="publish.transport_on_cpu",
             about="publish.transport",
         )
     _check_served(config, spec, device)
     encoding, note = _encoding(config, spec, device)
-    if encoding == "hf" and (turned := spec.table.turned()):
+    if encoding == "hf" and spec.table.turned():
         raise SlimxError(
-            f"{note}, but {min(turned)} of {spec.path} holds experts transposed, which travel in the engines' own "
-            "layout only; set publish.encoding=local and remove what rules it out",
+            f"{note}, but {min(spec.table.turned())} of {spec.path} stores experts transposed, which can be published "
+            "only in the engines' own layout; set publish.encoding=local and remove what prevents it",
             code="publish.transposed",
             about="publish.encoding",
         )
     _check_drafts(config, spec, encoding, note)
-    if encoding == "hf" and quantise and (config.exact or kept.LOCAL):
+    if encoding == "hf" and quantise and (config.exact or number_format.LOCAL):
+        mode = " in exact mode" if config.exact else ""
         raise SlimxError(
-            f"publish.quantise={quantise}{' in exact mode' if config.exact else ''} needs the engines' own "
-            f"layout, and weights would travel under {note}; remove what rules it out",
+            f"publish.quantise={quantise}{mode} requires the engines' own layout, but weights would be published under "
+            f"{note}; remove what prevents it",
             code=f"publish.{'exact' if config.exact else quantise}_encoding",
             about="publish.quantise",
         )
@@ -91,35 +92,38 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         group = config.rollout.policy_engines[0]
         engine = engine_sizes(group)
         fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
-        table = kept.chosen(spec.engine_table(fused_shared_experts=fused, draft=config.publishes_draft(group)))
-        target, ranks = EngineLayout(table, engine).parts(), engine.world
+        table = number_format.chosen(spec.engine_table(fused_shared_experts=fused, draft=config.publishes_draft(group)))
+        target = EngineLayout(table, engine).parts()
+        ranks = engine.world
     else:
         served = spec.engine_table()
-        # SGLang splits experts evenly, whatever names their weights come under.
+        # SGLang splits experts evenly, regardless of the names of their weights.
         for group in config.rollout.policy_engines:
             EngineLayout(served, engine_sizes(group))
-        target, ranks = checkpoint_parts(spec.table, mtp=False, served=served), 1
+        target = checkpoint_parts(spec.table, mtp=False, served=served)
+        ranks = 1
 
     def compiled(source: Iterable[Part], target: Iterable[Part]) -> Plan:
-        precision = Precision(config.numerics.dtype, config.numerics.dtype, kept.quantisation(quantise))
+        quantisation = None if quantise is None else number_format.quantisation(quantise)
+        precision = Precision(config.numerics.dtype, config.numerics.dtype, quantisation)
         return compile_plan(
             source, target, precision=precision, bucket_bytes=int(config.publish.bucket_mib * MIB), ranks=ranks
         )
 
-    beside, taken = form_of(config).published_parts(spec.table, sizes)
-    adapters = compiled(beside, taken) if beside else None
-    plan = compiled(chain(MegatronLayout(spec.table, sizes).parts(), beside), chain(target, taken))
+    added, loaded = form_of(config).published_parts(spec.table, sizes)
+    adapters = compiled(added, loaded) if added else None
+    plan = compiled(chain(MegatronLayout(spec.table, sizes).parts(), added), chain(target, loaded))
     unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(
-            f"plan: the trainer's {min(unread)} goes nowhere ({len(unread)} such tensors); the engine's table of this "
-            "family lacks a row",
+            f"plan: no engine loads the trainer's {min(unread)} ({len(unread)} such tensors); add its row to the "
+            "family's engine table",
         )
     return PublicationPlan(plan, encoding, note, adapters)
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
-    """Refuse a model or an engine's argument with which SGLang would not serve what `ModelSpec.engine_table` says."""
+    """Raises SlimxError for a model or engine argument with which SGLang would not follow `ModelSpec.engine_table`."""
     if device == "cpu" and spec.no_cpu_engine:
         raise SlimxError(
             f"{spec.path}: SGLang 0.5.23 cannot serve {spec.family.ARCHITECTURE} on the CPU ({spec.no_cpu_engine}); "
@@ -132,39 +136,40 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
             if group.sglang.get(key) != value:
                 raise SlimxError(
                     f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r} for "
-                    f"{spec.family.ARCHITECTURE}: SGLang would else hold weights in a layout that cannot be published",
+                    f"{spec.family.ARCHITECTURE}: SGLang's default weight layout cannot be published",
                     code="publish.engine_argument",
                     about=f"rollout.engines.sglang.{key}",
                 )
-        where = spec.unfused(cpu=device == "cpu", expert=group.expert)
-        if where is not None and group.sglang.get("enforce_shared_experts_fusion"):
+        unfused = spec.unfused(cpu=device == "cpu", expert=group.expert)
+        if unfused is not None and group.sglang.get("enforce_shared_experts_fusion"):
             raise SlimxError(
-                f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name}: SGLang 0.5.23 fuses no "
-                f"shared expert of {spec.family.ARCHITECTURE} {where}, whatever is asked for; leave it out",
+                f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name}: SGLang 0.5.23 never "
+                f"fuses the shared expert of {spec.family.ARCHITECTURE} {unfused}; leave it out",
                 code="publish.unfused",
                 about="rollout.engines.sglang.enforce_shared_experts_fusion",
             )
 
 
 def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str) -> None:
-    """Refuse to train a layer of multi-token prediction by which engines draft, where it cannot be published."""
+    """Raises SlimxError if engines draft with a multi-token prediction layer that is trained but cannot be
+    published."""
     for group in config.rollout.policy_engines:
         if not config.publishes_draft(group):
             continue
-        why = f"weights travel under {note}" if encoding == "hf" else None
+        reason = f"weights are published under {note}" if encoding == "hf" else None
         if not spec.has_draft_table:
-            why = f"slimx knows no place of it in SGLang's draft of {spec.family.ARCHITECTURE}"
-        if why is not None:
+            reason = f"its layout in SGLang's draft model of {spec.family.ARCHITECTURE} is not known"
+        if reason is not None:
             raise SlimxError(
-                f"{group.where} drafts tokens by the layer of multi-token prediction that trainer.megatron."
-                f"mtp_num_layers trains, and it cannot be published: {why}; leave out one of the two",
+                f"{group.where} drafts tokens with the multi-token prediction layer that trainer.megatron."
+                f"mtp_num_layers trains, but it cannot be published: {reason}; leave out one of the two",
                 code="publish.draft",
                 about="rollout.engines.sglang.speculative_algorithm",
             )
 
 
 def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
-    """The plan that writes the whole model as a Hugging Face checkpoint, in the trainer's dtype."""
+    """Returns the plan that writes the whole model as a Hugging Face checkpoint, in the trainer's dtype."""
     return compile_plan(
         MegatronLayout(spec.table, sizes).parts(),
         checkpoint_parts(spec.table),
@@ -174,20 +179,27 @@ def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
 
 
 def _predicting(table: Table) -> set[str]:
-    """Checkpoint tensors of the layers of multi-token prediction: without speculative decoding no engine holds them."""
-    return {name for entry in table.entries() if entry.row.stage == "mtp" for name in entry.sources}
+    """Returns the checkpoint tensors of multi-token prediction layers, which no engine holds without speculative
+    decoding."""
+    names: set[str] = set()
+    for entry in table.entries():
+        if entry.row.stage == "mtp":
+            names.update(entry.sources)
+    return names
 
 
 def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, str]:
-    wanted = config.publish.encoding
-    if wanted == "hf":
-        return "hf", "asked for by publish.encoding"
+    encoding = config.publish.encoding
+    if encoding == "hf":
+        return "hf", "set by publish.encoding"
     if config.serves_adapters:  # rules refuse "local"
-        return "hf", "Hugging Face names, beside which adapters have PEFT's (publish.adapters)"
-    reason = _not_local(config, spec) or (_padded_on_cpu(config, spec) if device == "cpu" else None)
+        return "hf", "Hugging Face names, because adapters have PEFT's (publish.adapters)"
+    reason = _not_local(config, spec)
+    if reason is None and device == "cpu":
+        reason = _padded_on_cpu(config, spec)
     if reason is None:
         return "local", "each engine rank receives its own bytes"
-    if wanted == "local":
+    if encoding == "local":
         raise SlimxError(
             f"publish.encoding is local, but {reason}; set it to auto or hf",
         )
@@ -195,53 +207,57 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
 
 
 def _not_local(config: Config, spec: ModelSpec) -> str | None:
-    """The reason for which the engines' own layout cannot be written; None if it can."""
+    """Returns the reason why the engines' own layout cannot be written; None if it can."""
     groups = config.rollout.policy_engines
-    if len({(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion")), g.drafts) for g in groups}) > 1:
-        return "rollout.engines has groups of different layouts, which would need a plan each"
+    layouts = {(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion")), g.drafts) for g in groups}
+    if len(layouts) > 1:
+        return "rollout.engines has groups of different layouts, which would need separate plans"
     for group in groups:
-        for key, why in _UNKNOWN_LAYOUTS.items():
+        for key, reason in _UNKNOWN_LAYOUTS.items():
             if group.sglang.get(key) not in (None, False, PLAIN.get(key), spec.engine_arguments.get(key)):
-                return f"rollout.engines.sglang.{key} is set: {why}"
+                return f"rollout.engines.sglang.{key} is set: {reason}"
     return None
 
 
 def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
-    """SGLang's CPU path pads heads and inner sizes that do not divide, where GPUs repeat or refuse them."""
-    engine, model = engine_sizes(config.rollout.policy_engines[0]), spec.transformer
+    """Returns the reason why SGLang's CPU path pads weights, else None: it pads heads and inner sizes that do not
+    divide, where GPUs repeat or refuse them."""
+    engine = engine_sizes(config.rollout.policy_engines[0])
+    model = spec.transformer
     if model["num_query_groups"] % engine.attention_tensor:
         return (
             f"the {engine.attention_tensor} ranks of an engine's attention (rollout.engines.tensor / dp_attention) do "
             f"not divide {model['num_query_groups']} query groups, which SGLang pads on the CPU"
         )
     inner = {"an expert": model["moe_ffn_hidden_size"]} if spec.experts else {}
-    if shared := model.get("moe_shared_expert_intermediate_size"):
+    shared = model.get("moe_shared_expert_intermediate_size")
+    if shared:
         inner["a shared expert"] = shared
     if len(spec.moe_layers) < model["num_layers"]:
         inner["a dense MLP"] = model["ffn_hidden_size"]
-    for what, columns in inner.items():
-        # Whether or not it splits them: experts are whole where expert parallelism takes all ranks.
+    for module, columns in inner.items():
+        # SGLang pads them even if it does not split them: with full expert parallelism experts are not split.
         if columns % (32 * engine.tensor):
             return (
-                f"{columns} columns of {what} are no multiple of 32 for each of {engine.tensor} ranks, to which SGLang "
-                "pads them on the CPU"
+                f"{columns} columns of {module} are not a multiple of 32 for each of {engine.tensor} ranks, to which "
+                "SGLang pads them on the CPU"
             )
     return None
 
 
 _UNKNOWN_LAYOUTS = {
     "enable_eplb": "experts move between ranks while the engine runs",
-    "init_expert_location": "experts do not stand in their own order",
+    "init_expert_location": "experts are reordered",
     "quantization": "the engine repacks quantised weights after loading",
-    "moe_a2a_backend": "its kernels may keep weights in a layout of their own",
-    "moe_runner_backend": "its kernels may keep weights in a layout of their own",
+    "moe_a2a_backend": "its kernels may use a different weight layout",
+    "moe_runner_backend": "its kernels may use a different weight layout",
     "enable_dp_lm_head": "the output layer is split over the attention's ranks",
     "moe_dense_tp_size": "dense layers are split over fewer ranks",
     "moe_dp_size": "experts are split over fewer ranks",
     "attn_cp_size": "attention is split over fewer ranks",
     "dcp_size": "attention is split over fewer ranks",
-    "kt_method": "experts are held by another library",
+    "kt_method": "another library holds the experts",
     "torchao_config": "the engine quantises weights after loading",
     "modelopt_quant": "the engine quantises weights after loading",
 }
-"""Fields of SGLang's ServerArgs that change where or how weights are held."""
+"""Fields of SGLang's ServerArgs that change where or how weights are stored."""

@@ -1,8 +1,7 @@
 """Memory files that processes of one machine share: all trainer ranks write into one, all engines map it.
 
-A memfd has no name in any directory: others open it through /proc, and the kernel frees it when the last process that
-holds it ends, however it ends.
-"""
+A memfd has no name in any directory. Other processes open it through /proc, and the kernel frees it when the last
+process that holds it exits for any reason."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ import torch
 from slimx.errors import SlimxError
 
 NAME = "slimx-bucket"
-"""Name of every memory file, as /proc shows it."""
+"""Name of every memory file in /proc."""
 DESCRIPTOR = re.compile(r"/proc/(\d+|self)/fd/\d+")
 BUCKET_FILE = re.compile(r"/.*/version-\d+(\.epoch-\d+\.partial)?/bucket-\d+\.(safetensors|delta)")
-"""Path of a bucket's file of a version on disk (`slimx.extras.disk.shelf`), or of changes to it."""
+"""Path of a bucket's file, or of changes to it, of a version on disk (`slimx.extras.disk.versions`)."""
 
 
 class MemoryFile:
-    """A shared piece of memory of this process. Others that still map it keep it alive for themselves after `close`."""
+    """Shared memory of this process. Processes that have mapped it keep it after `close`."""
 
     def __init__(self, size: int):
-        """`size` bytes, zero."""
+        """Allocates `size` zeroed bytes."""
         self._file = os.memfd_create(NAME, os.MFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._file)
         os.ftruncate(self._file, size)
@@ -40,15 +39,15 @@ class MemoryFile:
 
 
 def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
-    """The memory file of another process of this machine and user, or a bucket of a version on disk, uint8 [size]:
-    writable, or `private`, where its pages are shared too but nothing that is written here could reach them.
+    """Opens another process's memory file, of this machine and user, or a bucket of a version on disk, as uint8 [size]:
+    writable, or `private`, which shares pages but discards writes.
 
-    Raises SlimxError for anything else at `path`, which is not opened."""
+    Raises SlimxError for any other `path`, without opening it."""
     try:
         if not _offered(path):
             raise SlimxError(
-                f"{path} is no bucket of a run of this user, neither memory of a trainer nor a file of a "
-                "version on disk; it is not opened",
+                f"{path} is not a bucket of a run of this user, neither trainer memory nor a file of a version on "
+                "disk; it is not opened",
                 code="bucket.foreign",
                 about=path,
             )
@@ -61,9 +60,10 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
             about=path,
         ) from None
     try:
-        if (held := os.fstat(file).st_size) < size:
+        available = os.fstat(file).st_size
+        if available < size:
             raise SlimxError(
-                f"the bucket at {path} has {held} bytes, {size} were announced; publish again",
+                f"the bucket at {path} has {available} bytes, but {size} were announced; publish again",
                 code="bucket.size",
                 about=path,
             )
@@ -73,15 +73,15 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
 
 
 def _offered(path: str) -> bool:
-    """Returns True if `path` is a memory file of this user by the name that slimx gives them, or a bucket's file."""
+    """Returns True if `path` is a memory file of this user with slimx's name, or a bucket's file."""
     if DESCRIPTOR.fullmatch(path):
         return os.readlink(path).startswith(f"/memfd:{NAME}") and os.stat(path).st_uid == os.geteuid()
-    # The owner of a file on a network's file system may be anybody.
+    # A file on a network file system may have any owner.
     return BUCKET_FILE.fullmatch(path) is not None and stat.S_ISREG(os.lstat(path).st_mode)
 
 
 def _map(file: int, size: int, *, shared: bool = True) -> torch.Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    # Unlike mmap.mmap this holds no file of its own: a large model's buckets are thousands.
+    # Unlike mmap.mmap this keeps no file open: a large model has thousands of buckets.
     return torch.from_file(f"/proc/self/fd/{file}", shared=shared, size=size, dtype=torch.uint8)

@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 
 from slimx.extras.direct.dealing import deal, only
-from slimx.extras.direct.ends.copies import describe_copies
 from slimx.extras.direct.ends.offer import Offer, Region
-from slimx.extras.direct.ends.receiver import Invitation, Receiver
-from slimx.extras.direct.ends.sender import Sender
+from slimx.extras.direct.ends.receiver import DirectReceiver, Invitation
+from slimx.extras.direct.ends.sender import DirectSender
+from slimx.extras.direct.ends.sent_bucket import describe_copies
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
@@ -95,7 +95,7 @@ class Stand:
         held = trainers or [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
         mark = time.monotonic_ns()
         self.senders = [
-            Sender(
+            DirectSender(
                 Packer(self.dealt, rank, own), f"trainer-{rank}-{mark}", HOST, edges=edges, item=item, on_gpu=on_gpus
             )
             for rank, own in enumerate(held)
@@ -113,10 +113,10 @@ class Stand:
         """The number of another publication."""
         return next(self._transfers)
 
-    def receiver(self, number: int, name: str) -> Receiver:
+    def receiver(self, number: int, name: str) -> DirectReceiver:
         parts = tuple(only(self.dealt, number * self.each + rank).to_bytes() for rank in range(self.each))
         gpu = 0 if self.on_gpus else None
-        return Receiver(Invitation(name, parts, DEADLINE_S, self.item, gpu), HOST)
+        return DirectReceiver(Invitation(name, parts, DEADLINE_S, self.item, gpu), HOST)
 
     def connect(self, number: int) -> None:
         offer = Offer.from_bytes(self.receivers[number].offer().to_bytes())
@@ -137,7 +137,7 @@ class Stand:
         sent = [self.senders[rank].send(bucket, transfer, bases if rank in ranks else {}) for rank in range(WORLD)]
         assert not any(own.failed for own in sent)
         self.wire += sum(own.nbytes for own in sent)
-        shares = [own.share for own in sent]
+        shares = [own.contribution for own in sent]
         return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
 
 

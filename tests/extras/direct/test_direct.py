@@ -15,8 +15,8 @@ import torch
 
 from slimx.extras.direct.dealing import deal
 from slimx.extras.direct.ends.agent import Agent, LinkError, Transfer, devices_at
-from slimx.extras.direct.ends.offer import Notice, Offer, Region, Run
-from slimx.extras.direct.ends.sender import Sender
+from slimx.extras.direct.ends.offer import Notice, Offer, PackedRun, Region
+from slimx.extras.direct.ends.sender import DirectSender
 from slimx.extras.planner.memory.publication import direct_memory
 from tests.extras.direct.direct_stand import DEADLINE_S, EDGES, ENGINES, HOST, RANKS, Stand, take
 from tests.refusals import numbers, refused
@@ -109,7 +109,7 @@ def test_an_older_publications_write_that_ends_late_is_found_by_the_proof(stand:
     with receiver.landed(packed) as landed:
         with refused("peer.checksum"):
             take(landed, run.rank)
-        assert (late, 0) not in receiver._come, "its notice counts for nobody"
+        assert (late, 0) not in receiver._arrived, "its notice counts for nobody"
     again = stand.send(0, stand.next())
     with receiver.landed(again) as landed:
         assert take(landed, run.rank)
@@ -135,7 +135,7 @@ def test_a_write_gives_its_handle_back_when_its_slot_is_used_again(
     assert first and released == [write.transfer for _, write in first]
 
 
-def ended(sender: Sender, done: Callable[[], bool]) -> None:
+def ended(sender: DirectSender, done: Callable[[], bool]) -> None:
     """Wait until writes of `sender` are `done`."""
     ends = time.monotonic() + DEADLINE_S
     while True:
@@ -166,10 +166,14 @@ def test_an_engine_that_expects_other_bytes_is_refused_before_any_is_sent(stand:
 
 @pytest.mark.parametrize(
     ("run", "code"),
-    [(Run(0, 0, 0, 100, 29), "direct.extent"), (Run(0, 0, 0, -1, 4), "direct.extent"), (None, "direct.offer")],
+    [
+        (PackedRun(0, 0, 0, 100, 29), "direct.extent"),
+        (PackedRun(0, 0, 0, -1, 4), "direct.extent"),
+        (None, "direct.offer"),
+    ],
     ids=str,
 )
-def test_an_offer_of_memory_that_is_not_there_is_refused(run: Run | None, code: str) -> None:
+def test_an_offer_of_memory_that_is_not_there_is_refused(run: PackedRun | None, code: str) -> None:
     data = Offer("e", b"", (Region(4096, 128),), (run,)).to_bytes() if run else b"\x93abc"
     with refused(code):
         Offer.from_bytes(data)

@@ -14,15 +14,15 @@ from slimx.cluster import waiting
 from slimx.errors import PartLost, SlimxError
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
 from slimx.extras.direct.ends.agent import LinkError
-from slimx.extras.direct.ends.copies import SentBucket
 from slimx.extras.direct.ends.offer import Offer
 from slimx.extras.direct.ends.receiver import Invitation
+from slimx.extras.direct.ends.sent_bucket import SentBucket
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import checkpoint_parts
 from slimx.reshard.manifest import Manifest
-from slimx.reshard.pack.packer import Share
+from slimx.reshard.pack.packer import Contribution
 from slimx.reshard.parties import LocalRecipient, TransportLost
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from tests.refusals import refused
@@ -83,7 +83,7 @@ class Senders:
 
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         self.sent.append(engines)
-        share = Share(np.zeros(self.tensors, np.uint64), np.zeros(self.tensors, np.uint32))
+        share = Contribution(np.zeros(self.tensors, np.uint64), np.zeros(self.tensors, np.uint32))
         return [SentBucket(share, self.fails_to.get(rank, {}), 100) for rank in range(WORLD)]
 
 

@@ -161,10 +161,10 @@ def test_bytes_that_changed_beside_an_engine_are_found_by_the_proof(both: Both, 
     """Sums are of whole tensors: kept bytes are proven as received ones are."""
     engine = both.changes.receivers[0]
     run = next(run for run in engine.offer().runs if run.bucket == 0 and run.rank == 0)
-    engine._held.run(run)[:] ^= 1
+    engine._received.run(run)[:] ^= 1
     with engine.landed(coming) as landed, refused("peer.checksum"):
         take(landed, 0)
-    engine._held.bases[0] = 0  # as of an engine that was started again
+    engine._received.bases[0] = 0  # as of an engine that was started again
     publish(both.changes)
 
 

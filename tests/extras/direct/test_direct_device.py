@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimx.extras.direct.ends.copies import shares_of, together
+from slimx.extras.direct.ends.sent_bucket import shares_of, together
 from tests.extras.direct.direct_stand import ENGINES, RANKS, Stand, take
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank

@@ -15,10 +15,10 @@ import torch
 
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
 from slimx.extras.direct.ends import receiver, sender
-from slimx.extras.direct.ends.copies import SentBucket
-from slimx.extras.direct.ends.end import DirectEnd
+from slimx.extras.direct.ends.engine_end import DirectEnd
 from slimx.extras.direct.ends.offer import Offer
-from slimx.extras.direct.ends.sender import Sender
+from slimx.extras.direct.ends.sender import DirectSender
+from slimx.extras.direct.ends.sent_bucket import SentBucket
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.table import checkpoint_parts
@@ -49,7 +49,7 @@ class Trainers:
     async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
         data = dealt.to_bytes()
         packers = [Packer(Plan.from_bytes(data), rank, held) for rank, held in enumerate(self.held)]
-        self.senders = [Sender(each, f"trainer {each.rank}", HOST, edges=edges, item=item) for each in packers]
+        self.senders = [DirectSender(each, f"trainer {each.rank}", HOST, edges=edges, item=item) for each in packers]
 
     async def connect(self, number: int, offer: Offer) -> None:
         for rank, each in enumerate(self.senders):

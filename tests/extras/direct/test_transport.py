@@ -10,8 +10,8 @@ import pytest
 from slimx.config.schema import Config
 from slimx.engines.transport import MemoryDelivery, transport_of
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource, RankSenders
-from slimx.extras.direct.ends.end import DirectEnd
-from slimx.extras.direct.ends.offer import Offer, Run
+from slimx.extras.direct.ends.engine_end import DirectEnd
+from slimx.extras.direct.ends.offer import Offer, PackedRun
 from slimx.reshard.pack.pieces import PlannedBuckets
 from tests.unit.reshard.gather_stand import WORLD, plan
 
@@ -85,7 +85,7 @@ async def test_trainer_ranks_get_the_plan_and_their_own_part_of_an_offer() -> No
     assert method == "direct.prepare"
     assert arguments["plan"] == ("stored", plan().to_bytes())
     assert (arguments["edges"], arguments["item"], arguments["on_gpu"]) == ([0, 1], 2, False)
-    offer = Offer("e0", b"", (), tuple(Run(0, rank, 0, 0, 0) for rank in range(WORLD)))
+    offer = Offer("e0", b"", (), tuple(PackedRun(0, rank, 0, 0, 0) for rank in range(WORLD)))
     await senders.connect(3, offer)
     (method, arguments) = trainers.calls.pop()
     assert method == "direct.connect" and arguments["engine"] == 3

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.extras.disk import shelf
-from slimx.extras.disk.changes import ChainReader, ChangesShelf
+from slimx.extras.disk import versions
+from slimx.extras.disk.changes import ChainReader, ChangesDirectory
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
@@ -28,8 +28,8 @@ class Stand:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.shelf = ChangesShelf(directory / "changes", item=ITEM, every_full=EVERY_FULL)
-        self.whole = shelf.Shelf(directory / "whole")
+        self.shelf = ChangesDirectory(directory / "changes", item=ITEM, every_full=EVERY_FULL)
+        self.whole = versions.VersionDirectory(directory / "whole")
         self.draw = torch.Generator().manual_seed(0)
         self.data = [torch.randint(256, (size,), generator=self.draw).to(torch.uint8) for size in SIZES]
         self.epoch = 0
@@ -66,7 +66,7 @@ class Stand:
         return sorted(path.name for path in (self.directory / "changes").iterdir())
 
     def newest(self) -> list[PackedBucket]:
-        stored = shelf.newest(self.directory / "changes")
+        stored = versions.newest(self.directory / "changes")
         assert stored is not None
         return stored.buckets
 
@@ -106,7 +106,7 @@ def test_over_a_hundred_versions_changes_bring_what_whole_files_bring(stand: Sta
         own = readers[:1] if 41 <= step < 43 or 20 <= step < 30 else readers
         sent.append(stand.write(step, *own, complete=step != 60) / sum(SIZES))
         if step == 70:  # another process: it has nothing to compare with
-            stand.shelf = ChangesShelf(stand.directory / "changes", item=ITEM, every_full=EVERY_FULL)
+            stand.shelf = ChangesDirectory(stand.directory / "changes", item=ITEM, every_full=EVERY_FULL)
         if step != 60:
             for bucket, packed in enumerate(stand.newest()):
                 assert torch.equal(taken(ChainReader(ITEM), packed), stand.data[bucket]), "an engine that has nothing"

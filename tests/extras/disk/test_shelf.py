@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimx.extras.disk.shelf import Shelf, newest
+from slimx.extras.disk.versions import VersionDirectory, newest
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from tests.refusals import refused
@@ -27,14 +27,14 @@ def peers() -> Iterator[list[Peer]]:
         yield made
 
 
-def written(shelf: Shelf, manifest: Manifest, *packed: Packed) -> list[PackedBucket]:
+def written(shelf: VersionDirectory, manifest: Manifest, *packed: Packed) -> list[PackedBucket]:
     shelf.begin(manifest)
     return [shelf.add(number, one.bucket, one.file.bytes) for number, one in enumerate(packed)]
 
 
 def test_a_version_on_disk_is_read_without_its_writer_and_is_what_safetensors_reads_too(peers, tmp_path):
     first, second, (peer,) = Packed(2), Packed(2, kib=8), peers
-    shelf = Shelf(tmp_path)
+    shelf = VersionDirectory(tmp_path)
     buckets = written(shelf, MANIFEST, first, second)
     assert peer.ask("map", buckets[0], 1) == 3, "an engine may read a bucket before the version is complete"
     assert newest(tmp_path) is None
@@ -54,7 +54,7 @@ def test_a_version_on_disk_is_read_without_its_writer_and_is_what_safetensors_re
 
 
 def test_a_changed_byte_on_disk_is_found_and_a_damaged_manifest_is_refused_by_name(peers, tmp_path):
-    (peer,), shelf = peers, Shelf(tmp_path)
+    (peer,), shelf = peers, VersionDirectory(tmp_path)
     written(shelf, MANIFEST, Packed())
     shelf.commit()
     (bucket,) = newest(tmp_path).buckets
@@ -71,13 +71,13 @@ def test_a_changed_byte_on_disk_is_found_and_a_damaged_manifest_is_refused_by_na
 
 
 def test_an_unfinished_version_does_not_count_and_the_newest_complete_one_stays_alone(tmp_path):
-    shelf, packed = Shelf(tmp_path), Packed()
+    shelf, packed = VersionDirectory(tmp_path), Packed()
     written(shelf, MANIFEST, packed)
     shelf.commit()
     later = Manifest(policy="actor", version=8, trainer_step=8, membership_epoch=3)
     written(shelf, later, packed)
     assert newest(tmp_path).manifest == MANIFEST, "a writer that dies here leaves version 7"
-    other = Shelf(tmp_path)
+    other = VersionDirectory(tmp_path)
     written(other, later, packed, packed)
     other.commit()
     assert newest(tmp_path).manifest == later and len(newest(tmp_path).buckets) == 2

@@ -182,7 +182,7 @@ def test_a_family_from_outside_says_which_fields_have_values_of_its_own(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(hf))
     with refused("model.field", about="num_key_value_heads"):
         read_model(tmp_path, family=family)
-    family.OWN_FIELDS = ("num_key_value_heads",)
+    family.UNCHECKED_FIELDS = ("num_key_value_heads",)
     with refused("model.unsupported", about="num_key_value_heads"):
         read_model(tmp_path, family=family)
     (tmp_path / "config.json").write_text(json.dumps(hf | {"vocab_size": "many"}))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slimx.reshard.pack.gather import Gatherer
-from slimx.reshard.pack.packer import Packer, Share, describe
+from slimx.reshard.pack.packer import Contribution, Packer, describe
 from slimx.reshard.packed import PUBLISHER, PackedBucket
 from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
@@ -37,7 +37,7 @@ def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, torch.T
         for bucket in range(packer.plan.count):
             path = [list(gatherer.open(bucket).values()) if rank == PUBLISHER else None]
             dist.broadcast_object_list(path, PUBLISHER)
-            shares: list[Share | None] = [None] * WORLD
+            shares: list[Contribution | None] = [None] * WORLD
             share = gatherer.fill(bucket, path[0])
             dist.gather_object(share, shares if rank == PUBLISHER else None, PUBLISHER)
             if rank == PUBLISHER:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slimx.layout.form import AttachedForm
 from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
-from slimx.reshard.pack.packer import Packer, Share, describe
+from slimx.reshard.pack.packer import Contribution, Packer, describe
 from slimx.reshard.packed import PUBLISHER, PackedBucket
 from slimx.reshard.transports.device import fetch
 from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
@@ -61,7 +61,7 @@ def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, DeviceG
         for bucket in [*range(packer.plan.count)] * 2:
             path = [list(gatherer.open(bucket).values()) if rank == PUBLISHER else None]
             dist.broadcast_object_list(path, PUBLISHER)
-            shares: list[Share | None] = [None] * WORLD
+            shares: list[Contribution | None] = [None] * WORLD
             share = gatherer.fill(bucket, path[0])
             dist.gather_object(share, shares if rank == PUBLISHER else None, PUBLISHER)
             if rank == PUBLISHER:

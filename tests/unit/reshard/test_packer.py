@@ -20,7 +20,7 @@ from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table, checkpoint_parts
 from slimx.models.files.reader import CheckpointReader
-from slimx.reshard.pack.packer import Packer, Share
+from slimx.reshard.pack.packer import Contribution, Packer
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
@@ -270,6 +270,6 @@ def test_a_rank_that_brings_nothing_to_a_bucket_adds_nothing():
     plan = qwen_plan(Precision("bfloat16", "bfloat16"))
     idle = Packer(plan, 3, {})
     memory = torch.zeros(idle.form(0).size, dtype=torch.uint8)
-    share: Share = idle.pack(0, memory)
+    share: Contribution = idle.pack(0, memory)
     run, _ = idle.pack_run(0)
     assert not share.sums.any() and not share.flags.any() and not memory.any() and len(run) == 0

@@ -63,7 +63,7 @@ class Trainers:
     async def gather(self, bucket: int) -> PackedBucket:
         opened = dict(chain.from_iterable(rank.open(bucket).items() for rank in self.ranks))
         paths = [opened[part] for part in sorted(opened)]
-        self.most = max(self.most, *(len(rank._held) for rank in self.ranks))
+        self.most = max(self.most, *(len(rank._memories) for rank in self.ranks))
         await asyncio.sleep(0)
         form = self.ranks[PUBLISHER].packer.form(bucket)
         return describe(form, paths, [rank.fill(bucket, paths) for rank in self.ranks])

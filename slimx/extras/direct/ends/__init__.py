@@ -1,1 +1,1 @@
-"""Both ends of direct transfers: a trainer rank that writes, an engine whose memory it writes to."""
+"""Both ends of direct transfers: a trainer rank that writes, and an engine whose memory it writes to."""

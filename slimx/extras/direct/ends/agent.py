@@ -1,7 +1,6 @@
-"""A NIXL agent with memory of this process: written for nixl 1.5, whose transport UCX takes RDMA, shared memory or tcp.
+"""A NIXL agent with memory of this process, for nixl 1.5, whose transport UCX uses RDMA, shared memory or tcp.
 
-Descriptors are made here from (address, bytes, device). NIXL's own serialised descriptors are pickles and are not used.
-"""
+Descriptors are created from (address, bytes, device). NIXL's serialised descriptors are pickles and are not used."""
 
 from __future__ import annotations
 
@@ -20,80 +19,83 @@ from slimx.reshard.transports.device import DeviceMemory
 from slimx.runtime.ports import is_loopback
 
 RDMA = Path("/sys/class/infiniband")
-BACKEND, HOST, GPU = "UCX", "DRAM", "VRAM"
+BACKEND = "UCX"
+HOST = "DRAM"
+GPU = "VRAM"
 PATIENCE_US = 1000
-"""Microseconds for which an agent's thread waits for an event of the network before it looks without one; it hears
-each at once."""
+"""Microseconds for which an agent's thread waits for a network event before it polls; it wakes up on each event."""
 
 
 class LinkError(SlimxError):
-    """An agent that cannot be reached, or a transfer that failed."""
+    """Raised if an agent cannot be reached or a transfer failed."""
 
 
 class Agent:
-    """One end of direct transfers. All of its methods are called from one thread at a time."""
+    """One end of direct transfers. Only one thread at a time may call its methods."""
 
     def __init__(self, name: str, host: str):
-        """`name`: of its own among the agents of a run. `host`: this machine's address in the run's network; without
-        RDMA its interface alone carries transfers."""
+        """Starts an agent. `name`: unique among the agents of a run. `host`: this machine's address in the run's
+        network; without RDMA only its interface carries transfers."""
         api = load_nixl()
         self.name = name
         try:
             self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
             self._agent.agent = api.nixlBind.nixlAgent(name, _waiting(api))  # its thread begins with the backend
-            # A peer that dies fails the transfers to it, and nothing else.
+            # A peer that dies fails only the transfers to it.
             options = {"ucx_error_handling_mode": "peer", "ucx_devices": ",".join(devices_at(host))}
             self._agent.create_backend(BACKEND, options)
-        except Exception as error:  # NIXL has no class of its own for what goes wrong in its library
+        except Exception as error:  # NIXL has no exception class for errors in its library
             raise LinkError(
-                f"NIXL cannot start {name} at {host} ({first_words(error)}); check the network devices of this "
+                f"NIXL cannot start {name} on {host} ({first_words(error)}); check the network devices of this "
                 "machine, or set publish.transport=disk",
                 code="direct.agent",
                 about=name,
             ) from None
-        self._held: list[tuple[torch.Tensor | DeviceMemory, Any]] = []
+        self._registered: list[tuple[torch.Tensor | DeviceMemory, Any]] = []
 
     def register(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Host memory, uint8 [nbytes], that transfers read and write; it lives as long as the agent. `pinned`: the GPU
-        of this process copies into it at full rate."""
+        """Returns host memory, uint8 [nbytes], that transfers read and write; it lives as long as the agent. `pinned`:
+        the GPU of this process copies into it at full rate."""
         memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8, pin_memory=pinned)
         remedy = "raise the limit of locked memory (ulimit -l), or lower publish.bucket_mib"
         self._register(memory, Region(memory.data_ptr(), len(memory)), remedy)
         return memory
 
     def register_gpu(self, nbytes: int, device: torch.device | int) -> DeviceMemory:
-        """The same of a GPU's memory. One agent takes memory of one GPU: NIXL's UCX backend keeps one CUDA context."""
+        """Returns GPU memory for transfers. An agent registers memory of only one GPU: NIXL's UCX backend has one CUDA
+        context."""
         memory = DeviceMemory(max(nbytes, 1), device)
         remedy = "check that the network devices reach GPU memory (nvidia-peermem or dma-buf), or set "
-        self._register(memory, region_of(memory), remedy + "publish.staging=model, which goes through host memory")
+        self._register(memory, region_of(memory), remedy + "publish.staging=model, which uses host memory")
         return memory
 
     def _register(self, memory: torch.Tensor | DeviceMemory, region: Region, remedy: str) -> None:
-        number = max(region.device, 0)
+        gpu = max(region.device, 0)
         try:
-            held = self._agent.register_memory([(region.address, region.nbytes, number, "")], mem_type=_kind([region]))
+            descriptors = [(region.address, region.nbytes, gpu, "")]
+            registration = self._agent.register_memory(descriptors, mem_type=_kind([region]))
         except Exception as error:
-            where = "host memory" if region.device < 0 else f"the memory of GPU {number}"
+            kind = "host memory" if region.device < 0 else f"the memory of GPU {gpu}"
             raise LinkError(
-                f"NIXL cannot register {region.nbytes >> 20} MiB of {where} for {self.name} ({first_words(error)}); "
+                f"NIXL cannot register {region.nbytes >> 20} MiB of {kind} for {self.name} ({first_words(error)}); "
                 f"{remedy}",
                 code="direct.register",
                 about="publish.bucket_mib",
             ) from None
-        self._held.append((memory, held))
+        self._registered.append((memory, registration))
 
     @property
     def metadata(self) -> bytes:
-        """Bytes that another agent needs to write into memory registered so far."""
+        """Bytes that another agent needs to write into the memory registered so far."""
         return self._agent.get_agent_metadata()
 
     def meet(self, metadata: bytes) -> str:
-        """Get to know another agent; its name. Raises LinkError if these are no agent's metadata."""
+        """Connects to another agent and returns its name. Raises LinkError for invalid metadata."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise LinkError(
-                f"{self.name} cannot reach the agent whose metadata came ({first_words(error)}); look at the network "
+                f"{self.name} cannot reach the agent with this metadata ({first_words(error)}); check the network "
                 "between the two machines, and run the same nixl on both",
                 code="direct.metadata",
                 about=self.name,
@@ -101,16 +103,16 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else name
 
     def part(self, peer: str) -> None:
-        """Forget another agent. Does not raise: it may be gone."""
+        """Disconnects from another agent. Does not raise, because it may be gone."""
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
-            print(f"slimx: {self.name} cannot take leave of {peer}: {first_words(error)}", flush=True)
+            print(f"slimx: {self.name} cannot disconnect from {peer}: {first_words(error)}", flush=True)
 
-    def write(self, peer: str, here: Sequence[Region], there: Sequence[Region], notice: bytes) -> Transfer:
-        """Begin to write memory of this agent into `peer`'s, region by region; `notice` comes after the last byte."""
+    def write(self, peer: str, sources: Sequence[Region], targets: Sequence[Region], notice: bytes) -> Transfer:
+        """Starts writing memory of this agent into `peer`'s, region by region. `notice` arrives after the last byte."""
         try:
-            handle = self._agent.initialize_xfer("WRITE", self._descs(here), self._descs(there), peer, notice)
+            handle = self._agent.initialize_xfer("WRITE", self._descs(sources), self._descs(targets), peer, notice)
             transfer = Transfer(self._agent, handle, peer)
             transfer.state = self._agent.transfer(handle)
         except Exception as error:
@@ -120,34 +122,36 @@ class Agent:
         return transfer
 
     def notices(self) -> Iterator[bytes]:
-        """Notices that have come since the last look."""
+        """Yields notices received since the last call."""
         for received in self._agent.get_new_notifs().values():
             yield from received
 
     def close(self) -> None:
-        """Give the memory back: writes that still come fail."""
-        for memory, held in self._held:
-            self._agent.deregister_memory(held)
+        """Releases the memory; further writes to it fail."""
+        for memory, registration in self._registered:
+            self._agent.deregister_memory(registration)
             if isinstance(memory, DeviceMemory):
                 memory.close()
-        self._held.clear()
+        self._registered.clear()
         self._agent = None
 
     def _descs(self, regions: Sequence[Region]) -> Any:
-        places = [(region.address, region.nbytes, max(region.device, 0)) for region in regions]
-        return self._agent.get_xfer_descs(places, mem_type=_kind(regions))
+        descriptors = [(region.address, region.nbytes, max(region.device, 0)) for region in regions]
+        return self._agent.get_xfer_descs(descriptors, mem_type=_kind(regions))
 
 
 class Transfer:
-    """A write under way."""
+    """A write in flight."""
 
     def __init__(self, agent: Any, handle: Any, peer: str):
-        self._agent, self._handle, self.peer = agent, handle, peer
+        self._agent = agent
+        self._handle = handle
+        self.peer = peer
         self.state = "PROC"
 
     @property
     def ended(self) -> bool:
-        """True once it is done or has failed. NIXL goes on with a transfer only while it is asked."""
+        """True once it is done or has failed. NIXL makes progress on a transfer only while it is polled."""
         if self.state == "PROC":
             try:
                 self.state = self._agent.check_xfer_state(self._handle)
@@ -157,51 +161,51 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """True once all bytes are there. Raises LinkError if they never will be."""
+        """True once all bytes have arrived. Raises LinkError if they cannot."""
         if self.ended and self.state != "DONE":
             raise LinkError(f"the transfer to {self.peer} failed ({self.state})", code="direct.broken", about=self.peer)
         return self.state == "DONE"
 
     def drop(self) -> None:
-        """Give it up, done or not. A write that cannot be recalled goes into memory that is proven before use."""
+        """Cancels it, done or not. A write that cannot be cancelled goes to memory that is verified before use."""
         try:
             self._handle.release()
         except Exception as error:
-            print(f"slimx: a transfer to {self.peer} cannot be called back: {first_words(error)}", flush=True)
+            print(f"slimx: a transfer to {self.peer} cannot be cancelled: {first_words(error)}", flush=True)
 
 
 def region_of(memory: torch.Tensor | DeviceMemory) -> Region:
-    """Describe where registered memory lies."""
+    """Returns the region of registered memory."""
     if isinstance(memory, DeviceMemory):
         return Region(memory.address, memory.size, -1 if memory.device.index is None else memory.device.index)
     return Region(memory.data_ptr(), len(memory))
 
 
 def current(memory: torch.Tensor | DeviceMemory) -> AbstractContextManager[object]:
-    """Make the GPU of registered memory current in this thread: UCX moves such memory by the thread's CUDA context."""
+    """Returns a context in which the GPU of registered memory is current: UCX uses the thread's CUDA context."""
     return torch.cuda.device(memory.device) if isinstance(memory, DeviceMemory) else nullcontext()
 
 
 def _kind(regions: Sequence[Region]) -> str:
-    """NIXL's name of the memory that `regions` are in, all in the same kind."""
+    """Returns NIXL's name of the kind of memory that all `regions` have."""
     return HOST if regions[0].device < 0 else GPU
 
 
 def load_nixl() -> Any:
-    """NIXL's Python interface. Raises SlimxError where it is not installed, or does not load."""
+    """Returns NIXL's Python interface. Raises SlimxError if it is not installed or does not load."""
     try:
         from nixl_cu13 import _api
     except ImportError as error:
         raise SlimxError(
-            f"publish.transport=nixl needs NIXL, which cannot be imported ({error}); install nixl-cu13 as "
-            "requirements/ pins it, or set publish.transport=disk",
+            f"publish.transport=nixl needs NIXL, which cannot be imported ({error}); install nixl-cu13 as pinned in "
+            "requirements/, or set publish.transport=disk",
         ) from None
     return _api
 
 
 def _waiting(api: Any) -> Any:
-    """Settings of an agent whose thread waits for events. Those of NIXL's Python interface give it no time to: it would
-    poll at full speed, on a core that the trainer or the engine beside it needs."""
+    """Returns settings of an agent whose thread waits for events. NIXL's Python interface does not set a delay, and its
+    thread would poll at full speed on a core that the trainer or engine needs."""
     settings = api.nixlBind.nixlAgentConfig()
     settings.useProgThread = True
     settings.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # one thread at a time, see Agent
@@ -210,12 +214,12 @@ def _waiting(api: Any) -> Any:
 
 
 def devices_at(host: str) -> list[str]:
-    """Network devices that transfers of a machine whose address is `host` use; none: all, RDMA among them."""
+    """Returns the network devices that transfers of a machine with address `host` use; empty: all, including RDMA."""
     if not is_loopback(host) and RDMA.is_dir() and any(RDMA.iterdir()):
         return []
     for device, rows in psutil.net_if_addrs().items():
         addresses = [row.address.partition("%")[0] for row in rows if row.family in (socket.AF_INET, socket.AF_INET6)]
-        # Loopback's interface has all of 127.0.0.0/8 and is listed with one address.
+        # The loopback interface has all of 127.0.0.0/8 but is listed with one address.
         if host in addresses or (is_loopback(host) and any(map(is_loopback, addresses))):
             return [device]
     raise SlimxError(
@@ -224,5 +228,5 @@ def devices_at(host: str) -> list[str]:
 
 
 def first_words(error: Exception) -> str:
-    """The beginning of what an error says, in one line."""
+    """Returns the beginning of an error's message in one line."""
     return " ".join(f"{type(error).__name__} {error}".split())[:200]

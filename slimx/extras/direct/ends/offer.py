@@ -1,10 +1,9 @@
-"""An engine's offer to the trainer ranks: memory to write into, and the place of each run of bytes in it.
+"""An engine's offer to the trainer ranks: memory to write into, and the offset of each run of bytes in it.
 
-A *run* is what one trainer rank packs of one bucket for one engine rank: its pieces, one after another
-(`slimx.reshard.pack.pieces.compact`). It travels as it is, or with `publish.delta` as a header and the frame of what
-has changed in it (`deltas.py`). The offer travels over the run's own control channel, in this schema; only the metadata
-of the agent is NIXL's own, opaque format.
-"""
+A *run* is the consecutive pieces that one trainer rank packs of one bucket for one engine rank
+(`slimx.reshard.pack.pieces.compact`). It is sent as is, or with `publish.delta` as a header and the frame of its
+changes (`deltas.py`). The offer is sent over the run's control channel, in this schema; only the agent's metadata is in
+NIXL's opaque format."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, run_bytes
 from slimx.reshard.plan.copy_plan import Plan
 
 HEADER = np.dtype([("base", "<i8"), ("length", "<i8")])
-"""Before a frame: the transfer whose bytes it changes, NO_BASE for a frame that needs none, and bytes of the frame."""
+"""Before a frame: the transfer whose bytes it changes (NO_BASE: it has no base), and bytes of the frame."""
 NO_BASE = 0
-"""The number of no transfer: they count from 1."""
+"""Index of no transfer; transfers count from 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -30,17 +29,17 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     address: int
     nbytes: int
     device: int = -1
-    """Number of the GPU, in the process that has it; -1: host memory."""
+    """Index of the GPU in the process that owns it; -1: host memory."""
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
-    """The place of one run in each of an offer's slots."""
+class PackedRun(msgspec.Struct, frozen=True, array_like=True):
+    """Location of one run in each of an offer's slots."""
 
     bucket: int
     source: int
     """Trainer rank that writes it."""
     rank: int
-    """Engine rank that takes it."""
+    """Engine rank that receives it."""
     offset: int
     """Bytes from the start of the slot."""
     nbytes: int
@@ -53,14 +52,13 @@ class Offer(msgspec.Struct, frozen=True):
     metadata: bytes
     """Connection data and keys of the engine's agent."""
     slots: tuple[Region, ...]
-    """Bucket b arrives in slot b mod their number."""
-    runs: tuple[Run, ...]
+    """Slots; bucket b arrives in slot b modulo their number."""
+    runs: tuple[PackedRun, ...]
     item: int = 0
-    """Bytes of an element where runs travel as frames (`slimx.extras.direct.ends.deltas`), 0 where they travel as they
-    are."""
+    """Bytes of an element if runs are sent as frames (`slimx.extras.direct.ends.deltas`), 0 if as they are."""
 
     def of(self, source: int) -> Offer:
-        """The same offer with the runs of trainer rank `source` alone."""
+        """Returns the same offer with only the runs of trainer rank `source`."""
         return msgspec.structs.replace(self, runs=tuple(run for run in self.runs if run.source == source))
 
     def to_bytes(self) -> bytes:
@@ -68,7 +66,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Offer:
-        """The offer that `to_bytes` wrote. Raises SlimxError for anything else, or a run outside its slots."""
+        """Returns the offer that `to_bytes` wrote. Raises SlimxError for anything else, or a run outside its slots."""
         try:
             offer = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
@@ -79,8 +77,8 @@ class Offer(msgspec.Struct, frozen=True):
             ) from None
         if offer.item not in (0, *frames.ITEMS):
             raise SlimxError(
-                f"engine {offer.engine} wants changes in elements of {offer.item} bytes; run the same slimx on every "
-                "machine",
+                f"engine {offer.engine} requests changes in elements of {offer.item} bytes; run the same slimx on "
+                "every machine",
                 code="direct.item",
                 about=offer.engine,
             )
@@ -88,7 +86,7 @@ class Offer(msgspec.Struct, frozen=True):
         for run in offer.runs:
             if min(msgspec.structs.astuple(run)) < 0 or run.offset + room_of(run.nbytes, offer.item) > room:
                 raise SlimxError(
-                    f"engine {offer.engine} offers {room} bytes, and wants trainer rank {run.source} to write "
+                    f"engine {offer.engine} offers {room} bytes, but requests trainer rank {run.source} to write "
                     f"{run.nbytes} at {run.offset}; run the same slimx on every machine",
                     code="direct.extent",
                     about=offer.engine,
@@ -97,10 +95,10 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """Tells an engine that all runs of one trainer rank for a bucket are in its memory."""
+    """Notifies an engine that all runs of one trainer rank for a bucket are in its memory."""
 
     transfer: int
-    """Number of the publication, counted by the run's driver: a repeated one has another."""
+    """Index of the publication, counted by the run's driver; a repeated publication has a new one."""
     bucket: int
     source: int
 
@@ -109,7 +107,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Notice | None:
-        """The notice; None for anything else, which anybody could send who reaches the port."""
+        """Parses a notice. Returns None for any other message: anyone who reaches the port can send one."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
@@ -117,34 +115,36 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: str) -> Iterator[tuple[int, int]]:
-    """(number, bytes) of the runs that `moves` of `bucket` make, for each number of their column `by`: "source" or
+    """Yields (index, bytes) of the runs of `moves` of `bucket`, for each index in their column `by`: "source" or
     "target", by which they are sorted."""
     if not len(moves):
         return
-    taken = run_bytes(pieces_of(buckets.plan, moves, buckets.form(bucket), None))
-    numbers, first = np.unique(moves[by], return_index=True)
-    yield from zip(numbers.tolist(), np.add.reduceat(taken, first).tolist(), strict=True)
+    nbytes = run_bytes(pieces_of(buckets.plan, moves, buckets.form(bucket), None))
+    indices, first = np.unique(moves[by], return_index=True)
+    yield from zip(indices.tolist(), np.add.reduceat(nbytes, first).tolist(), strict=True)
 
 
 def room_of(nbytes: int, item: int) -> int:
-    """Bytes in a ring or a slot for a run of `nbytes`, as it is, or with `item` as header and frame."""
+    """Returns the bytes in a ring or slot for a run of `nbytes`, as it is, or with `item` as header and frame."""
     if not item:
         return nbytes
     return -(-(HEADER.itemsize + frames.room(nbytes)) // frames.STEP) * frames.STEP
 
 
-def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[Run], int]:
-    """Places of all runs of an engine whose ranks take `parts`, each a plan of one target, and the bytes of a slot.
+def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[PackedRun], int]:
+    """Returns the locations of all runs of an engine whose ranks receive `parts`, each a plan of one target, and the
+    bytes of a slot.
 
     `item`: as in `Offer`."""
-    runs, room = [], 0
-    held = [PlannedBuckets(part) for part in parts]
+    runs = []
+    room = 0
+    planned = [PlannedBuckets(part) for part in parts]
     for bucket in range(parts[0].count):
         offset = 0
-        for rank, buckets in enumerate(held):
+        for rank, buckets in enumerate(planned):
             moved = buckets.plan.moved
             for source, nbytes in sizes_of_runs(buckets, bucket, moved[moved["bucket"] == bucket], "source"):
-                runs.append(Run(bucket, source, rank, offset, nbytes))
+                runs.append(PackedRun(bucket, source, rank, offset, nbytes))
                 offset += room_of(nbytes, item)
         room = max(room, offset)
     return runs, room

@@ -1,4 +1,4 @@
-"""An engine's end of direct transfers: memory that trainer ranks write into, and buckets made of what came."""
+"""Engine's end of direct transfers: memory that trainer ranks write into, and buckets assembled from received bytes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from slimx.extras.direct import SLOTS
 from slimx.extras.direct.ends.agent import Agent, LinkError, current, region_of
-from slimx.extras.direct.ends.copies import in_flight
-from slimx.extras.direct.ends.deltas import Held
-from slimx.extras.direct.ends.offer import Notice, Offer, arrivals
+from slimx.extras.direct.ends.deltas import ReceivedRuns
+from slimx.extras.direct.ends.offer import Notice, Offer, PackedRun, arrivals
+from slimx.extras.direct.ends.sent_bucket import in_flight
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
@@ -27,94 +26,100 @@ from slimx.reshard.transports.device import DeviceMemory
 from slimx.reshard.transports.memory import MemoryFile
 
 LOOK_S = 0.001
-"""Seconds between two looks at the notices that have come."""
+"""Seconds between two polls for notices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The transfers that an engine will get."""
+    """Description of the transfers that an engine will receive."""
 
     name: str
-    """Name of its agent, another one for each start of the engine."""
+    """Name of its agent, unique for each start of the engine."""
     parts: tuple[bytes, ...]
-    """By rank the plan of what it takes."""
+    """Rank -> serialised plan of the bytes that it receives."""
     deadline_s: float
-    """Seconds in which a bucket must have come."""
+    """Seconds in which a bucket must arrive."""
     item: int = 0
-    """Bytes of an element where changes travel (`publish.delta`), 0 where whole runs do."""
+    """Bytes of an element if changes are sent (`publish.delta`), 0 for full runs."""
     gpu: int | None = None
-    """Number, in the receiver's process, of the GPU in whose memory it takes them; None: host memory."""
+    """Index, in the receiver's process, of the GPU whose memory receives them; None: host memory."""
 
 
-class Receiver:
-    """Memory for ranks of one engine on one machine: the host's for all of them, or a GPU's for the one that is there.
+class DirectReceiver:
+    """Memory for ranks of one engine on one machine: host memory for all of them, or a GPU's memory for the rank on it.
     `landed` is called for one bucket after the other."""
 
     def __init__(self, invitation: Invitation, host: str):
-        """`host`: address of this machine."""
+        """Registers memory. `host`: address of this machine."""
         parts = [Plan.from_bytes(part) for part in invitation.parts]
-        self.name, self.deadline_s, self.item = invitation.name, invitation.deadline_s, invitation.item
+        self.name = invitation.name
+        self.deadline_s = invitation.deadline_s
+        self.item = invitation.item
         self._parts = [PlannedBuckets(part) for part in parts]
         self._runs, room = arrivals(parts, self.item)
-        self._held = Held(self.item, parts[0].count) if self.item else None
+        self._received = ReceivedRuns(self.item, parts[0].count) if self.item else None
         self.agent = Agent(self.name, host)
-        self._slots = [
-            self.agent.register(room) if invitation.gpu is None else self.agent.register_gpu(room, invitation.gpu)
-            for _ in range(min(SLOTS, parts[0].count))
-        ]
+        self._slots: list[torch.Tensor | DeviceMemory] = []
+        for _ in range(min(SLOTS, parts[0].count)):
+            if invitation.gpu is None:
+                self._slots.append(self.agent.register(room))
+            else:
+                self._slots.append(self.agent.register_gpu(room, invitation.gpu))
         self._landing: DeviceMemory | None = None
-        """Memory of a GPU that buckets are made in, one after the other."""
-        self._come: dict[tuple[int, int], set[int]] = {}
-        """By transfer and bucket the trainer ranks whose bytes are here."""
+        """GPU memory in which buckets are assembled, one after the other."""
+        self._arrived: dict[tuple[int, int], set[int]] = {}
+        """(transfer, bucket) -> trainer ranks whose bytes have arrived."""
         self._copies: dict[tuple[int, int], np.ndarray | None] = {}
-        """By rank and bucket the records that put what came where the tensors are."""
+        """(rank, bucket) -> records that copy received bytes to the tensors."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Guards the agent and its memory: `close` may come from another thread than the one in `landed`."""
+        """Guards the agent and its memory: `close` may be called from a thread other than that of `landed`."""
 
     def offer(self) -> Offer:
         slots = tuple(map(region_of, self._slots))
         return Offer(self.name, self.agent.metadata, slots, tuple(self._runs), self.item)
 
     def bases(self) -> list[int]:
-        """By bucket the number of the transfer whose bytes are held, to which changes can be applied; 0: none are."""
-        return [] if self._held is None else list(self._held.bases)
+        """Returns, for each bucket, the index of the transfer to whose bytes changes can be applied; 0: none."""
+        return [] if self._received is None else list(self._received.bases)
 
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
-        """A bucket, with the tensors of the ranks here, once it has come, for the time of the block: each rank's part
-        in memory of its own. Whoever has opened the host's keeps it beyond the block; a GPU's is the next bucket's.
+        """Yields a bucket, with the tensors of the local ranks, once it has arrived: each rank's part is in a separate
+        memory. Processes that have opened host memory keep it after the block; GPU memory is reused for the next
+        bucket.
 
-        Raises LinkError naming the trainer ranks whose bytes have not come in time, and once this is closed.
-        """
+        Raises LinkError naming the trainer ranks whose bytes did not arrive in time, or if this receiver is closed."""
         transfer, bucket = in_flight(packed)
         with self._opened() as slots:
             first = slots[0]
         with current(first):
             self._wait(transfer, bucket)
         forms = [part.form(bucket) for part in self._parts]
-        # A server is told one size, that of its largest rank; host memory that nobody writes to takes none.
-        size, files = packed.size, []
+        # The server expects one size, that of its largest rank; untouched host memory takes no pages.
+        size = packed.size
+        files: list[MemoryFile | DeviceMemory] = []
         try:
             with self._opened() as slots:
-                if self._held is not None:
-                    runs = [run for run in self._runs if run.bucket == bucket]
-                    self._held.take(self.name, bucket, transfer, runs, slots[bucket % len(slots)])
+                if self._received is not None:
+                    slot = slots[bucket % len(slots)]
+                    assert isinstance(slot, torch.Tensor), "changes are received in host memory"
+                    self._received.take(self.name, bucket, transfer, self._runs_of(bucket), slot)
                 for rank in range(len(forms)):
                     files.append(self._place(size))
                     self._put(rank, bucket, files[rank])
-            targets = tuple(
-                tuple(replace(t, offset=int(offset)) for t, offset in zip(target, form.offset, strict=True))
-                for target, form in zip(packed.targets, forms, strict=True)
-            )
-            yield PackedBucket(files[0].path, size, targets, tuple(file.path for file in files[1:]))
+            targets = []
+            for target, form in zip(packed.targets, forms, strict=True):
+                offsets = form.offset.tolist()
+                targets.append(tuple(replace(t, offset=offset) for t, offset in zip(target, offsets, strict=True)))
+            yield PackedBucket(files[0].path, size, tuple(targets), tuple(file.path for file in files[1:]))
         finally:
             for file in files:
                 if isinstance(file, MemoryFile):
                     file.close()
 
     def close(self) -> None:
-        """Give the memory back; a wait under way ends, and what is copied out of it is waited for."""
+        """Releases the memory. A running wait ends; running copies are waited for."""
         self._closed.set()
         with self._lock:
             self._slots.clear()
@@ -124,8 +129,8 @@ class Receiver:
                 self._landing = None
 
     @contextmanager
-    def _opened(self) -> Iterator[list[Any]]:
-        """The memory, which nobody gives back inside the block. Raises LinkError once it has been given back."""
+    def _opened(self) -> Iterator[list[torch.Tensor | DeviceMemory]]:
+        """Yields the memory, which is not released inside the block. Raises LinkError once it has been released."""
         with self._lock:
             if self._closed.is_set():
                 raise self._has_closed()
@@ -135,73 +140,82 @@ class Receiver:
         return LinkError(f"{self.name} has been closed", code="direct.closed", about=self.name)
 
     def _wait(self, transfer: int, bucket: int) -> None:
-        runs = [run for run in self._runs if run.bucket == bucket]
-        wanted = {run.source for run in runs}
-        ends = time.monotonic() + self.deadline_s
+        runs = self._runs_of(bucket)
+        sources = {run.source for run in runs}
+        deadline = time.monotonic() + self.deadline_s
         while True:
             for data in self._notices():
-                if (notice := Notice.from_bytes(data)) is not None:
-                    self._come.setdefault((notice.transfer, notice.bucket), set()).add(notice.source)
-            # What belongs to an older publication, or to a bucket before, came too late for anybody.
-            self._come = {key: come for key, come in self._come.items() if key >= (transfer, bucket)}
-            missing = wanted - self._come.get((transfer, bucket), set())
+                notice = Notice.from_bytes(data)
+                if notice is not None:
+                    self._arrived.setdefault((notice.transfer, notice.bucket), set()).add(notice.source)
+            # Notices of older publications or buckets are obsolete.
+            self._arrived = {key: ranks for key, ranks in self._arrived.items() if key >= (transfer, bucket)}
+            missing = sources - self._arrived.get((transfer, bucket), set())
             if not missing:
                 return
-            if time.monotonic() > ends:
+            if time.monotonic() > deadline:
                 lacking = sum(run.nbytes for run in runs if run.source in missing)
                 total = sum(run.nbytes for run in runs)
                 raise LinkError(
-                    f"{self.name}: of bucket {bucket} {lacking} of {total} bytes have not come within "
-                    f"{self.deadline_s:.0f} s, those of trainer ranks {', '.join(map(str, sorted(missing)))}",
+                    f"{self.name}: {lacking} of {total} bytes of bucket {bucket} did not arrive within "
+                    f"{self.deadline_s:.0f} s from trainer ranks {', '.join(map(str, sorted(missing)))}",
                     code="direct.missing",
                     about=f"trainer rank {min(missing)}",
                 )
             if self._closed.wait(LOOK_S):
                 raise self._has_closed()
 
+    def _runs_of(self, bucket: int) -> list[PackedRun]:
+        return [run for run in self._runs if run.bucket == bucket]
+
     def _notices(self) -> list[bytes]:
         with self._lock:
             return [] if self._closed.is_set() else list(self.agent.notices())
 
     def _place(self, size: int) -> MemoryFile | DeviceMemory:
-        """Memory for one rank's part of a bucket."""
-        if isinstance(slot := self._slots[0], torch.Tensor):
+        """Returns memory for one rank's part of a bucket."""
+        slot = self._slots[0]
+        if isinstance(slot, torch.Tensor):
             return MemoryFile(size)
         if self._landing is None or self._landing.size < size:
             if self._landing is not None:
                 self._landing.close()
             self._landing = DeviceMemory(size, slot.device)
-        self._landing.clear()  # of another bucket's bytes: nobody writes what pads a tensor, which is zero
+        self._landing.clear()  # of another bucket's bytes: padding must be zero, and no rank writes it
         return self._landing
 
     def _put(self, rank: int, bucket: int, place: MemoryFile | DeviceMemory) -> None:
-        """Put the runs of `bucket` for `rank` where its tensors are."""
+        """Copies the runs of `bucket` for `rank` to its tensors."""
         if (rank, bucket) not in self._copies:
             self._copies[rank, bucket] = self._records(rank, bucket)
         pieces = self._copies[rank, bucket]
         if pieces is None:
             return
-        # The senders' shares of the checksums cover these bytes: what happens to them here is found by a receiver.
+        # The senders' checksums cover these bytes: the server detects any change to them here.
         if isinstance(place, MemoryFile):
             kernel.pack(pieces, place.bytes, np.zeros(1, np.uint64))
             return
         with current(place):
-            names, device = [f"bucket {bucket} of {self.name}"], place.device
+            names = [f"bucket {bucket} of {self.name}"]
+            device = place.device
             copies = DevicePlan(pieces, bucket_bytes=place.size, names=names, bucket=str(bucket), device=device)
-            sums, flags = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+            sums = torch.zeros(1, dtype=torch.int64, device=device)
+            flags = torch.zeros(1, dtype=torch.int32, device=device)
             kernel_cuda.pack_at(copies, place.address, sums, flags)
             kernel_cuda.results(copies, sums)  # when the copies have ended
 
     def _records(self, rank: int, bucket: int) -> np.ndarray | None:
-        """Records that put what came of `bucket` where the tensors of `rank` are; None: nothing comes."""
-        part, slot = self._parts[rank], self._slots[bucket % len(self._slots)]
+        """Returns records that copy the received bytes of `bucket` to the tensors of `rank`; None if there are none."""
+        part = self._parts[rank]
+        slot = self._slots[bucket % len(self._slots)]
         memory = slot if isinstance(slot, torch.Tensor) else slot.bytes
-        copies = [
-            spread(
-                pieces_of(part.plan, part.plan.moves_of(run.source, bucket), part.form(bucket), None),
-                memory[run.offset : run.offset + run.nbytes] if self._held is None else self._held.run(run),
-            )
-            for run in self._runs
-            if (run.bucket, run.rank) == (bucket, rank)
-        ]
+        copies = []
+        for run in self._runs:
+            if (run.bucket, run.rank) != (bucket, rank):
+                continue
+            pieces = pieces_of(part.plan, part.plan.moves_of(run.source, bucket), part.form(bucket), None)
+            if self._received is None:
+                copies.append(spread(pieces, memory[run.offset : run.offset + run.nbytes]))
+            else:
+                copies.append(spread(pieces, self._received.run(run)))
         return np.concatenate(copies) if copies else None

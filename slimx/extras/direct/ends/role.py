@@ -1,54 +1,63 @@
-"""Operations of a trainer rank that writes its weights straight to engines (role "direct")."""
+"""Operations of a trainer rank that writes its weights directly to engines (role "direct")."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import cast
 
-from slimx.extras.direct.ends.copies import SentBucket
 from slimx.extras.direct.ends.offer import Offer
-from slimx.extras.direct.ends.sender import Sender
+from slimx.extras.direct.ends.sender import DirectSender
+from slimx.extras.direct.ends.sent_bucket import SentBucket
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.ports import own_address
 from slimx.trainer.operation import operation
 from slimx.trainer.rank import TrainerRank
+from slimx.trainer.trained import TrainedModel
 
 
 class DirectRole:
     """One rank's end of direct transfers; see `slimx.trainer.rank.Role`."""
 
     def __init__(self, rank: TrainerRank):
-        self.rank, self.model = rank.number, rank.roles["model"]
+        self.rank = rank.number
+        self.model = cast(TrainedModel, rank.roles["model"])
         self.model.on_moved.append(self._refresh_addresses)
-        self._sender: Sender | None = None
+        self._sender: DirectSender | None = None
 
     def reload(self, *, training: bool = True) -> None:
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:
-        """Registered memory stays."""
+        """Does nothing: registered memory stays."""
 
     @operation()
     def prepare(self, *, plan: bytes, edges: Sequence[int], item: int, on_gpu: bool) -> None:
-        """Get ready to write buckets of a dealt plan to all engines; `edges`, `item`, `on_gpu`: as for `Sender`."""
+        """Prepares to write buckets of a dealt plan to all engines. `edges`, `item`, `on_gpu`: as in `DirectSender`."""
         weights = self.model.weights
-        whole = Plan.from_bytes(plan)
-        parameters, made = weights.attached.leaving("publish", whole, self.rank, weights.parameters)
-        packer = Packer(whole, self.rank, parameters, made=made)
+        dealt = Plan.from_bytes(plan)
+        parameters, made = weights.attached.leaving("publish", dealt, self.rank, weights.parameters)
+        packer = Packer(dealt, self.rank, parameters, made=made)
         host = own_address(self.model.config.cluster.network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
-        self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
+        self._sender = DirectSender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
 
     @operation()
     def connect(self, offer: bytes, *, engine: int) -> None:
-        """Get to know the memory that `engine` offers (`slimx.extras.direct.ends.offer.Offer`)."""
-        self._sender.connect(engine, Offer.from_bytes(offer))
+        """Connects to the memory that `engine` offers (`slimx.extras.direct.ends.offer.Offer`)."""
+        self._prepared.connect(engine, Offer.from_bytes(offer))
 
     @operation("publish", needs="weights")
     def send(self, *, bucket: int, transfer: int, engines: dict[int, int]) -> SentBucket:
-        """Pack this rank's part of a bucket and begin to write it to `engines` (`Sender.send`)."""
-        return self._sender.send(bucket, transfer, engines)
+        """Packs this rank's part of a bucket and starts writing it to `engines` (`DirectSender.send`)."""
+        return self._prepared.send(bucket, transfer, engines)
+
+    @property
+    def _prepared(self) -> DirectSender:
+        """The sender that `prepare` created."""
+        assert self._sender is not None, "prepare is called first"
+        return self._sender
 
     def _refresh_addresses(self) -> None:
         if self._sender is not None:

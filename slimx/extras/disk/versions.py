@@ -3,9 +3,9 @@
     DIRECTORY/version-000007.epoch-2.partial/bucket-00000.safetensors ...     while it is being written
     DIRECTORY/version-000007/{bucket-*.safetensors, manifest.json}    complete: renamed as a whole
 
-For engines that share a file system with the trainers and nothing else, and for an engine that comes back while the
-trainers are busy, or gone: a complete version needs nobody to be read. Receivers map a file as they map the publisher's
-memory, and compare the same checksums.
+For engines that share only a file system with the trainers, and for engines that recover while the trainers are busy or
+gone: a complete version is readable without them. Receivers map a file like the publisher's memory, and compare the
+same checksums.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from slimx.durable import sync_directory, write_atomic
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 
@@ -33,25 +34,24 @@ DTYPES = {
     "int32": "I32",
     "int64": "I64",
 }
-"""safetensors' names of dtypes."""
+"""Dtype -> its name in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainFile:
-    """One file of a bucket on disk that is whole in one file and changed by those which follow
-    (`slimx.extras.disk.changes`)."""
+    """One file of a bucket on disk: the whole bucket, or changes to it (`slimx.extras.disk.changes`)."""
 
     attempt: str
-    """The publication that wrote it: no other one has this name."""
+    """Unique name of the publication that wrote it."""
     path: str
     start: int
-    """Bytes before the bucket's own, or before its changes."""
+    """Bytes before those of the bucket or its changes."""
     nbytes: int
-    """Bytes of the bucket, or of its changes."""
+    """Bytes of the bucket or its changes."""
 
 
-class Shelf:
-    """The versions in one directory. One writer; readers on any machine that sees it."""
+class VersionDirectory:
+    """Versions in one directory, with one writer and readers on any machine that mounts it."""
 
     def __init__(self, directory: Path | str):
         self.directory = Path(directory)
@@ -59,23 +59,26 @@ class Shelf:
         self._buckets: dict[int, PackedBucket] = {}
 
     def begin(self, manifest: Manifest) -> None:
-        """Start writing a version; what an earlier writer left unfinished is removed."""
-        for left in self.directory.glob("version-*.partial"):
-            shutil.rmtree(left)
-        self._manifest, self._buckets = manifest, {}
+        """Begins a version. Removes unfinished versions of an earlier writer."""
+        for unfinished in self.directory.glob("version-*.partial"):
+            shutil.rmtree(unfinished)
+        self._manifest = manifest
+        self._buckets = {}
         self._partial.mkdir(parents=True)
 
     def add(self, bucket: int, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:
-        """Write a bucket whose bytes are `data`, uint8 [size]; the same bucket as it lies in its file, complete."""
+        """Writes a bucket whose bytes are `data`, uint8 [size]. Returns the bucket as stored in its complete file."""
         path = self._partial / f"bucket-{bucket:05d}.safetensors"
-        self._buckets[bucket] = out = write_bucket(path, packed, data)
-        return out
+        written = write_bucket(path, packed, data)
+        self._buckets[bucket] = written
+        return written
 
     def commit(self) -> None:
-        """Make the version complete; older ones are removed."""
-        text = {"manifest": self.manifest.to_json(), "buckets": [_to_json(b) for _, b in sorted(self._buckets.items())]}
-        write_file(self._partial / MANIFEST, json.dumps(text).encode())
-        complete = self._place(self.manifest.version)
+        """Completes the version and removes older ones."""
+        buckets = [_to_json(self._buckets[index]) for index in sorted(self._buckets)]
+        content = {"manifest": self.manifest.to_json(), "buckets": buckets}
+        write_file(self._partial / MANIFEST, json.dumps(content).encode())
+        complete = self._path(self.manifest.version)
         if complete.exists():  # the same version, published again
             shutil.rmtree(complete)
         self._partial.rename(complete)
@@ -87,20 +90,20 @@ class Shelf:
             if other != complete:
                 shutil.rmtree(other)
 
-    def _place(self, version: int) -> Path:
+    def _path(self, version: int) -> Path:
         return self.directory / f"version-{version:06d}"
 
     @property
     def manifest(self) -> Manifest:
         if self._manifest is None:
             raise SlimxError(
-                f"{self.directory}: nothing is being written; begin a version first",
+                f"{self.directory}: no version is being written; begin one first",
             )
         return self._manifest
 
     @property
     def _partial(self) -> Path:
-        # Named after the attempt: a write of an earlier one that nobody waits for any more cannot reach into it.
+        # Named after the attempt, so that late writes of an abandoned attempt cannot affect it.
         attempt = f"{self.manifest.version:06d}.epoch-{self.manifest.membership_epoch}"
         return self.directory / f"version-{attempt}.partial"
 
@@ -109,13 +112,15 @@ class StoredVersion:
     """A complete version as a source of weights (`slimx.reshard.parties.Source`)."""
 
     def __init__(self, path: Path, manifest: Manifest, buckets: list[PackedBucket]):
-        self.path, self.manifest, self.buckets = path, manifest, buckets
+        self.path = path
+        self.manifest = manifest
+        self.buckets = buckets
 
     def __str__(self) -> str:
         return str(self.path)
 
     async def begin(self, manifest: Manifest) -> None:
-        """Refuse to be published as another version."""
+        """Raises SlimxError if it would be published as a different version."""
         if manifest.version != self.manifest.version:
             raise SlimxError(
                 f"{self.path} holds {self.manifest}, which cannot be published as {manifest}",
@@ -124,8 +129,11 @@ class StoredVersion:
             )
 
     async def forms(self) -> list[dict[str, str]]:
-        ranks = range(len(self.buckets[0].targets))
-        return [{t.name: _form(t) for bucket in self.buckets for t in bucket.targets[rank]} for rank in ranks]
+        forms: list[dict[str, str]] = [{} for _ in self.buckets[0].targets]
+        for bucket in self.buckets:
+            for tensors, target_forms in zip(bucket.targets, forms, strict=True):
+                target_forms.update({tensor.name: _form(tensor) for tensor in tensors})
+        return forms
 
     async def bucket_count(self) -> int:
         return len(self.buckets)
@@ -134,54 +142,58 @@ class StoredVersion:
         return self.buckets[bucket]
 
     async def release(self, bucket: int | None = None) -> None:
-        """Nothing is held."""
+        """Does nothing: no memory is allocated."""
 
 
 def newest(directory: Path | str) -> StoredVersion | None:
-    """The newest complete version in `directory`."""
-    found = sorted(Path(directory).glob("version-??????"))
-    if not found:
+    """Returns the newest complete version in `directory`."""
+    versions = sorted(Path(directory).glob("version-??????"))
+    if not versions:
         return None
-    path = found[-1] / MANIFEST
+    version = versions[-1]
+    path = version / MANIFEST
     try:
-        text = json.loads(path.read_text())
-        buckets = [_from_json(entry, found[-1]) for entry in text["buckets"]]
-        return StoredVersion(found[-1], Manifest.from_json(text["manifest"]), buckets)
+        content = json.loads(path.read_text())
+        buckets = [_from_json(entry, version) for entry in content["buckets"]]
+        return StoredVersion(version, Manifest.from_json(content["manifest"]), buckets)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SlimxError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); remove {found[-1]}",
+            f"{path} cannot be read ({type(error).__name__}: {error}); remove {version}",
             code="disk.manifest",
             about=str(path),
         ) from None
 
 
 def write_bucket(path: Path, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:
-    """Write `data`, uint8 [size], as a safetensors file, in one piece or not at all; the bucket as it lies there."""
-    header, several = {"__metadata__": {"format": "pt"}}, len(packed.targets) > 1
+    """Writes `data`, uint8 [size], as a safetensors file, atomically. Returns the bucket as stored in it."""
+    header: Json = {"__metadata__": {"format": "pt"}}
+    has_ranks = len(packed.targets) > 1
     end = 0
     for rank, tensors in enumerate(packed.targets):
         for tensor in tensors:
-            if tensor.offset > end:  # safetensors allows no bytes that belong to no tensor
+            if tensor.offset > end:  # in safetensors files every byte belongs to a tensor
                 header[f"padding at {end}"] = _entry("uint8", (tensor.offset - end,), end, tensor.offset)
             end = tensor.offset + tensor.nbytes
-            name = f"rank {rank}: {tensor.name}" if several else tensor.name
+            name = f"rank {rank}: {tensor.name}" if has_ranks else tensor.name
             header[name] = _entry(tensor.dtype, tensor.shape, tensor.offset, end)
     if packed.size > end:
         header[f"padding at {end}"] = _entry("uint8", (packed.size - end,), end, packed.size)
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)  # the tensors stay on cache lines
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)  # aligns tensors to cache lines
     start = 8 + len(text)
     write_file(path, len(text).to_bytes(8, "little"), text, memoryview(data.numpy()))
-    targets = tuple(tuple(replace(t, offset=t.offset + start) for t in tensors) for tensors in packed.targets)
-    return PackedBucket(str(path), start + packed.size, targets)
+    targets = []
+    for tensors in packed.targets:
+        targets.append(tuple(replace(t, offset=t.offset + start) for t in tensors))
+    return PackedBucket(str(path), start + packed.size, tuple(targets))
 
 
-def _entry(dtype: str, shape: tuple[int, ...], start: int, stop: int) -> dict[str, object]:
+def _entry(dtype: str, shape: tuple[int, ...], start: int, stop: int) -> Json:
     return {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
 
 
 def write_file(path: Path, *pieces: bytes | memoryview) -> None:
-    """Write a file that is complete, and on the disk, once it has its name."""
+    """Writes a file atomically and durably."""
     write_atomic(path, *pieces)
     sync_directory(path.parent)
 
@@ -190,18 +202,23 @@ def _form(tensor: PackedTensor) -> str:
     return f"{tensor.dtype}:{','.join(map(str, tensor.shape))}"
 
 
-def _to_json(bucket: PackedBucket) -> dict[str, object]:
+def _to_json(bucket: PackedBucket) -> Json:
     targets = [[tensor.to_json() for tensor in tensors] for tensors in bucket.targets]
-    entry = {"file": Path(bucket.path).name, "size": bucket.size, "targets": targets}
+    entry: Json = {"file": Path(bucket.path).name, "size": bucket.size, "targets": targets}
     if bucket.chain:
         entry["chain"] = [asdict(file) | {"path": "/".join(Path(file.path).parts[-2:])} for file in bucket.chain]
     return entry
 
 
-def _from_json(entry: dict, directory: Path) -> PackedBucket:
-    targets = tuple(
-        tuple(PackedTensor(**t | {"shape": tuple(t["shape"]), "checksum": int(t["checksum"], 16)}) for t in tensors)
-        for tensors in entry["targets"]
-    )
-    chain = tuple(ChainFile(**file | {"path": str(directory.parent / file["path"])}) for file in entry.get("chain", ()))
-    return PackedBucket(str(directory / entry["file"]), entry["size"], targets, chain=chain)
+def _tensor_from_json(tensor: Json) -> PackedTensor:
+    return PackedTensor(**tensor | {"shape": tuple(tensor["shape"]), "checksum": int(tensor["checksum"], 16)})
+
+
+def _from_json(entry: Json, directory: Path) -> PackedBucket:
+    targets = []
+    for tensors in entry["targets"]:
+        targets.append(tuple(_tensor_from_json(tensor) for tensor in tensors))
+    chain = []
+    for file in entry.get("chain", ()):
+        chain.append(ChainFile(**file | {"path": str(directory.parent / file["path"])}))
+    return PackedBucket(str(directory / entry["file"]), entry["size"], tuple(targets), chain=tuple(chain))

@@ -1,4 +1,4 @@
-"""A machine's end of a directory to which changes are written (`publish.delta` with `disk`)."""
+"""Receiver of changes on a machine of an engine (`publish.delta` with `disk`)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from slimx.reshard.packed import PackedBucket
 
 
 class FilesEnd:
-    """Makes whole buckets of files; see `slimx.engines.transport.End`."""
+    """Assembles whole buckets from files; see `slimx.engines.transport.End`."""
 
     def __init__(self, item: int) -> None:
-        """`item`: bytes of an element."""
+        """Creates the receiver. `item`: bytes of an element."""
         self.item = item
         self._reader: Any = None
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Import torch, which nothing else needs here."""
+        """Imports torch, which nothing else needs in this process."""
         module = await asyncio.to_thread(import_module, "slimx.extras.disk.changes")
         self._reader = module.ChainReader(self.item)
 
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """The whole bucket, made of its files, in memory that the server opens, for the time of the block."""
+        """Yields the whole bucket, assembled from its files, in memory that the server opens."""
         arriving = self._reader.landed(packed)
         landed = await asyncio.to_thread(arriving.__enter__)
         try:

@@ -1,4 +1,4 @@
-"""An engine's end of direct transfers: memory on each of its machines, into which trainer ranks write."""
+"""Engine's end of direct transfers: memory on each of its machines, into which trainer ranks write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimx.reshard.packed import PackedBucket
 
 
 class DirectEnd:
-    """The memory of one machine, or of its GPUs; that of the engine's first machine also calls those of the others."""
+    """Memory of one machine or of its GPUs. That of the engine's first machine also calls those of the others."""
 
     def __init__(self) -> None:
         self._receivers: list[Any] = []
@@ -21,31 +21,34 @@ class DirectEnd:
         self._landings = AsyncExitStack()
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Import torch and NIXL, which nothing else needs here. Arguments: `slimx.engines.transport.End.prepare`."""
-        self.host, self._nodes = host, nodes
+        """Imports torch and NIXL, which nothing else needs in this process. Arguments:
+        `slimx.engines.transport.End.prepare`."""
+        self.host = host
+        self._nodes = nodes
         await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")
 
     async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Offer memory to the trainer ranks by as many `Invitation`s on every machine; earlier offers are withdrawn."""
+        """Offers memory to the trainer ranks for the `Invitation`s, the same number on every machine. Withdraws earlier
+        offers."""
         first, *rest = _shares(invitations, self._machines)
         offered, others = await asyncio.gather(self._join(first), self._others("join", rest))
         return [*offered, *chain.from_iterable(others)]
 
     async def bases(self) -> list[list[int]]:
-        """By receiver and bucket the number of the transfer whose bytes changes can be applied to; 0: there are none
+        """Returns, by receiver and bucket, the index of the transfer whose bytes changes can be applied to; 0: none
         (`publish.delta`)."""
         others = await self._others("bases")
         return [*(receiver.bases() for receiver in self._receivers), *chain.from_iterable(others)]
 
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """A bucket once it has come, in memory that the server opens, for the time of the block; a machine has what its
-        ranks take."""
+        """Yields a bucket once it has arrived, in memory that the server opens; each machine has the part of its
+        ranks."""
         if self._nodes is None:
             async with self._landed(packed) as landed:
                 yield landed
             return
-        from slimx.extras.direct.ends.copies import shares_of, together
+        from slimx.extras.direct.ends.sent_bucket import shares_of, together
 
         first, *rest = shares_of(packed, self._machines)
         landing = asyncio.ensure_future(self._others("land", rest))
@@ -57,7 +60,7 @@ class DirectEnd:
             await self._others("let_go")
 
     async def land(self, packed: PackedBucket) -> PackedBucket:
-        """Take a bucket; the same in memory that the server opens, until `let_go`."""
+        """Receives a bucket. Returns it in memory that the server opens, until `let_go`."""
         return await self._landings.enter_async_context(self.landed(packed))
 
     async def let_go(self) -> None:
@@ -68,27 +71,30 @@ class DirectEnd:
         return 1 if self._nodes is None else 1 + self._nodes.count
 
     async def _others(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
-        """The answers of the other machines' ends."""
+        """Returns the responses of the other machines' ends."""
         return [] if self._nodes is None else await self._nodes.transport(method, messages)
 
     async def _join(self, invitations: Sequence[Any]) -> list[Any]:
-        from slimx.extras.direct.ends.receiver import Receiver
+        from slimx.extras.direct.ends.receiver import DirectReceiver
 
         while self._receivers:
             await asyncio.to_thread(self._receivers.pop().close)
         for invitation in invitations:
-            self._receivers.append(await asyncio.to_thread(Receiver, invitation, self.host))
+            self._receivers.append(await asyncio.to_thread(DirectReceiver, invitation, self.host))
         return [receiver.offer() for receiver in self._receivers]
 
     @asynccontextmanager
     async def _landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """This machine's share of a bucket. A cancelled wait closes the receivers, and ends when their threads have
-        ended."""
-        from slimx.extras.direct.ends.copies import shares_of, together
+        """Yields this machine's part of a bucket. Cancelling it closes the receivers and waits for their threads."""
+        from slimx.extras.direct.ends.sent_bucket import shares_of, together
 
         shares = zip(self._receivers, shares_of(packed, len(self._receivers)), strict=True)
-        arriving = [receiver.landed(share) for receiver, share in shares]
-        entering = [asyncio.ensure_future(asyncio.to_thread(one.__enter__)) for one in arriving]
+        arriving = []
+        entering = []
+        for receiver, part in shares:
+            context = receiver.landed(part)
+            arriving.append(context)
+            entering.append(asyncio.ensure_future(asyncio.to_thread(context.__enter__)))
         try:
             await asyncio.wait(entering)
             yield together(packed, [entered.result() for entered in entering])
@@ -97,11 +103,11 @@ class DirectEnd:
                 for receiver in self._receivers:
                     await asyncio.to_thread(receiver.close)
                 await asyncio.wait(entering)
-            for one, entered in zip(arriving, entering, strict=True):
+            for context, entered in zip(arriving, entering, strict=True):
                 if entered.exception() is None:
-                    one.__exit__(None, None, None)
+                    context.__exit__(None, None, None)
 
 
 def _shares(values: Sequence[Any], count: int) -> list[Sequence[Any]]:
     length = len(values) // count
-    return [values[at * length : (at + 1) * length] for at in range(count)]
+    return [values[index * length : (index + 1) * length] for index in range(count)]
