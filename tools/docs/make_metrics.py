@@ -40,7 +40,7 @@ trajectory (reward) or group (reward with `reward.scope: group`) that logged it,
 one counts under `eval_hook`. A value that is NaN or infinite stays out of the mean and is counted under `/nonfinite`.
 
 A name of slimx's own, a name logged twice for one trajectory, and a value that is no number are refused: the rollout
-fails, and its group is counted and named in `dropped.jsonl`. What was logged is part of the trajectory, so checkpoints,
+fails, and its group is counted and named in `dropped.jsonl`. Logged numbers are part of the trajectory, so checkpoints,
 saved rollouts and their replay keep it.
 
 `slimx.extras.agents.multi_turn` and `slimx.extras.agents.agent` log `tool_calls` in this way: in an environment, the
