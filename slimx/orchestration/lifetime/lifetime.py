@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from slimx.cluster.connection import start_ray, stop_ray
-from slimx.cluster.watch import has_ended, own_processes, probes, watch_ray
+from slimx.cluster.watch import has_ended, local_processes, probes, watch_ray
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, Interrupted, Preempted, SlimxError, ending_of
 from slimx.orchestration.lifetime.hangs import Pulse, Watchdog, keep_stacks, pulse_deadline
@@ -133,7 +133,7 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
             starting = False
             if signals.received:
                 raise Interrupted(signals.received[0])
-            processes = own_processes()
+            processes = local_processes()
             try:
                 run_loop(interruptible(_watching(processes, config, work, watchdog), signals, ending, grace))
             except (Interrupted, Preempted):

@@ -30,7 +30,7 @@ from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.preflight.facts import weight_facts
 from slimx.rollout.hook_loading import load_hooks
-from slimx.runtime.private import private_directory
+from slimx.runtime.user_files import private_directory
 from slimx.trainer.checkpoint.files import Damaged
 
 

@@ -10,7 +10,7 @@ from slimx.extras.direct.ends.offer import Offer
 from slimx.extras.direct.ends.sender import Sender
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.runtime.ports import own_address
+from slimx.runtime.ports import local_address
 from slimx.trainer.operation import operation
 from slimx.trainer.rank import TrainerRank
 
@@ -36,7 +36,7 @@ class DirectRole:
         whole = Plan.from_bytes(plan)
         parameters, made = weights.attached.leaving("publish", whole, self.rank, weights.parameters)
         packer = Packer(whole, self.rank, parameters, made=made)
-        host = own_address(self.model.config.cluster.network)
+        host = local_address(self.model.config.cluster.network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
         self._sender = Sender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
 
