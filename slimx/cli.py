@@ -1,4 +1,4 @@
-"""The command line: commands of the core. Extras add theirs as entry points (`slimx.commands.usage.Program`)."""
+"""The command line: commands of the core. Extras add theirs as entry points (`slimx.commands.usage.RootGroup`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.console import Console
 
 from slimx import __version__
 from slimx.commands.options import AsJson, Checkpoint, Debug, Overrides, RunFile
-from slimx.commands.usage import Program, RayCommand, refusal, starts_ray
+from slimx.commands.usage import RayCommand, RootGroup, refusal, starts_ray
 from slimx.config.load import load_config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.live.safe_text import one_line, plain, visible, with_log
 from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
-    cls=Program,
+    cls=RootGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Reinforcement-learning training for large mixture-of-experts language models.",

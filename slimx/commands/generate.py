@@ -1,7 +1,7 @@
-"""`slimx generate`: the rollouts of `schedule.steps` steps, saved and not trained.
+"""`slimx generate`: generates and saves the rollouts of `schedule.steps` steps without training.
 
-RUN/rollouts/step-NNNNNNN.groups    what `slimx rollouts` shows, and `rollout.replay` trains on
-RUN/cursor/iter_NNNNNNN/            position in the prompts and waiting groups, from which it goes on
+RUN/rollouts/step-NNNNNNN.groups    rollouts, which `slimx rollouts` shows and `rollout.replay` trains on
+RUN/cursor/iter_NNNNNNN/            position in the prompts and waiting groups, from which generation resumes
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from slimx.runtime.tasks import in_thread
 
 
 def run_generation(config: Config, console: Console) -> Path:
-    """Check, start engines, generate, stop; returns the run's directory. A directory with a position is continued.
-    `config`: of engines without trainers (slimx.orchestration.start.early).
+    """Checks the configuration, starts engines, generates, and returns the run's directory; resumes from a saved
+    position. `config`: with engines and without trainers (slimx.orchestration.start.checks).
 
     Raises SlimxError, Interrupted after a stop, or Preempted after SIGUSR1."""
     device = device_of(config)
@@ -49,11 +49,11 @@ def run_generation(config: Config, console: Console) -> Path:
     directory = Path(config.run.dir)
     saves = Saves(directory / CURSOR, keep=1)
     check_generation(config, directory, saves)
-    done = saves.newest()
-    state = read_state(done) if done is not None else None
+    newest = saves.newest()
+    state = read_state(newest) if newest is not None else None
     if state is not None and state.step >= config.schedule.steps:
-        said = f"{directory} has all {state.step} steps; raise schedule.steps to go on{unused(config)}"
-        console.print(plain(said))
+        message = f"{directory} has all {state.step} steps; raise schedule.steps to go on{unused(config)}"
+        console.print(plain(message))
         return directory
     with begun(directory):
         write_config(config, directory)
@@ -73,7 +73,8 @@ async def _session(
     console: Console,
     alarm: Alarm,
 ) -> None:
-    directory, done = Path(config.run.dir), state.step if state else 0
+    directory = Path(config.run.dir)
+    done = state.step if state else 0
     with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
         table.start(starting.line, starting.since)
         async with EndingStack(alarm) as stack:
@@ -87,8 +88,10 @@ async def _session(
 async def generate(
     service: EngineService, saves: Saves, state: RunState | None, table: LiveTable, leaving: asyncio.Event
 ) -> None:
-    """Generate the steps that are left after `state`, each written down before the next."""
-    config, sources, step = service.config, service.sources, state.step if state else 0
+    """Generates the steps that remain after `state`, and saves each before the next one starts."""
+    config = service.config
+    sources = service.sources
+    step = state.step if state else 0
     current = step
     directory = Path(config.run.dir)
     async with AsyncExitStack() as stack:
@@ -111,7 +114,8 @@ async def generate(
         while step < config.schedule.steps:
             if leaving.is_set():
                 raise Preempted(step, config.schedule.steps)
-            began, current = time.perf_counter(), step + 1
+            began = time.perf_counter()
+            current = step + 1
             table.phase("generate")
             batch = await service.watched(manager.next_batch())
             seconds = time.perf_counter() - began

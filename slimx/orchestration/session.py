@@ -34,8 +34,8 @@ from slimx.observability.live.table import (
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.engines.service import EngineService, check_reach
+from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.orchestration.lifetime.hangs import keep_stacks
-from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
 from slimx.orchestration.ranks.critic import CriticGroup
@@ -215,7 +215,7 @@ async def _session(
             table.note(line)
         same = state is None or state.policies[ACTOR]["layout"] == layout_of(actor.sizes)
         await recovery.open(run.checkpoints, done, resume_from, same_layout=same)
-        stack.enter_context(settled_heap())
+        stack.enter_context(frozen_heap())
         table.note(starting.ready)
         await work(run)
         events.tell("finished", f"finished after {run.step} steps")

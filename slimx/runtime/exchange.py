@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 from slimx.errors import raised
 
 
-def exchange(connection: Connection, message: object, seconds: float, kill: Callable[[], None]) -> object:
+def exchange(connection: Connection, message: object, seconds: float, kill: Callable[[], None]) -> Any:
     """Sends `message` and returns the response. Blocks.
 
     `kill` ends the other process after `seconds`: if it is stopped, possibly in the middle of a message, nothing else

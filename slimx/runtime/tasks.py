@@ -31,10 +31,10 @@ async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
 
 
-async def race[T](*work: Awaitable[T]) -> list[asyncio.Future[T] | None]:
+async def race(*work: Awaitable[object]) -> list[AnyFuture | None]:
     """Waits until one of `work` is done and cancels the others. Returns the futures of those that are done, None for
     the others: an error raised in response to the cancellation did not end the race."""
-    tasks = [asyncio.ensure_future(item) for item in work]
+    tasks: list[AnyFuture] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return [task if task.done() else None for task in tasks]

@@ -21,7 +21,7 @@ from slimx.models.files.index import INDEX, SINGLE
 from slimx.models.files.reader import CheckpointReader
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.orchestration.lifetime.lifetime import together
 from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.parties import ReceiverLost
@@ -34,7 +34,7 @@ READING = 8
 async def serving(
     config: Config, sources: Sources, directory: Path, note: Callable[[str], None]
 ) -> AsyncIterator[EngineService]:
-    """All engines of `config` (see slimx.orchestration.start.early), started, and ended afterwards. Ray is
+    """All engines of `config` (see slimx.orchestration.start.checks), started, and ended afterwards. Ray is
     there already.
 
     `directory`: gets `logs/` and `engines.json`. `note` is told in one line what happens to engines."""
@@ -49,7 +49,7 @@ async def serving(
         engines.members.watch()
         readmitting = asyncio.create_task(keep_admitting(engines, _call_version_0))
         try:
-            with settled_heap():
+            with frozen_heap():
                 yield service
         finally:
             readmitting.cancel()

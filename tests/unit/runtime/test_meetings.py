@@ -14,7 +14,7 @@ from slimx.cluster.access import ADDRESS, local_options
 from slimx.config.sections.run import Cluster
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_env
 from slimx.errors import SlimxError
-from slimx.runtime.ports import LOOPBACK, free_port, meet, local_address
+from slimx.runtime.ports import LOOPBACK, free_port, local_address, meet
 from slimx.runtime.user_files import private_directory, private_token
 from tests.refusals import invalid
 from tests.warm.sglang import run_with_sglang
