@@ -73,7 +73,7 @@ class RankSenders:
         """Have every rank get to know the memory of `engine`."""
         each = [(offer.of(rank).to_bytes(),) for rank in range(len(self.actors))]
         what = f"the meeting with engine {offer.engine}"
-        await self.trainers.call("direct.connect", what, each=each, engine=engine)
+        await self.trainers.call("direct.connect", what, per_rank=each, engine=engine)
 
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         """Have every rank pack its part of a bucket and begin to write it to `engines`, each with the transfer whose

@@ -252,7 +252,7 @@ def summary(directory: Path) -> Json:
         out["tokens with a gap above 1e-5 that no route explains"] = int(sum(series("gap/tokens_unexplained")))
     if series("loss/sft"):
         out["loss, last step"] = round(series("loss/sft")[-1], 4)
-    phases = set()
+    phases: set[str] = set()
     for row in rows:
         phases.update(key for key in row if key.startswith("memory/"))
     for phase in sorted(phases):
