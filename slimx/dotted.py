@@ -16,6 +16,7 @@ from typing import Any
 
 from slimx import entry_points
 from slimx.errors import SlimxError, raised
+from slimx.json_types import Json
 
 
 def load_module(key: str, path: str, value: str = "") -> ModuleType:
@@ -132,7 +133,7 @@ def load_function(
     parameters: tuple[str, ...],
     *,
     is_async: bool,
-    options: tuple[str, dict[str, Any]] = ("", {}),
+    options: tuple[str, Json] = ("", {}),
     group: str = "",
 ) -> Any:
     """Returns the function at `path`, the value of `key`, which must accept `parameters`.

@@ -77,7 +77,9 @@ def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
     # Colocated engines have no dedicated GPUs.
     dedicated = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
     engines = sum(group.started * group.ranks for group in dedicated)
-    ranks = trained_ranks(config) if trainers else 0
+    ranks = 0
+    if trainers:
+        ranks = trained_ranks(config)
     return ranks, engines, ranks * config.trainer.threads + threads
 
 

@@ -62,9 +62,12 @@ class Starting:
     @classmethod
     def of(cls, config: Config, *, trainers: bool = True) -> Starting:
         """Returns the parts of `config`; `trainers`: include trainers."""
-        policies = config.by_policy.values()
-        ranks = sum(trained_ranks(policy) for policy in policies) if trainers else 0
-        engines = sum(group.started for policy in policies for group in policy.rollout.served)
+        ranks = 0
+        engines = 0
+        for policy in config.by_policy.values():
+            engines += sum(group.started for group in policy.rollout.served)
+            if trainers:
+                ranks += trained_ranks(policy)
         parts = []
         for count, name in ((ranks, "trainer"), (engines, "engine")):
             if count:

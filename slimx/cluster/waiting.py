@@ -111,7 +111,10 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
         end = log_end(log)
         reason = quoted(log, end)
         if not end:  # the process printed nothing: only Ray's message says more
-            reason += _SILENT if _UNKNOWN in str(error) else f"; Ray says: {_last_line(error)}"
+            if _UNKNOWN in str(error):
+                reason += _SILENT
+            else:
+                reason += f"; Ray says: {_last_line(error)}"
         out: SlimxError = ActorDied(f"{holder} died during {what}; {reason}", code="actor.died", about=holder)
     else:
         out = SlimxError(

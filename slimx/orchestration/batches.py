@@ -7,7 +7,7 @@ number for every data-parallel rank; their gradients are summed before the optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
 
@@ -18,7 +18,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch, TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
-from slimx.data.records import Group
+from slimx.data.records import Group, Trajectory
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import sequence_flops
@@ -30,7 +30,9 @@ Packer = Callable[[Sequence[TrainingRow]], TrainBatch]
 
 def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
     """Returns a function that packs rows for a layout and a configuration."""
-    flops = config.trainer.balance == "flops"
+    cost: Callable[[int], float] = float
+    if config.trainer.balance == "flops":
+        cost = sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind)
     return partial(
         pack,
         data_size=sizes.data,
@@ -38,7 +40,7 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
         multiple_of=sizes.tensor * sizes.context * rounding_of(config.trainer).TOKENS,
         sequence_multiple=sizes.sequence_multiple,
         count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
-        cost=sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind) if flops else float,
+        cost=cost,
         lockstep=sizes.expert * sizes.expert_tensor > sizes.tensor * sizes.context,
     )
 
@@ -54,6 +56,11 @@ def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
     return min(positions, spec.gpt["max_sequence_length"])
 
 
+def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+    """Returns the trajectories of all groups, in order."""
+    return list(chain.from_iterable(group.trajectories for group in groups))
+
+
 def make_update_rows(
     config: Config, groups: Sequence[Group], advantages: Callable[[Sequence[Group]], Sequence[float | np.ndarray]]
 ) -> list[list[TrainingRow]]:
@@ -67,7 +74,7 @@ def make_update_rows(
     updates = []
     values = iter(advantages(groups))
     for part in split_groups(groups, config.schedule.updates_per_step):
-        trajectories = [trajectory for group in part for trajectory in group.trajectories]
+        trajectories = trajectories_of(part)
         weights = loss_weights(
             trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens
         )
@@ -81,7 +88,9 @@ def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]
     parts = []
     start = 0
     for index in range(updates):
-        stop = start + size + 1 if index < remainder else start + size
+        stop = start + size
+        if index < remainder:
+            stop += 1
         parts.append(groups[start:stop])
         start = stop
     return parts

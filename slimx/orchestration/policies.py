@@ -21,7 +21,7 @@ from slimx.data.routes import RouteShape, check_routes
 from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
-from slimx.orchestration.batches import Packer, make_update_rows
+from slimx.orchestration.batches import Packer, make_update_rows, trajectories_of
 from slimx.orchestration.publications import Publications
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.rollout.client.generation import GenerationClient
@@ -63,7 +63,7 @@ class TrainedPolicy:
                 about=self.name,
             )
         if self.routes is not None:
-            check_routes([trajectory for group in groups for trajectory in group.trajectories], self.routes)
+            check_routes(trajectories_of(groups), self.routes)
         return make_update_rows(self.config, groups, partial(all_advantages, self.config.algorithm))
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -84,7 +84,7 @@ def of_policy(groups: Sequence[Group], policy: str) -> list[Group]:
 def in_order[T](groups: Sequence[Group], by_policy: Mapping[str, Sequence[T]]) -> list[T]:
     """Returns values in the order of all trajectories; `by_policy` has those of each policy's trajectories in order."""
     remaining = {name: iter(values) for name, values in by_policy.items()}
-    return [next(remaining[trajectory.policy]) for group in groups for trajectory in group.trajectories]
+    return [next(remaining[trajectory.policy]) for trajectory in trajectories_of(groups)]
 
 
 async def metrics_of(

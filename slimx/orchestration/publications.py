@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import cast
 
 from slimx.cluster.waiting import first_line
@@ -86,11 +85,14 @@ class EnginePublications(Publications):
         transport = transport_of(config.publish)
         source, self.delivery = transport.connect(config, trainers, engines, WeightSource(trainers, "publish"))
         self._shared = shared
-        self._based: dict[str, int] = {} if shared is None else shared.based
+        self._based: dict[str, int] = {}
         """Engine -> incarnation that has received the base of its adapters."""
         self._brought = False
         """True once the base of these trainers was published, and thereby compared with that of other policies."""
-        members = engines.members if shared is None else shared.enter(policy, self._deliver)
+        members: Membership | SharedMembers = engines.members
+        if shared is not None:
+            self._based = shared.based
+            members = shared.enter(policy, self._deliver)
         vacate = self._give_turn if config.schedule.colocate else None
         self.publisher = self._publisher(source, members, self.delivery, vacate)
         self.adapters: Publisher | None = None
@@ -117,8 +119,9 @@ class EnginePublications(Publications):
         await self.engines.wake()
 
     async def _publish(self, step: int) -> Publication:
-        deliver = self._deliver if self._shared is None else partial(self._shared.publish, self.policy)
-        return await deliver(step)
+        if self._shared is None:
+            return await self._deliver(step)
+        return await self._shared.publish(self.policy, step)
 
     async def _deliver(self, step: int) -> Publication:
         """Publishes until at least one engine has completed the publication."""
@@ -179,7 +182,9 @@ class EnginePublications(Publications):
         def needed() -> Awaitable[None]:
             if kept:
                 return members.back()
-            return members.failed() if training else members.starved()
+            if training:
+                return members.failed()
+            return members.starved()
 
         async def supply() -> None:
             nonlocal kept

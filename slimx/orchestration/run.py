@@ -102,6 +102,9 @@ class Run:
     ) -> TrainedPolicy:
         config = prepared.config
         engines = service.engines_of(name)
+        routes = None
+        if config.trainer.moe.routing_replay == "R3":
+            routes = route_shape(prepared.spec)
         publications = Publications()
         if engines is not None:
             publications = EnginePublications(
@@ -116,7 +119,7 @@ class Run:
             publications=publications,
             packer=make_packer(config, prepared.spec, prepared.sizes),
             sizes=prepared.sizes,
-            routes=route_shape(prepared.spec) if config.trainer.moe.routing_replay == "R3" else None,
+            routes=routes,
         )
 
     def _make_rollouts(
@@ -330,7 +333,10 @@ class Run:
         the error of an asynchronous save."""
         await self.records.kept()
         seconds = time.perf_counter() - began
-        tokens = sum(len(row) for updates in rows.values() for update in updates for row in update)
+        tokens = 0
+        for updates in rows.values():
+            for update in updates:
+                tokens += sum(len(row) for row in update)
         metrics["perf/tokens_per_second"] = tokens / seconds
         metrics |= await self.trainer_metrics()
         self.records.step(self.step, self.version if self.sampled else None, metrics, groups, seconds)

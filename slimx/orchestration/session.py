@@ -129,7 +129,9 @@ def _skip_damaged(error: Damaged, saves: Saves, strategy: str) -> str:
     """Sets a damaged checkpoint aside in favour of the previous one; returns a message. Raises `error` if the
     configuration forbids it, the checkpoint is another run's, or there is no other."""
     forked = error.checkpoint.parent != saves.directory
-    aside = saves.set_aside(error.checkpoint) if strategy == "skip" and not forked else None
+    aside = None
+    if strategy == "skip" and not forked:
+        aside = saves.set_aside(error.checkpoint)
     if aside is None:
         raise error
     return f"{error.about} {error.problem}: the checkpoint is {aside.name} now, and the run goes on from the one before"
@@ -166,10 +168,8 @@ async def _session(
         for name, policy in prepared.policies.items():
             trainers[name] = _trainers(name, policy, device, logs)
             stack.push_async_exit(stopping(trainers[name].stop, table.note))
-        critic = None
-        if prepared.critic is not None:
-            packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
-            critic = CriticGroup(config, prepared.critic, packer, trainers=trainers[ACTOR], log_dir=logs, device=device)
+        critic = _critic(config, prepared, trainers[ACTOR], device, logs)
+        if critic is not None:
             stack.push_async_exit(stopping(critic.stop, table.note))
         service = EngineService(
             config,
@@ -184,12 +184,11 @@ async def _session(
         recovery = make_recovery(trainers[ACTOR], records, logs, partial(_replanned, actor, device))
         stack.push_async_callback(recovery.stop)
         alarm.ring_after(recovery.watch())
-        watched: list[RankGroup] = [ranks for name, ranks in trainers.items() if name != ACTOR]
-        if critic is not None and critic.dedicated is not None:
-            watched.append(critic.dedicated)
-        for ranks in watched:
+        for ranks in _watched(trainers, critic):
             alarm.ring_after(watch_ranks(ranks, ranks.config.trainer.watch_deadline))
-        layouts = [actor.sizes] if prepared.critic is None else [actor.sizes, prepared.critic]
+        layouts = [actor.sizes]
+        if prepared.critic is not None:
+            layouts.append(prepared.critic)
         await service.open(longest_trajectory(config, actor.spec, *layouts))
         _note_backends(prepared, service, table.note)
         run = Run(service, prepared, trainers, records, saves, recovery, critic=critic, leaving=alarm.leaving)
@@ -197,8 +196,8 @@ async def _session(
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
         await stack.enter_async_context(Activity(directory, run.activity, table.note, watch=events.look))
-        for group in service.groups.values():
-            group.members.watch()
+        for engines in service.groups.values():
+            engines.members.watch()
         if state is not None and resume_from is not None:
             async with run.trainers_turn(publish=False):
                 await run.restore(resume_from, state)
@@ -233,15 +232,34 @@ def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[s
 def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
     """Returns a message about a run that resumes from `checkpoint` after `step` steps; None for a new run. `removed`:
     later lines that were removed from its metrics.jsonl."""
-    later = f"; {removed} later or torn lines were taken out of metrics.jsonl" if removed else ""
+    later = ""
+    if removed:
+        later = f"; {removed} later or torn lines were taken out of metrics.jsonl"
     if checkpoint is not None:
         return f"resumed at step {step} from {checkpoint}{later}"
-    return f"begins again, as it has no checkpoint{later}" if removed else None
+    if removed:
+        return f"begins again, as it has no checkpoint{later}"
+    return None
 
 
 def _trainers(policy: str, prepared: PreparedPolicy, device: str, logs: Path) -> TrainerGroup:
     name = "trainer" if policy == ACTOR else f"trainer-{policy}"
     return TrainerGroup(prepared.config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans, name=name)
+
+
+def _critic(config: Config, prepared: Prepared, trainers: TrainerGroup, device: str, logs: Path) -> CriticGroup | None:
+    if prepared.critic is None:
+        return None
+    packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
+    return CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
+
+
+def _watched(trainers: Mapping[str, TrainerGroup], critic: CriticGroup | None) -> list[RankGroup]:
+    """Returns the ranks whose loss ends the run: those of further policies, and the critic's dedicated ones."""
+    groups: list[RankGroup] = [group for name, group in trainers.items() if name != ACTOR]
+    if critic is not None and critic.dedicated is not None:
+        groups.append(critic.dedicated)
+    return groups
 
 
 def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str, Plan]:
@@ -257,7 +275,9 @@ def _columns(config: Config) -> Sequence[Column]:
         return learner.columns
     if config.critic:
         return PPO_COLUMNS
-    return RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS
+    if config.rollout.sampled:
+        return RL_COLUMNS
+    return SFT_COLUMNS
 
 
 async def start_parts(
@@ -282,7 +302,8 @@ async def start_parts(
         # cache by the free memory at its start, so trainers must be offloaded.
         await together(starting)
         starting = []
-        shared = await trainers[ACTOR].places() if service.device == "cuda" else []
+        if service.device == "cuda":
+            shared = await trainers[ACTOR].places()
         await trainers[ACTOR].offload()
     for name, engines in service.place(shared).items():
         starting.append(partial(check_reach, trainers[name], engines))
@@ -297,8 +318,12 @@ async def start_parts(
 def finish(config: Config, directory: Path) -> Path | None:
     """Writes the summary and, if configured, the report of a finished run, unless both are newer than its last step.
     Returns the report's path."""
-    report = directory / "report.html" if config.track.report else None
-    if up_to_date(directory, "summary.json", *([] if report is None else [report.name])):
+    report = None
+    files = ["summary.json"]
+    if config.track.report:
+        report = directory / "report.html"
+        files.append(report.name)
+    if up_to_date(directory, *files):
         return report
     (directory / "summary.json").write_text(json.dumps(summary(directory), indent=1))
     if report is not None:

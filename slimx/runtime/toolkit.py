@@ -42,7 +42,9 @@ def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> P
         if (home / RUNTIME).exists():
             return home
     wheel = (packages or Path(sysconfig.get_path("purelib"))) / WHEEL
-    return wheel_home(wheel, environment) if (wheel / "bin/nvcc").exists() else None
+    if not (wheel / "bin/nvcc").exists():
+        return None
+    return wheel_home(wheel, environment)
 
 
 def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:

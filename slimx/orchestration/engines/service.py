@@ -129,7 +129,9 @@ class EngineService:
 
     def engines_of(self, policy: str) -> EngineGroup | None:
         """Returns the engines that generate for `policy`, possibly another policy's; None if nothing is sampled."""
-        return self.groups.get(ACTOR if policy in self.config.served_beside else policy)
+        if policy in self.config.served_beside:
+            policy = ACTOR
+        return self.groups.get(policy)
 
     def place(self, shared: Sequence[Placement] = ()) -> dict[str, EngineGroup]:
         """Creates the engines of each policy without starting them; returns {} if the configuration has none.
@@ -257,9 +259,14 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
         logs=[engine.log for engine in started],
     )
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    nodes = {engine.name: placement.node for engine, placement in zip(started, places, strict=True)}
-    remote = {name: addresses.get(node, node) for name, node in nodes.items() if node != publisher_node}
-    remote |= {name: host for name, host in hosts.items() if host not in publisher_hosts}
+    remote: dict[str, str] = {}
+    for engine, placement in zip(started, places, strict=True):
+        node = placement.node or ""
+        if node != publisher_node:
+            remote[engine.name] = addresses.get(node, node)
+    for name, host in hosts.items():
+        if host not in publisher_hosts:
+            remote[name] = host
     refuse_elsewhere(config.publish.transport, addresses.get(publisher_node, publisher_node), remote)
 
 

@@ -110,7 +110,9 @@ def ended_by_ray(log: Path) -> str | None:
     if not WORDS.search(log_end(log)):
         return None
     agents = AGENT.findall(log_end(log.with_name("raylet.out"), RAYLET_LINES))
-    lost = f"Ray's {agents[-1]} is lost, and Ray's raylet with it" if agents else "Ray's raylet is lost"
+    lost = "Ray's raylet is lost"
+    if agents:
+        lost = f"Ray's {agents[-1]} is lost, and Ray's raylet with it"
     return (
         f"{lost}, so Ray's library has ended this process; the logs in {log.parent} say why, and the same "
         "command goes on from the newest checkpoint"

@@ -52,7 +52,8 @@ class TrainerGroup(RankGroup):
         """Creates the actors. `table`: of the model. `plans`: by which weights leave the ranks, "export" and those of
         publications."""
         critic = config.critic is not None and config.critic.placement == "shared"
-        super().__init__(name, config, sizes, log_dir, device, ["model", "critic"] if critic else ["model"], worker)
+        roles = ["model", "critic"] if critic else ["model"]
+        super().__init__(name, config, sizes, log_dir, device, roles, worker)
         self.table = table
         self.plans: Mapping[str, PlannedBuckets] = {name: PlannedBuckets(plan) for name, plan in plans.items()}
         self.holders = 1
@@ -134,8 +135,8 @@ class TrainerGroup(RankGroup):
         for index, (update, update_rows) in enumerate(zip(updates, rows, strict=True)):
             # Ranks of earlier stages have none.
             shards = self.by_shard([result[index] if result else [] for result in results])
-            logprobs = update.unpack([[batch["logprobs"] for batch in shard] for shard in shards], update_rows)
-            differs = update.unpack([[batch["other_experts"] for batch in shard] for shard in shards], update_rows)
+            logprobs = update.unpack(_values_of("logprobs", shards), update_rows)
+            differs = update.unpack(_values_of("other_experts", shards), update_rows)
             for row, values, marks in zip(update_rows, logprobs, differs, strict=True):
                 tokens.append(TrainedTokens.of_row(row, values, marks))
         return tokens
@@ -270,7 +271,10 @@ class TrainerGroup(RankGroup):
         if sizes.pipeline == 1 or not (self.config.rollout.sampled and self.config.rollout.routed_experts):
             return await super().sharded(shards)
         stages = stage_layers(sizes, self.table.layers)
-        stored = await self.stored([for_stage(shard, layers) for shard in shards for layers in stages])
+        pieces = []
+        for shard in shards:
+            pieces += [for_stage(shard, layers) for layers in stages]
+        stored = await self.stored(pieces)
         arguments = []
         for rank in range(sizes.world):
             position = coordinates(rank, sizes)
@@ -284,3 +288,8 @@ class TrainerGroup(RankGroup):
             return weights
         model = Path(self.config.model.path)
         return model if any(model.glob("*.safetensors")) else None
+
+
+def _values_of(name: str, shards: Sequence[Sequence[Mapping[str, np.ndarray]]]) -> list[list[np.ndarray]]:
+    """Returns one of the values computed for every micro-batch, by shard."""
+    return [[batch[name] for batch in shard] for shard in shards]

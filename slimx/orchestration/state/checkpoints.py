@@ -235,7 +235,8 @@ class Checkpointer:
         trainers = self.policies[ACTOR]
         for parts in _portions(records, trainers.sizes.world):
             await trainers.check_files(path, [files.encode_records(part) for part in parts])
-            done += sum(record.size for part in parts for record in part.values())
+            for part in parts:
+                done += sum(record.size for record in part.values())
             if total > _PORTION:
                 self.note(f"verified {done / 2**30:.0f} of {total / 2**30:.0f} GiB of {path}")
 

@@ -53,7 +53,9 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
     begins = newest is None or config.run.resume == "never"
     if begins and fork is not None and not (Path(fork) / MANIFEST).is_file():
         checkpoint = Saves(Path(fork) / "checkpoints", keep=1).newest()
-        hint = f"its newest is {checkpoint}" if checkpoint is not None else "name a RUN/checkpoints/iter_NNNNNNN"
+        hint = "name a RUN/checkpoints/iter_NNNNNNN"
+        if checkpoint is not None:
+            hint = f"its newest is {checkpoint}"
         raise SlimxError(f"run.fork: {fork} is not a complete checkpoint; {hint}", code="run.fork", about=fork)
 
 

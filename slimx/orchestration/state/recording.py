@@ -30,6 +30,7 @@ from slimx.observability.tracking.metrics import Signal
 from slimx.observability.tracking.phases import Phase, Timeline
 from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.tracker import Tracker, make_tracker
+from slimx.orchestration.batches import trajectories_of
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import in_thread
 
@@ -95,8 +96,11 @@ class Records:
 
     def _tell_restart(self, kind: Kind, restart: Restart) -> None:
         self.events.tell(kind, str(restart), about=restart.part)
-        name = "failed restart" if restart.error else "restart"
-        detail = f"{restart.reason}; {restart.error}" if restart.error else restart.reason
+        name = "restart"
+        detail = restart.reason
+        if restart.error:
+            name = "failed restart"
+            detail = f"{restart.reason}; {restart.error}"
         self.timeline.add(
             Phase(name=name, step=None, track=restart.part, start=restart.at, seconds=restart.seconds, detail=detail)
         )
@@ -149,7 +153,7 @@ class Records:
 
     def evaluation(self, step: int, version: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Saves samples of an evaluation and prints its result."""
-        rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
+        rewards = [trajectory.reward for trajectory in trajectories_of(groups)]
         binary = self.config.algorithm.scores or all(reward in (0, 1) for reward in rewards)
         metric = "accuracy" if binary else "reward"
         self.table.note(f"step {step}: held-out {metric} {metrics['eval/accuracy']:.3f}")

@@ -72,11 +72,13 @@ def check_resume(path: Path, state: RunState, policies: Mapping[str, SavedPolicy
             about=str(path),
         )
     if (state.critic is None) != (critic is None):
+        holds, has, code = "a critic", "none", "resume.critic"
+        if state.critic is None:
+            holds, has, code = "no critic", "one", "resume.no_critic"
         raise SlimxError(
-            f"{path} holds {'no' if state.critic is None else 'a'} critic, but this run has "
-            f"{'none' if critic is None else 'one'} (algorithm.name={config.algorithm.name}); choose another run.dir, "
-            "with trainer.load to start from weights",
-            code="resume.no_critic" if state.critic is None else "resume.critic",
+            f"{path} holds {holds}, but this run has {has} (algorithm.name={config.algorithm.name}); choose another "
+            "run.dir, with trainer.load to start from weights",
+            code=code,
             about=str(path),
         )
     if set(state.policies) != set(policies):

@@ -13,6 +13,7 @@ from slimx.algorithms.learner import learner_of
 from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
+from slimx.orchestration.batches import trajectories_of
 from slimx.orchestration.policies import TrainedPolicy
 from slimx.orchestration.run import Run
 from slimx.orchestration.step.measure import hook_metrics, part_metrics
@@ -61,9 +62,11 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     names = chain.from_iterable([name] * len(rows) for name, rows in prompts.items())
     for name, outcome in zip(names, outcomes, strict=True):
-        failed_rewards = [0.0] * options.samples
-        rewards[name].append(failed_rewards if outcome.failed or outcome.group is None else answers(outcome.group))
-    answered = [trajectory for group in answered_groups(outcomes) for trajectory in group.trajectories]
+        if outcome.failed or outcome.group is None:
+            rewards[name].append([0.0] * options.samples)
+        else:
+            rewards[name].append(answers(outcome.group))
+    answered = trajectories_of(answered_groups(outcomes))
     metrics = score(rewards, options.passing, options.ks) | {"eval/failed": float(len(failed))}
     return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
     return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
@@ -76,7 +79,7 @@ def answered_groups(outcomes: Sequence[GroupOutcome]) -> list[Group]:
 
 def _of(outcome: GroupOutcome, policy: TrainedPolicy) -> GroupOutcome:
     """Returns the part of an outcome that is one policy's trajectories."""
-    groups = [] if outcome.failed or outcome.group is None else policy.select([outcome.group])
+    groups = policy.select(answered_groups([outcome]))
     if not groups:
         return GroupOutcome(outcome.group, outcome.reason or "no answer", outcome.detail or f"none of {policy.name}")
     return GroupOutcome(groups[0])

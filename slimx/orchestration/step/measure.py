@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
+from slimx.orchestration.batches import trajectories_of
 from slimx.orchestration.run import Run
 from slimx.rollout.flow.tickets import Batch
 
@@ -45,7 +45,7 @@ def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, flo
     """Returns rewards, response lengths (tokens), turns, and metrics that hooks logged.
 
     `passing`: minimum reward of a right answer (`eval.passing`)."""
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories = trajectories_of(groups)
     metrics: dict[str, float] = {}
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
@@ -126,8 +126,11 @@ def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], p
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns mean and maximum number of model turns, over the sampled trajectories."""
-    turns = [len({span.turn for span in t.spans if span.source == "sampled"}) for t in trajectories]
-    turns = [count for count in turns if count]
+    turns = []
+    for trajectory in trajectories:
+        sampled = {span.turn for span in trajectory.spans if span.source == "sampled"}
+        if sampled:
+            turns.append(len(sampled))
     if not turns:
         return {}
     return {"rollout/turns_mean": float(np.mean(turns)), "rollout/turns_max": float(max(turns))}
@@ -147,13 +150,12 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
     sampled by several versions."""
     ages = []
     mixed = []
-    for group in groups:
-        for trajectory in group.trajectories:
-            oldest = trajectory.oldest_version
-            if oldest is not None:
-                versions = {span.version for span in trajectory.spans if span.version is not None}
-                ages.append(version - oldest)
-                mixed.append(len(versions) > 1)
+    for trajectory in trajectories_of(groups):
+        oldest = trajectory.oldest_version
+        if oldest is not None:
+            versions = {span.version for span in trajectory.spans if span.version is not None}
+            ages.append(version - oldest)
+            mixed.append(len(versions) > 1)
     if not ages:
         return {}
     return {
@@ -184,7 +186,7 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     actor = run.policies[ACTOR]
     options = run.config.rollout
     count = max(options.gap_probe, actor.sizes.data)
-    candidates = chain.from_iterable(group.trajectories for group in actor.select(groups))
+    candidates = trajectories_of(actor.select(groups))
     trajectories = [t for t in candidates if t.oldest_version is not None][:count]
     if actor.client is None or options.gap_probe == 0 or len(trajectories) < actor.sizes.data:
         return {}

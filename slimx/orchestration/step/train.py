@@ -34,8 +34,9 @@ async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[
             metrics |= policy.named(batch_metrics(batches[name]))
     with run.phase("train"):
         learner = learner_of(algorithm)
-        work = _train(run, groups, rows, batches) if learner is None else learner.train(run, groups, rows[ACTOR])
-        return metrics | await run.watched(work, training=True)
+        if learner is not None:
+            return metrics | await run.watched(learner.train(run, groups, rows[ACTOR]), training=True)
+        return metrics | await run.watched(_train(run, groups, rows, batches), training=True)
 
 
 async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
@@ -88,9 +89,13 @@ async def estimate_advantages(
     algorithm = run.config.algorithm
     rows = list(chain.from_iterable(updates))
     pairs = algorithm.advantages.demonstrated
-    policy = await _logprobs(run, rows, "policy") if pairs else None
-    reference = await _logprobs(run, rows, "reference") if pairs or algorithm.kl_reward_coef else None
-    values = await run.critic.values(rows) if run.critic is not None else None
+    policy = reference = values = None
+    if pairs:
+        policy = await _logprobs(run, rows, "policy")
+    if pairs or algorithm.kl_reward_coef:
+        reference = await _logprobs(run, rows, "reference")
+    if run.critic is not None:
+        values = await run.critic.values(rows)
     step = Step(
         groups=groups,
         updates=updates,
