@@ -60,7 +60,10 @@ def train(
     from slimx.commands import start
 
     directory, report = start.train(config, console)
-    console.print(plain(f"run {directory}" + (f", report {report}" if report else "")))
+    summary = f"run {directory}"
+    if report:
+        summary += f", report {report}"
+    console.print(plain(summary))
 
 
 @app.command(cls=RayCommand)
@@ -98,7 +101,10 @@ def evaluate(
     result = start.evaluate(config, checkpoint, lambda text: print(text, file=sys.stderr))
     from slimx.commands.evaluate import table
 
-    for line in [json.dumps(result, indent=1)] if as_json else table(result):
+    if as_json:
+        print(visible(json.dumps(result, indent=1)))
+        return
+    for line in table(result):
         print(visible(line))
 
 
@@ -132,7 +138,9 @@ def entry() -> None:
     from slimx.orchestration.lifetime.hangs import Watchdog
     from slimx.orchestration.lifetime.parent import supervised
 
-    release = supervised() if sys.argv[1:2] and starts_ray(app, sys.argv[1]) else None
+    release = None
+    if sys.argv[1:2] and starts_ray(app, sys.argv[1]):
+        release = supervised()
     status: int | str | None = 1
     try:
         main()

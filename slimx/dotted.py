@@ -69,8 +69,9 @@ def imported(key: str, path: str, group: str = "") -> Any:
 
 def module_of(path: str, group: str = "") -> str:
     """Returns the module that `imported` imports for `path`."""
-    point = entry_points.find(group).get(path) if group else None
-    return path.rpartition(".")[0] if point is None else point.module
+    if group and path in entry_points.find(group):
+        return entry_points.find(group)[path].module
+    return path.rpartition(".")[0]
 
 
 def _entry_point(key: str, name: str, group: str) -> Any:
@@ -162,7 +163,9 @@ def load_function(
     try:
         signature.bind(*parameters, **keywords)
     except TypeError as error:
-        remedy = f"write {shape}" + (f", or set the missing ones in {options_key}" if options_key else "")
+        remedy = f"write {shape}"
+        if options_key:
+            remedy += f", or set the missing ones in {options_key}"
         raise SlimxError(
             f"{key}: {path}{signature} cannot be called ({error}); {remedy}", code="dotted.signature", about=key
         ) from error
@@ -172,4 +175,6 @@ def load_function(
         raise SlimxError(
             f"{key}: {path} must{'' if is_async else ' not'} be async; write {shape}", code="dotted.async", about=key
         )
-    return partial(function, **keywords) if keywords else function
+    if not keywords:
+        return function
+    return partial(function, **keywords)

@@ -83,14 +83,20 @@ async def evaluate_once(service: EngineService) -> Json:
 def table(result: Json) -> Iterator[str]:
     """Yields a row per prompt set, a row for all if there are several, and a line per metric that hooks logged."""
     metrics = result["metrics"]
-    columns = [key.removeprefix("eval/") for key in metrics if key.count("/") == 1 and key != "eval/failed"]
+    columns = []
+    for key in metrics:
+        if key.count("/") == 1 and key != "eval/failed":
+            columns.append(key.removeprefix("eval/"))
     samples = result["samples"]
     yield (
         f"{result['checkpoint']}: {samples} answers per prompt (accuracy is avg@{samples}), temperature "
         f"{result['temperature']:g}"
     )
     yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in columns)
-    rows = {f"eval/{name}/": (name, count) for name, count in result["prompts"].items() if name}
+    rows = {}
+    for name, count in result["prompts"].items():
+        if name:
+            rows[f"eval/{name}/"] = (name, count)
     rows["eval/"] = ("all", sum(result["prompts"].values()))
     for prefix, (name, count) in rows.items():
         cells = ""

@@ -25,6 +25,7 @@ from slimx.models.families import configured_model
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.orchestration.batches import trajectories_of
 from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
@@ -74,7 +75,9 @@ async def _session(
     alarm: Alarm,
 ) -> None:
     directory = Path(config.run.dir)
-    done = state.step if state else 0
+    done = 0
+    if state is not None:
+        done = state.step
     with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
         table.start(starting.line, starting.since)
         async with EndingStack(alarm) as stack:
@@ -91,7 +94,9 @@ async def generate(
     """Generates the steps that remain after `state`, and saves each before the next one starts."""
     config = service.config
     sources = service.sources
-    step = state.step if state else 0
+    step = 0
+    if state is not None:
+        step = state.step
     current = step
     directory = Path(config.run.dir)
     async with AsyncExitStack() as stack:
@@ -132,5 +137,5 @@ def _save(saves: Saves, state: RunState) -> None:
 
 
 def _metrics(batch: Batch, seconds: float, passing: float) -> dict[str, float]:
-    sampled = sum(len(t.sampled_ids()) for group in batch.groups for t in group.trajectories)
+    sampled = sum(len(trajectory.sampled_ids()) for trajectory in trajectories_of(batch.groups))
     return group_metrics(batch, passing) | {"time/step": seconds, "perf/tokens_per_second": sampled / seconds}

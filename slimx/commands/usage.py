@@ -70,7 +70,9 @@ class RunCommand(TyperCommand):
                 continue
             if not equals:
                 following = args[index + 1 : index + 2]
-                value = following[0] if following and not following[0].startswith("--") else "true"
+                value = "true"
+                if following and not following[0].startswith("--"):
+                    value = following[0]
             suggestion = for_flag(Config, flag, value)
             if suggestion is not None:
                 raise SlimxError(f"slimx {self.name} has no {flag}; {suggestion}", code="cli.foreign_flag", about=flag)
@@ -127,8 +129,10 @@ def refusal(error: typer.TyperException) -> SlimxError:
         return SlimxError(f"{command} has no {option}; {hint}", code="cli.option", about=option)
     parameter = getattr(error, "param", None)
     if parameter is not None and not error.args[0]:
-        option = next((name for name in parameter.opts if name.startswith("--")), None)
-        name = parameter.name.upper() if option is None else f"{option} {parameter.name.upper()}"
+        name = parameter.name.upper()
+        option = next((option for option in parameter.opts if option.startswith("--")), None)
+        if option is not None:
+            name = f"{option} {name}"
         description = (parameter.help or name).rstrip(".")
         return SlimxError(f"{command} needs {name}: {description}", code="cli.missing", about=name)
     return SlimxError(f"{command}: {error.format_message()}", code="cli.arguments", about=command)
@@ -138,8 +142,12 @@ def _hint_without(ctx: Context, option: str) -> str:
     """Returns a hint for an unknown option: the commands that have it, or the arguments of this one."""
     others = _commands_with(ctx, option)
     if others:
-        return f"{' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
-    arguments = [(item.name or "").upper() for item in ctx.command.params if item.param_type_name == "argument"]
+        verb = "has" if len(others) == 1 else "have"
+        return f"{' and '.join(others)} {verb} it"
+    arguments = []
+    for parameter in ctx.command.params:
+        if parameter.param_type_name == "argument":
+            arguments.append((parameter.name or "").upper())
     return f"it takes {', '.join([*arguments, *_options_of(ctx.command), '--help'])}"
 
 

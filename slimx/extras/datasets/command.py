@@ -111,8 +111,13 @@ def check(
     """Yields lines about how a run would read a file. Raises SlimxError if the run would refuse it. `fields`, `system`
     and `template` are those of section rollout, `subset` and `split` those of an entry of rollout.sources."""
     first = next(iter(read_rows(file, subset, split)[1]), None)
-    guessed = fitting_fields(first[2]) if first and fields is None and not {*first[2]} <= {*KEYS} else None
-    mapping = make_mapping(Fields.model_validate(fields or guessed) if fields or guessed else None, None, system)
+    guessed = None
+    if first is not None and fields is None and not {*first[2]} <= {*KEYS}:
+        guessed = fitting_fields(first[2])
+    named_fields = None
+    if fields or guessed:
+        named_fields = Fields.model_validate(fields or guessed)
+    mapping = make_mapping(named_fields, None, system)
     prompts = read_prompts(file, mapping, subset=subset, split=split)
     yield f"{file}: {len(prompts)} prompts"
     if guessed:
@@ -139,8 +144,10 @@ def check(
 
 def rendered_lines(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
     """Yields a prompt with its answer: rendered by the chat template, or its turns without a tokenizer."""
-    answer = "" if prompt.answer is None else f" (answer: {_cut(prompt.answer)})"
-    yield f"--- {prompt.id}{answer}"
+    title = f"--- {prompt.id}"
+    if prompt.answer is not None:
+        title += f" (answer: {_cut(prompt.answer)})"
+    yield title
     if tokenizer is not None:
         text = tokenizer.decode(encode_prompt(tokenizer, prompt), skip_special_tokens=False)
         yield _cut(str(text))
@@ -169,7 +176,9 @@ def _counted(prompts: Sequence[Prompt]) -> Iterator[str]:
 
 
 def _cut(text: str) -> str:
-    return visible(text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)")
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]} ... ({len(text)} characters)"
+    return visible(text)
 
 
 @app.command()
@@ -210,7 +219,7 @@ def _mapping(option: str, text: str | None) -> Json | None:
         value = None
     if not isinstance(value, dict):
         raise SlimxError(f"{option} is {text!r}, which is not a mapping; write '{{prompt: question}}'")
-    unknown = [key for key in value if key not in Fields.model_fields] if option == "--fields" else []
-    if unknown:
+    unknown = [key for key in value if key not in Fields.model_fields]
+    if option == "--fields" and unknown:
         raise SlimxError(f"--fields has {unknown[0]!r}; known are {', '.join(Fields.model_fields)}")
     return value

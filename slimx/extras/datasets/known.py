@@ -47,7 +47,7 @@ def _math(row: Row, where: str, seed: int) -> Json:
         answer = last_box(str(_column(row, "solution", where)))
         if answer is None:
             raise _unfit(where, "its solution has no \\boxed{...}")
-    metadata = {key: row[key] for key in ("level", "type", "subject") if row.get(key) is not None}
+    metadata = _without_nulls({key: row.get(key) for key in ("level", "type", "subject")})
     return _task(_column(row, "problem", where), answer, metadata, row.get("unique_id"))
 
 
@@ -60,8 +60,10 @@ def _dapo(row: Row, where: str, seed: int) -> Json:
     # The published file repeats each question many times under one index; `slimx data` writes it once.
     extra_info = row.get("extra_info")
     index = extra_info.get("index") if isinstance(extra_info, Mapping) else None
-    out = {"messages": turns, "answer": str(answer)}
-    return out if index is None else out | {"id": str(index)}
+    out: Json = {"messages": turns, "answer": str(answer)}
+    if index is not None:
+        out["id"] = str(index)
+    return out
 
 
 def _aime(row: Row, where: str, seed: int) -> Json:
@@ -97,7 +99,7 @@ def _ifeval(row: Row, where: str, seed: int) -> Json:
     if len(ids) != len(arguments):
         raise _unfit(where, f"it has {len(ids)} instruction ids and {len(arguments)} kwargs")
     # A table has every argument in every row; those that an instruction does not take are null.
-    kwargs = [{name: value for name, value in item.items() if value is not None} for item in arguments]
+    kwargs = [_without_nulls(item) for item in arguments]
     metadata = {"instruction_id_list": ids, "kwargs": kwargs}
     key = row.get("key")
     return _message(str(_column(row, "prompt", where)), None, metadata, None if key is None else str(key))
@@ -113,12 +115,18 @@ GPQA = Known("hf://Idavidrein/gpqa/gpqa_diamond/train", _gpqa, "choice")
 IFEVAL = Known("hf://google/IFEval/default/train", _ifeval, "ifeval")
 
 
+def _without_nulls(fields: Mapping[str, object]) -> Json:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _task(question: object, answer: object, metadata: Json | None = None, row_id: object = None) -> Json:
     return _message(f"{str(question).strip()}\n\n{BOXED}", str(answer), metadata or {}, row_id)
 
 
 def _message(text: str, answer: str | None, metadata: Json, row_id: object) -> Json:
-    out: Json = {} if row_id is None else {"id": row_id}
+    out: Json = {}
+    if row_id is not None:
+        out["id"] = row_id
     out["messages"] = [{"role": "user", "content": text}]
     if answer is not None:
         out["answer"] = answer

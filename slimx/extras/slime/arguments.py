@@ -75,7 +75,9 @@ def addresses(ctx: Any) -> Json:
     if address is None:
         return values
     parts = urlsplit(address)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    host = parts.hostname or ""
+    if ":" in host:
+        host = f"[{host}]"
     return values | {"sglang_router_ip": host, "sglang_router_port": parts.port}
 
 

@@ -80,7 +80,10 @@ class HookCall:
         if completion.routed_experts is not None:
             _, layers, top_k = completion.routed_experts.shape
             vars(self.args).update(num_layers=layers, moe_router_topk=top_k)
-        self.requests.append(Request(prompt, completion, None if before is None else before + text))
+        full_text = None
+        if before is not None:
+            full_text = before + text
+        self.requests.append(Request(prompt, completion, full_text))
         return {
             "text": text,
             "output_ids": completion.token_ids.tolist(),
@@ -100,15 +103,15 @@ class HookCall:
                 code="slime.payload",
                 about="input_ids",
             )
-        known = [request for request in self.requests if request.text is not None and text.startswith(request.text)]
-        longest = max(known, key=lambda request: len(request.text or ""), default=None)
         prefix: list[int] = []
-        if longest is not None:
-            prefix = longest.ids
-            text = text[len(longest.text or "") :]
-        if not text:
+        known = 0
+        for request in self.requests:
+            if request.text is not None and text.startswith(request.text) and len(request.text) > known:
+                prefix = request.ids
+                known = len(request.text)
+        if known == len(text):
             return prefix
-        return prefix + list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return prefix + list(self.tokenizer(text[known:], add_special_tokens=False).input_ids)
 
     def _text(self, completion: Any, parameters: Json) -> str:
         """Returns the answer's text as SGLang does: without the stop sequence or token, unless no_stop_trim is set."""
@@ -141,7 +144,10 @@ def current(what: str) -> HookCall:
 
 def _listed(parameters: Json) -> Json:
     """Returns `parameters` with `stop` as a list; empty stop conditions are left out."""
-    out = {key: value for key, value in parameters.items() if key not in ("stop", "stop_token_ids") or value}
+    out = dict(parameters)
+    for key in ("stop", "stop_token_ids"):
+        if not out.get(key):
+            out.pop(key, None)
     if isinstance(out.get("stop"), str):
         out["stop"] = [out["stop"]]
     return out

@@ -59,7 +59,9 @@ def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool 
         pred = last_box(solution_str[-DAPO_STRICT_WINDOW:])
     else:
         lines = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str)
-        pred = lines[-1].strip() if lines else "[INVALID]"
+        pred = "[INVALID]"
+        if lines:
+            pred = lines[-1].strip()
     return _score(pred, ground_truth)
 
 

@@ -108,7 +108,9 @@ class GenerateHook:
         text = prompt_text(ctx.tokenizer, prompt, template=call.args.apply_chat_template)
         sample = begin(prompt, text, index=ctx.index, group=ctx.group_id, run=self.run)
         parameters = inspect.signature(self.function).parameters
-        options = {"evaluation": ctx.evaluation} if "evaluation" in parameters else {}
+        options = {}
+        if "evaluation" in parameters:
+            options["evaluation"] = ctx.evaluation
         with _set(call):
             result = await self.function(call.args, sample, dict(call.sampling), **options)
         self._check_rewards(result)
@@ -216,7 +218,9 @@ class RewardHook:
             for sample, value in zip(unscored, result if self.group else [result], strict=True):
                 sample.reward = value
         numbers = [_number(sample, call.args, self.path) for sample in samples]
-        return numbers if self.group else numbers[0]
+        if self.group:
+            return numbers
+        return numbers[0]
 
 
 async def reward(ctx: Any, trajectory: Trajectory, *, reward_key: str | None = None) -> float:
@@ -252,7 +256,9 @@ class KeepHook:
             raise SlimxError(
                 f"{self.path} sets keep_when_insufficient, which slimx does not serve: a group is kept or not",
             )
-        return True if keep else (getattr(verdict, "reason", None) or False)
+        if keep:
+            return True
+        return getattr(verdict, "reason", None) or False
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -268,7 +274,9 @@ def prompt_text(tokenizer: Any, prompt: Prompt, *, template: bool) -> str | list
         encode_prompt(tokenizer, prompt)  # raises an error naming a prompt that the template cannot render
         return tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
     single = len(prompt.messages) == 1 and isinstance(prompt.messages[0]["content"], str)
-    return prompt.messages[0]["content"] if single else [dict(message) for message in prompt.messages]
+    if single:
+        return prompt.messages[0]["content"]
+    return [dict(message) for message in prompt.messages]
 
 
 @contextmanager

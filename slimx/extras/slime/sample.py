@@ -85,8 +85,12 @@ class Sample:
         """Appends tokens to the response: sampled ones (trainable, with log-probs and the response's `meta_info`) or
         those of a tool (not trainable, without). Raises ValueError for another combination."""
         # A fractional token stays as it is, and is refused once the sample becomes a trajectory.
-        new = [token if token % 1 else int(token) for token in tokens] if tokens is not None else []
-        new_log_probs = None if log_probs is None else [float(value) for value in log_probs]
+        new: list[int] = []
+        if tokens is not None:
+            new = [token if token % 1 else int(token) for token in tokens]
+        new_log_probs = None
+        if log_probs is not None:
+            new_log_probs = [float(value) for value in log_probs]
         if new_log_probs is not None and len(new_log_probs) != len(new):
             raise ValueError(f"append_response_tokens got {len(new_log_probs)} log-probs for {len(new)} tokens")
         if new and trainable == (new_log_probs is None):
@@ -99,9 +103,11 @@ class Sample:
             if self.rollout_log_probs is None and before and trainable:
                 raise ValueError("append_response_tokens: the response so far has no log-probs")
             # In place: published hooks keep references to these lists.
-            self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+            if self.loss_mask is None:
+                self.loss_mask = [1] * before
             self.loss_mask += [int(trainable)] * len(new)
-            self.rollout_log_probs = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
+            if self.rollout_log_probs is None:
+                self.rollout_log_probs = [0.0] * before
             self.rollout_log_probs += new_log_probs or [0.0] * len(new)
             self.tokens += new
             self.response_length += len(new)

@@ -24,15 +24,17 @@ def matching(pattern: Path) -> list[Path]:
     """Returns the files that match a pattern with *, ? or [...], sorted by name; [] for a path without any."""
     if pattern.exists() or not glob.has_magic(str(pattern)):
         return []
-    return sorted(Path(file) for file in glob.glob(str(pattern), recursive=True) if Path(file).is_file())
+    matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
+    return sorted(path for path in matches if path.is_file())
 
 
 def chosen_files(directory: Path, subset: str | None, split: str | None) -> list[Path]:
     """Returns the data files of one subset and split in a directory, sorted by name. Raises SlimxError if there are
     none, or several subsets or splits to choose from."""
-    files = sorted(
-        file for file in directory.rglob("*") if file.suffix.lower() in SUFFIXES and not _is_note(file, directory)
-    )
+    files = []
+    for file in sorted(directory.rglob("*")):
+        if file.suffix.lower() in SUFFIXES and not _is_note(file, directory):
+            files.append(file)
     if not files:
         raise SlimxError(
             f"{directory}: holds no file that ends in {', '.join(SUFFIXES)}; name a file or directory of prompts",
@@ -65,8 +67,14 @@ def chosen_files(directory: Path, subset: str | None, split: str | None) -> list
 
 def folder_columns(file: Path, directory: Path) -> dict[str, str | None]:
     """Returns columns encoded in folder names, as in level=hard/part-0.parquet; None for null."""
-    columns = dict(name.split("=", 1) for name in _folders(file, directory) if "=" in name)
-    return {name: None if value == NO_VALUE else unquote(value) for name, value in columns.items()}
+    columns: dict[str, str | None] = {}
+    for folder in _folders(file, directory):
+        name, equals, value = folder.partition("=")
+        if value == NO_VALUE:
+            columns[name] = None
+        elif equals:
+            columns[name] = unquote(value)
+    return columns
 
 
 def _folders(file: Path, directory: Path) -> tuple[str, ...]:

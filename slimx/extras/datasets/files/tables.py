@@ -28,7 +28,8 @@ def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, Json]]:
         ) from error
     number = 0
     try:
-        for batch in (_arrow if stream else _parquet)(path):
+        batches = _arrow(path) if stream else _parquet(path)
+        for batch in batches:
             schema = batch.schema
             for row in batch.to_pylist():
                 number += 1
@@ -47,11 +48,12 @@ def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, Json]]:
 def _unpadded(value: Any, kind: Any, *, is_column: bool = False) -> Any:
     """Returns a value of the Arrow type `kind` without null keys; a struct that is a column keeps them."""
     if isinstance(value, dict):
-        return {
-            field.name: _unpadded(value[field.name], field.type, is_column=is_column)
-            for field in kind
-            if is_column or value[field.name] is not None or _is_null_default(field)
-        }
+        out = {}
+        for field in kind:
+            entry = value[field.name]
+            if is_column or entry is not None or _is_null_default(field):
+                out[field.name] = _unpadded(entry, field.type, is_column=is_column)
+        return out
     if isinstance(value, list) and hasattr(kind, "value_type"):
         return [_unpadded(entry, kind.value_type) for entry in value]
     return None if isinstance(value, float) and math.isnan(value) else value
