@@ -12,8 +12,10 @@ LOST = os.EX_UNAVAILABLE
 """Exit status if a part died or stopped responding: the same command resumes from the newest checkpoint."""
 
 
-_LIBRARIES = tuple(
-    f"{path}{os.sep}" for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), Path(__file__).parent)
+_LIBRARIES = (
+    sysconfig.get_path("stdlib") + os.sep,
+    sysconfig.get_path("purelib") + os.sep,
+    f"{Path(__file__).parent}{os.sep}",
 )
 
 

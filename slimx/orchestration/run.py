@@ -74,11 +74,10 @@ class Run:
         shared = None
         if config.served_beside:
             shared = SharedEngines(service.groups[ACTOR].members, [ACTOR, *config.served_beside])
-        self.policies = {
-            name: self._policy(name, policy, service, trainers[name], shared)
-            for name, policy in prepared.policies.items()
-        }
+        self.policies: dict[str, TrainedPolicy] = {}
         """Trained policies, the actor first."""
+        for name, policy in prepared.policies.items():
+            self.policies[name] = self._policy(name, policy, service, trainers[name], shared)
         self.checkpoints = Checkpointer(trainers, saves, records.timeline, records.table.note, critic)
         self.recovery = recovery
         records.entered = self._mark

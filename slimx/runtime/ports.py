@@ -80,18 +80,18 @@ def local_address(network: str | None) -> str:
     import psutil  # slow, and every configuration imports this module
 
     subnet = ipaddress.ip_network(network, strict=False)
-    addresses = []
     for interface in psutil.net_if_addrs().values():
-        addresses += [entry.address for entry in interface if entry.family in (socket.AF_INET, socket.AF_INET6)]
-    matches = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]) in subnet]
-    if not matches:
-        raise SlimxError(
-            f"{socket.gethostname()} has no address in {network} (cluster.trusted_network); name a network that every "
-            "machine of the run is in",
-            code="cluster.network",
-            about=network,
-        )
-    return matches[0]
+        for entry in interface:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if ipaddress.ip_address(entry.address.partition("%")[0]) in subnet:
+                return entry.address
+    raise SlimxError(
+        f"{socket.gethostname()} has no address in {network} (cluster.trusted_network); name a network that every "
+        "machine of the run is in",
+        code="cluster.network",
+        about=network,
+    )
 
 
 def address(host: str, port: int) -> str:

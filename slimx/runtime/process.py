@@ -162,7 +162,8 @@ def kill_descendants(pid: int) -> None:
     deadline = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < deadline:
         try:
-            alive = [p for p in psutil.Process(pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+            descendants = psutil.Process(pid).children(recursive=True)
+            alive = [process for process in descendants if process.status() != psutil.STATUS_ZOMBIE]
         except psutil.NoSuchProcess:
             return
         if not alive:

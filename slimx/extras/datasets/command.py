@@ -123,7 +123,8 @@ def check(
     if guessed:
         yield f"needs rollout.fields: {written(guessed)}"
     if first is not None and (fields or guessed):
-        used = {str(path).split(".")[0] for path in (fields or guessed or {}).values() if isinstance(path, str)}
+        paths = (fields or guessed or {}).values()
+        used = {path.split(".")[0] for path in paths if isinstance(path, str)}
         unused = [name for name in first[2] if name not in used]
         if unused:
             yield f"columns that no field names: {', '.join(unused)}"

@@ -59,8 +59,12 @@ def assign_preferences(
         worst = min(reward, key=reward.__getitem__)
         if reward[best] == reward[worst]:
             continue
-        chosen = sum(_log_ratio(rows[index], policy[index], reference[index]) for index in by_rollout[best])
-        rejected = sum(_log_ratio(rows[index], policy[index], reference[index]) for index in by_rollout[worst])
+        chosen = 0.0
+        for index in by_rollout[best]:
+            chosen += _log_ratio(rows[index], policy[index], reference[index])
+        rejected = 0.0
+        for index in by_rollout[worst]:
+            rejected += _log_ratio(rows[index], policy[index], reference[index])
         margin = options.beta * (chosen - rejected)
         margins.append(margin)
         strength = options.beta * np.exp(-np.logaddexp(0.0, margin))  # beta sigmoid(-margin)

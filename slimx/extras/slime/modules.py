@@ -62,7 +62,8 @@ class _Finder(MetaPathFinder, Loader):
             return None
         if fullname not in MODULES:
             root = fullname.partition(".")[0].removesuffix("_plugins")
-            names = ", ".join(name for name, contents in MODULES.items() if contents and name.startswith(f"{root}."))
+            served_names = [name for name, contents in MODULES.items() if contents]
+            names = ", ".join(name for name in served_names if name.startswith(f"{root}."))
             raise NotServed(
                 f"the module {fullname} of {PROJECTS[root]}, which slimx does not serve; served are {names}",
                 name=fullname,

@@ -189,10 +189,9 @@ class EngineService:
 
     def make_maker(self) -> GroupMaker:
         """Returns a maker of groups that uses these engines; the caller closes it."""
-        speakers = {
-            name: Speaker(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
-            for name, policy in self.sources.policies.items()
-        }
+        speakers = {}
+        for name, policy in self.sources.policies.items():
+            speakers[name] = Speaker(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
         outage = Outages(tuple(group.members.outage for group in self.groups.values()))
         return GroupMaker(
             self.config,

@@ -35,7 +35,11 @@ async def watch_ranks(group: RankGroup, deadline_s: float) -> SlimxError:
 def local_pids(group: RankGroup) -> dict[int, int]:
     """Returns the process ids of ranks on this machine, by rank."""
     this_machine = machine()
-    return {rank: process["pid"] for rank, process in enumerate(group.started) if process["machine"] == this_machine}
+    pids = {}
+    for rank, process in enumerate(group.started):
+        if process["machine"] == this_machine:
+            pids[rank] = process["pid"]
+    return pids
 
 
 async def _answers(group: RankGroup, rank: int, deadline_s: float) -> SlimxError:

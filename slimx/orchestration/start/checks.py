@@ -116,7 +116,9 @@ def check_training(config: Config) -> None:
     def check(state: RunState) -> None:
         if finished(config, directory, state):
             return
-        policies = {name: ComparedPolicy(view, sizes_of(view.trainer)) for name, view in config.by_policy.items()}
+        policies = {}
+        for name, view in config.by_policy.items():
+            policies[name] = ComparedPolicy(view, sizes_of(view.trainer))
         critic = None if config.critic is None else sizes_of(config.as_critic().trainer)
         if point is not None:
             check_resume(point, state, policies, critic)

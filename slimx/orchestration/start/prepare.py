@@ -92,7 +92,9 @@ def check_run(config: Config) -> Prepared:
     with all of its problems."""
     check_reachable(config.cluster.ray_address)
     device = device_of(config)
-    checked = {name: _check_model(view, device, config.policies) for name, view in config.by_policy.items()}
+    checked = {}
+    for name, view in config.by_policy.items():
+        checked[name] = _check_model(view, device, config.policies)
     actor = checked[ACTOR]
     sources = _sources(actor.config, actor.facts["spec"], device, actor.facts)
     policies: dict[str, PreparedPolicy] = {}

@@ -75,7 +75,10 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
         raise SlimxError(
             f"rollout.source: {rollout.source} raised {raised(error)}", code="sources.raised", about="rollout.source"
         ) from error
-    missing = [name for name in ("next", "state", "restore") if not callable(getattr(source, name, None))]
+    missing = []
+    for name in ("next", "state", "restore"):
+        if not callable(getattr(source, name, None)):
+            missing.append(name)
     if missing:
         raise SlimxError(
             f"rollout.source: {rollout.source} returned a {type(source).__name__} without {', '.join(missing)}; write "

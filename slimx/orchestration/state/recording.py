@@ -63,7 +63,8 @@ class Records:
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
         self.samples = JsonlFile(directory / "samples.jsonl", resume_step=resume_step)
         self.drops = JsonlFile(directory / "dropped.jsonl", resume_step=resume_step)
-        self._signal = Signal({prefix_of(name): policy.algorithm.compares for name, policy in config.by_policy.items()})
+        compares = {prefix_of(name): policy.algorithm.compares for name, policy in config.by_policy.items()}
+        self._signal = Signal(compares)
         self._saving: asyncio.Task[Path] | None = None
         self.entered: Callable[[str, int], None] = lambda name, step: None
         """Called at the start of every phase of a step."""

@@ -74,7 +74,11 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
 
 def answered_groups(outcomes: Sequence[GroupOutcome]) -> list[Group]:
     """Returns the groups of the prompts that did not fail."""
-    return [outcome.group for outcome in outcomes if outcome.group is not None and not outcome.failed]
+    groups = []
+    for outcome in outcomes:
+        if outcome.group is not None and not outcome.failed:
+            groups.append(outcome.group)
+    return groups
 
 
 def _of(outcome: GroupOutcome, policy: TrainedPolicy) -> GroupOutcome:

@@ -29,8 +29,9 @@ async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[
         with run.phase("values"):
             metrics |= await run.watched(estimate_advantages(run, groups, rows[ACTOR]))
     with run.phase("prepare"):
-        batches = {name: [policy.packer(part) for part in rows[name]] for name, policy in run.policies.items()}
+        batches = {}
         for name, policy in run.policies.items():
+            batches[name] = [policy.packer(update) for update in rows[name]]
             metrics |= policy.named(batch_metrics(batches[name]))
     with run.phase("train"):
         learner = learner_of(algorithm)
