@@ -52,7 +52,7 @@ from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
-from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.run import Run
 from slimx.orchestration.start.prepare import check_run
@@ -228,7 +228,7 @@ async def measure(config: Config) -> Figures:
             service, prepared, {ACTOR: trainers}, records, saves, Recovery(trainers), bare=BareParts(session)
         )
         stack.push_async_callback(run.rollouts.stop)
-        stack.enter_context(settled_heap())  # as the session does
+        stack.enter_context(frozen_heap())  # as the session does
         began = cpu_seconds(), time.perf_counter()
         await loop.train(run)
         run.figures.others = (cpu_seconds() - began[0]) / (time.perf_counter() - began[1])

@@ -33,7 +33,7 @@ from slimx.data.packing import pack
 from slimx.data.prompts.read import PromptSource
 from slimx.errors import SlimxError
 from slimx.orchestration.batches import make_update_rows
-from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
@@ -111,7 +111,7 @@ async def compare(config: Config, answers: Answers, steps: int) -> dict[str, Any
     limit = config.trainer.max_tokens_per_microbatch
     tokens = 0
     try:
-        with settled_heap():  # as the session does
+        with frozen_heap():  # as the session does
             for number in range(steps + 1):
                 found = {}
                 for side in ("slimx", "plain") if number % 2 else ("plain", "slimx"):
@@ -150,7 +150,7 @@ def peak(side: str, directory: str, per_step: int, mean: int, steps: int, out: A
     async def run() -> None:
         if side == "slimx":
             path = SlimxPath(config, made)
-            with settled_heap():  # what it collects later counts as memory here
+            with frozen_heap():  # what it collects later counts as memory here
                 for _ in range(steps):
                     await path.step()
             await path.manager.stop()

@@ -24,7 +24,7 @@ from slimx.data.records import Group
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
 from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.recovery import Recovery
 from slimx.orchestration.run import Run, StepRows
@@ -99,7 +99,7 @@ class Turns:
             run = TimedRun(service, prepared, {ACTOR: self.trainers}, records, saves, Recovery(self.trainers))
             stack.push_async_callback(run.rollouts.stop)
             run.step = self.done
-            stack.enter_context(settled_heap())  # as the session does
+            stack.enter_context(frozen_heap())  # as the session does
             await loop.train(run)
         for engine in self.service.groups[ACTOR].engines:  # what was generated ahead of a step that never comes
             await engine.perform("interrupt", None)

@@ -42,7 +42,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.records import Prompt
 from slimx.extras.agents.proxy.server import ChatProxy
-from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.manager import RolloutManager
@@ -224,7 +224,7 @@ async def throughput(side: str, count: int, prompt: int, window: float) -> dict[
     """One turn of one side: all in flight, a window of time, and the end of all."""
     async with standing(side, count, prompt, ENGINE_S) as (stand, engine):
         before = asyncio.all_tasks()
-        with settled_heap():
+        with frozen_heap():
             work = asyncio.create_task(stand.go_on())
             await asyncio.sleep(WARMUP_S)
             async with lag() as late:
@@ -273,7 +273,7 @@ async def memory(side: str, count: int, prompt: int) -> dict[str, float]:
             plan.hold = False
             await stand.maker.make(stand.prompt, group_id="g", number=0)
         plan.hold = True
-        with settled_heap():
+        with frozen_heap():
             before = anonymous()
             work = asyncio.create_task(stand.go_on())
             await until(lambda: plan.held == count)
@@ -289,7 +289,7 @@ async def deadlines(side: str, count: int, prompt: int, seconds: float) -> dict[
     sides.PLAN.turns, sides.PLAN.hold = 1, True
     settings = {"rollout_deadline": DEADLINE_S, "concurrency": count}  # no deadline stands still
     async with standing(side, count, prompt, 0.01, **settings) as (stand, _):
-        with settled_heap():
+        with frozen_heap():
             async with lag() as late:
                 groups = []
                 for number in range(count // GROUP):
@@ -314,7 +314,7 @@ def _child(work: Callable[..., Coroutine[Any, Any, Any]], arguments: tuple[Any, 
 def apart(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, scale: float = 1.0) -> Any:
     """The result of a coroutine function in a process of its own."""
     context = multiprocessing.get_context("forkserver")  # one import for all of them
-    context.set_forkserver_preload(["slimx.orchestration.lifetime.heap", "slimx.rollout.flow.rollouts"])
+    context.set_forkserver_preload(["slimx.orchestration.lifetime.garbage", "slimx.rollout.flow.rollouts"])
     out = context.SimpleQueue()
     process = context.Process(target=_child, args=(work, arguments, scale, out))
     process.start()

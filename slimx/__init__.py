@@ -1,7 +1,6 @@
 """slimx: reinforcement-learning training for large mixture-of-experts language models."""
 
 import importlib
-from typing import Any
 
 __version__ = "0.1.0"
 _EXPORTS = {
@@ -17,12 +16,12 @@ _EXPORTS = {
     "evaluate": "slimx.commands.script",
     "train": "slimx.commands.script",
 }
-"""Names of the package, imported with their first use: `import slimx` alone brings no torch. Their types are in
+"""Public names of the package, imported on first use: `import slimx` alone does not import torch. Their types are in
 __init__.pyi."""
 __all__ = ["__version__", *_EXPORTS]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)

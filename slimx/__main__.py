@@ -1,4 +1,4 @@
-"""The program `slimx`, and `python -m slimx`: Ctrl-C ends it in one line from its first import on."""
+"""The program `slimx`, and `python -m slimx`: Ctrl-C ends it with one line from the first import on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 
 def entry() -> None:
-    """Run the command line, whose imports take half a second; it handles Ctrl-C itself once it has begun."""
+    """Runs the command line. Its imports take half a second; afterwards it handles Ctrl-C itself."""
     signal.signal(signal.SIGINT, _end)
     from slimx.cli import entry as run
 
@@ -15,7 +15,7 @@ def entry() -> None:
 
 
 def _end(signum: int, frame: object) -> None:
-    """End at once: nothing has begun, and an exception in the middle of an import may be lost there."""
+    """Exits at once: nothing has begun yet, and an exception raised in the middle of an import may get lost."""
     os.write(2, b"slimx: stopped by SIGINT\n")
     os._exit(128 + signum)
 

@@ -1,4 +1,4 @@
-"""The command line: commands of the core; those of extras are entry points (`slimx.commands.usage.Program`)."""
+"""The command line: commands of the core. Extras add theirs as entry points (`slimx.commands.usage.RootGroup`)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rich.console import Console
 
 from slimx import __version__
 from slimx.commands.options import AsJson, Checkpoint, Debug, Overrides, RunFile
-from slimx.commands.usage import Program, RayCommand, refusal, starts_ray
+from slimx.commands.usage import RayCommand, RootGroup, refusal, starts_ray
 from slimx.config.load import load_config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.live.safe_text import one_line, plain, visible, with_log
 from slimx.runtime.children import search_working_directory
 
 app = typer.Typer(
-    cls=Program,
+    cls=RootGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"slimx {__version__}")
         raise typer.Exit
 
@@ -42,9 +42,9 @@ def _options(
 
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Status that typer makes of a KeyboardInterrupt, without a word."""
+"""Status that typer returns for a KeyboardInterrupt, without a message."""
 EXIT_S = 10.0
-"""Seconds that the interpreter gets to end once all is said."""
+"""Seconds that the interpreter may take to exit after the last message."""
 
 
 @app.command(cls=RayCommand)
@@ -53,14 +53,17 @@ def train(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Train as FILE says; a run directory with a checkpoint is continued."""
+    """Train as FILE says; a run directory with a checkpoint is resumed."""
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
     from slimx.commands import start
 
     directory, report = start.train(config, console)
-    console.print(plain(f"run {directory}" + (f", report {report}" if report else "")))
+    summary = f"run {directory}"
+    if report:
+        summary += f", report {report}"
+    console.print(plain(summary))
 
 
 @app.command(cls=RayCommand)
@@ -70,7 +73,7 @@ def generate(
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
-    """Generate FILE's rollouts without training: engines only; the steps are saved as a run saves them."""
+    """Generate FILE's rollouts without training: engines only; steps are saved as in a run."""
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
@@ -95,18 +98,20 @@ def evaluate(
 
     from slimx.commands import start
 
-    found = start.evaluate(config, checkpoint, lambda text: print(text, file=sys.stderr))
+    result = start.evaluate(config, checkpoint, lambda text: print(text, file=sys.stderr))
     from slimx.commands.evaluate import table
 
-    for line in [json.dumps(found, indent=1)] if as_json else table(found):
+    if as_json:
+        print(visible(json.dumps(result, indent=1)))
+        return
+    for line in table(result):
         print(visible(line))
 
 
 def main() -> None:
-    """Run the command line. A command that fails ends in one sentence and the exit code of docs/operations.md, raised
-    as SystemExit."""
+    """Runs the command line. Raises SystemExit with an exit code of docs/operations.md; failures print one sentence."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # its encoding need not be UTF-8, and prompts are of all letters
+        if isinstance(stream, io.TextIOWrapper):  # its encoding need not be UTF-8, and prompts may use any script
             stream.reconfigure(errors="backslashreplace")
     search_working_directory()  # hooks are found there
     try:
@@ -115,7 +120,7 @@ def main() -> None:
             status = app(standalone_mode=False)
             if status == INTERRUPTED:
                 raise Interrupted(signal.SIGINT)
-        except KeyboardInterrupt:  # typer catches one only while a command runs
+        except KeyboardInterrupt:  # typer catches it only while a command runs
             raise Interrupted(signal.SIGINT) from None
         except typer.TyperException as error:
             raise refusal(error) from error
@@ -129,22 +134,23 @@ def main() -> None:
 
 
 def entry() -> None:
-    """Entry point of the program: it ends when `main` does, whatever threads of hooks and exit functions of libraries
-    still wait for."""
+    """Runs the program. It exits when `main` returns, even if threads of hooks or exit handlers are still waiting."""
     from slimx.orchestration.lifetime.hangs import Watchdog
     from slimx.orchestration.lifetime.parent import supervised
 
-    over = supervised() if sys.argv[1:2] and starts_ray(app, sys.argv[1]) else None
+    release = None
+    if sys.argv[1:2] and starts_ray(app, sys.argv[1]):
+        release = supervised()
     status: int | str | None = 1
     try:
         main()
         status = 0
-    except SystemExit as ended:
-        status = ended.code
+    except SystemExit as exit:
+        status = exit.code
         raise
     finally:
-        if over is not None:
-            over()
+        if release is not None:
+            release()
         Watchdog().arm(EXIT_S, status if isinstance(status, int) else int(bool(status)), None)
 
 

@@ -1,6 +1,6 @@
-"""Digests, by which what was written is recognised when it is read again.
+"""Digests that identify data when it is read again.
 
-XXH3 of 128 bits for the files of checkpoints and conversions, which are large and guarded against damage alone; BLAKE2b
+XXH3 of 128 bits for the files of checkpoints and conversions, which are large and guarded against damage only; BLAKE2b
 of 128 bits for identities (prompts, vocabularies, requests), which must not collide."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CHUNK = 8 * 2**20
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file as it was written."""
+    """Size and digest of a file when it was written."""
 
     size: int
     """Bytes."""
@@ -24,17 +24,17 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 def fingerprint(data: bytes) -> str:
-    """The identity of `data`: its BLAKE2b of 128 bits, in hexadecimal digits."""
+    """Returns the identity of `data`: its BLAKE2b of 128 bits, in hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def record_bytes(data: bytes) -> FileRecord:
-    """Size and digest of a file that holds `data`."""
+    """Returns size and digest of a file with the content `data`."""
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 def record(path: Path) -> FileRecord:
-    """Size and digest of a file."""
+    """Returns size and digest of a file."""
     digest = xxhash.xxh3_128()
     size = 0
     with path.open("rb", buffering=0) as file:

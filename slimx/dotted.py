@@ -16,16 +16,16 @@ from typing import Any
 
 from slimx import entry_points
 from slimx.errors import SlimxError, raised
+from slimx.json_types import Json
 
 
-def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
-    """The module at `path`. Raises SlimxError with what is wrong, naming `key` and its value: `wanted`, or else the
-    module itself."""
+def load_module(key: str, path: str, value: str = "") -> ModuleType:
+    """Imports the module at `path`. Raises SlimxError naming `key` and `value` (default: `path`) if it cannot."""
     try:
         return importlib.import_module(path)
     except ImportError as error:
         raise SlimxError(
-            f"{key}: {wanted or path} cannot be imported ({raised(error)}); {_import_hint(error, path)}",
+            f"{key}: {value or path} cannot be imported ({raised(error)}); {_import_hint(error, path)}",
             code="dotted.import",
             about=key,
         ) from error
@@ -36,50 +36,51 @@ def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
 def imported(key: str, path: str, group: str = "") -> Any:
     """Returns the object at `path`, the value of `key`: a dotted path, or the name of an entry point of `group`.
 
-    Raises SlimxError naming both and what is wrong.
+    Raises SlimxError naming both and the fault.
     """
     if group and path.isidentifier():
-        return _named(key, path, group)
+        return _entry_point(key, path, group)
     if not all(part.isidentifier() for part in path.split(".")) or path.endswith(".py"):
         raise SlimxError(
-            f"{key} is {path!r}: give a dotted path of modules and a name, as {_as_dotted(path)}",
+            f"{key} is {path!r}: give a dotted path of modules and a name, such as {_as_dotted(path)}",
             code="dotted.path",
             about=key,
         )
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise SlimxError(
-            f"{key} is {path!r}: give its module, too, as MODULE.{path} for a function of MODULE.py",
+            f"{key} is {path!r}: give its module too, as MODULE.{path} for a function of MODULE.py",
             code="dotted.path",
             about=key,
         )
     module = load_module(key, module_name, path)
-    found = getattr(module, name, None)
-    if (found is None or isinstance(found, ModuleType)) and _is_module(path):
-        named = load_module(key, path)
+    target = getattr(module, name, None)
+    if (target is None or isinstance(target, ModuleType)) and _is_module(path):
+        submodule = load_module(key, path)
         raise SlimxError(
-            f"{key}: {path} is a module; name a function of it: {_listed(path, named)}",
+            f"{key}: {path} is a module; name a function of it: {_listed(path, submodule)}",
         )
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
         hint = f"did you mean {module_name}.{near[0]}?" if near else f"it has {_listed(module_name, module)}"
         raise SlimxError(f"{key}: module {module_name} has no {name}; {hint}", code="dotted.missing", about=key)
-    return found
+    return target
 
 
 def module_of(path: str, group: str = "") -> str:
     """Returns the module that `imported` imports for `path`."""
-    point = entry_points.find(group).get(path) if group else None
-    return path.rpartition(".")[0] if point is None else point.module
+    if group and path in entry_points.find(group):
+        return entry_points.find(group)[path].module
+    return path.rpartition(".")[0]
 
 
-def _named(key: str, name: str, group: str) -> Any:
+def _entry_point(key: str, name: str, group: str) -> Any:
     names = entry_points.find(group)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"name one of yours as MODULE.{name}"
         raise SlimxError(
-            f"{key} is {name!r}, which is none of {', '.join(names)}; {hint}",
+            f"{key} is {name!r}, which is not one of {', '.join(names)}; {hint}",
             code="dotted.name",
             about=key,
         )
@@ -87,39 +88,41 @@ def _named(key: str, name: str, group: str) -> Any:
 
 
 def _as_dotted(path: str) -> str:
-    """A file's path, with or without `:NAME` behind it, as the dotted path that was meant."""
+    """Returns the dotted path that a file's path, with or without `:NAME` after it, was meant to be."""
     file, _, name = path.partition(":")
-    whole = file.endswith(".py")
     parts = [part for part in re.split(r"[/.]", file.removesuffix(".py")) if part]
-    return ".".join([*parts, *([name or "FUNCTION"] if whole or name else [])])
+    if name or file.endswith(".py"):
+        parts.append(name or "FUNCTION")
+    return ".".join(parts)
 
 
 def _is_module(path: str) -> bool:
-    """True if `path`, whose parent has been imported, can be imported."""
+    """Returns True if `path`, whose parent has been imported, can be imported."""
     try:
         return importlib.util.find_spec(path) is not None
-    except (ImportError, ValueError):  # its parent is no package
+    except (ImportError, ValueError):  # its parent is not a package
         return False
 
 
 def _listed(path: str, module: ModuleType) -> str:
-    """The functions and classes that a module defines, as dotted paths."""
-    own = [
-        name
-        for name, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
-    ]
-    return ", ".join(f"{path}.{name}" for name in own) or "no function"
+    """Returns the public functions and classes that a module defines, as dotted paths."""
+    defined = []
+    for name, value in vars(module).items():
+        local = callable(value) and getattr(value, "__module__", None) == module.__name__
+        if local and not name.startswith("_"):
+            defined.append(f"{path}.{name}")
+    return ", ".join(defined) or "no function"
 
 
 def _import_hint(error: ImportError, path: str) -> str:
-    """A way out of a failed import of `path`, which may be that of a module which `path` imports."""
+    """Returns a hint for a failed import of `path`, or of a module that `path` imports."""
     name = error.name or ""
     if not isinstance(error, ModuleNotFoundError) or not f"{path}.".startswith(f"{name}."):
-        return "install what it imports, or correct the import"
+        return "install the modules it imports, or correct the import"
     parent, _, last = name.rpartition(".")
     folders = getattr(sys.modules.get(parent), "__path__", None) if parent else [str(Path.cwd())]
-    near = difflib.get_close_matches(last, [each.name for each in pkgutil.iter_modules(folders or [])], n=1)
+    modules = [module.name for module in pkgutil.iter_modules(folders or [])]
+    near = difflib.get_close_matches(last, modules, n=1)
     if near:
         return f"did you mean {'.'.join(filter(None, [parent, near[0]]))}?"
     return "is its folder on PYTHONPATH?"
@@ -131,12 +134,13 @@ def load_function(
     parameters: tuple[str, ...],
     *,
     is_async: bool,
-    options: tuple[str, dict[str, Any]] = ("", {}),
+    options: tuple[str, Json] = ("", {}),
     group: str = "",
 ) -> Any:
-    """The function at `path`, the value of `key`, which takes `parameters`. `options`: a key and its value, the keyword
-    arguments that are filled in. `group`: as for `imported`. Raises SlimxError naming the key, the path and what is
-    wrong."""
+    """Returns the function at `path`, the value of `key`, which must accept `parameters`.
+
+    `options`: a key and its value, keyword arguments that are bound to the function. `group`: as for `imported`. Raises
+    SlimxError naming the key, the path and the fault."""
     function = imported(key, path, group)
     name = path.rpartition(".")[2]
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
@@ -145,28 +149,32 @@ def load_function(
             f"{key}: {path} is a {type(function).__name__}; write {shape}", code="dotted.callable", about=key
         )
     signature = inspect.signature(function)
-    options_key, given = options
+    options_key, keywords = options
     try:
-        signature.bind_partial(**given)
+        signature.bind_partial(**keywords)
     except TypeError as error:
-        taken = [name for name in signature.parameters if name not in parameters]
-        unknown = next((name for name in given if name not in signature.parameters), next(iter(given)))
-        near = difflib.get_close_matches(unknown, taken, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join(taken) or 'none'}"
+        accepted = [name for name in signature.parameters if name not in parameters]
+        unknown = next((name for name in keywords if name not in signature.parameters), next(iter(keywords)))
+        near = difflib.get_close_matches(unknown, accepted, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join(accepted) or 'none'}"
         raise SlimxError(
             f"{options_key}: {path} does not take {unknown!r}; {hint}", code="dotted.options", about=options_key
         ) from error
     try:
-        signature.bind(*parameters, **given)
+        signature.bind(*parameters, **keywords)
     except TypeError as error:
-        instead = f"write {shape}" + (f", or give what is missing in {options_key}" if options_key else "")
+        remedy = f"write {shape}"
+        if options_key:
+            remedy += f", or set the missing ones in {options_key}"
         raise SlimxError(
-            f"{key}: {path}{signature} cannot be called ({error}); {instead}", code="dotted.signature", about=key
+            f"{key}: {path}{signature} cannot be called ({error}); {remedy}", code="dotted.signature", about=key
         ) from error
-    # A partial and a function say so themselves, an object with an async __call__ through that.
+    # Functions and partials are async themselves, objects through an async `__call__`.
     called = getattr(function, "__call__", function)  # noqa: B004
     if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
         raise SlimxError(
             f"{key}: {path} must{'' if is_async else ' not'} be async; write {shape}", code="dotted.async", about=key
         )
-    return partial(function, **given) if given else function
+    if not keywords:
+        return function
+    return partial(function, **keywords)

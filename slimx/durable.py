@@ -1,4 +1,4 @@
-"""Writing of files and directories that survives a crash of the machine, or a full disk."""
+"""Writes of files and directories that survive a crash of the machine or a full disk."""
 
 import os
 from pathlib import Path
@@ -7,16 +7,16 @@ from slimx.errors import SlimxError
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring a directory's entries to disk: a file that is synced, but whose name is not, is lost."""
-    handle = os.open(directory, os.O_RDONLY)
+    """Flushes a directory's entries to disk: a synced file whose name is not synced is lost."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def write_synced(path: Path, *pieces: bytes | memoryview) -> None:
-    """Write `pieces`, one after the other, and bring them to disk."""
+    """Writes `pieces` one after the other and flushes them to disk."""
     with path.open("wb") as file:
         for piece in pieces:
             file.write(piece)
@@ -25,9 +25,9 @@ def write_synced(path: Path, *pieces: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> None:
-    """Put `pieces` in place of the file `path`: readers see the old file or all of the new one.
+    """Replaces the file `path` by `pieces`: readers see the old file or all of the new one.
 
-    `sync`: the old one also survives a crash of the machine. Raises OSError, without leaving a part behind."""
+    `sync`: also true after a crash of the machine. Raises OSError without leaving a partial file behind."""
     partial = path.with_name(path.name + ".partial")
     try:
         if sync:
@@ -41,7 +41,7 @@ def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> 
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """`write_atomic` for a file that a run cannot do without. Raises SlimxError where it cannot be written."""
+    """Replaces a file that a run depends on, as `write_atomic` does. Raises SlimxError if it cannot be written."""
     try:
         write_atomic(path, data)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Lookup of entry points, by which extras and other packages add to slimx.
+"""Lookup of entry points, through which extras and other packages extend slimx.
 
     slimx.advantages          advantages of a kind, or what a kind of loss makes of them: `Estimator`
     slimx.agent_servers       servers of chat completions that agents sample through
@@ -38,7 +38,7 @@
     slimx.transports          transports of weights to engines: `publish.transport`
     slimx.weight_forms        forms of a policy's weights
 
-An entry point is a line of a package's pyproject.toml, so that the core needs no import of what it does not know.
+An entry point is a line of a package's pyproject.toml; the core never imports the packages that extend it.
 """
 
 from __future__ import annotations
@@ -54,31 +54,32 @@ from slimx.errors import SlimxError, raised
 
 @functools.cache
 def find(group: str) -> dict[str, EntryPoint]:
-    """Returns the entry points of `group` by name, in the order of their names.
+    """Returns the entry points of `group` by name, sorted by name.
 
-    Raises SlimxError for a name that two packages have, and for a group without any: slimx has some in each.
+    Raises SlimxError if two packages define the same name, or if the group is empty: slimx defines some in every group.
     """
-    found: dict[str, EntryPoint] = {}
+    points: dict[str, EntryPoint] = {}
     for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):
-        if (other := found.setdefault(point.name, point)) is not point:
+        other = points.setdefault(point.name, point)
+        if other is not point:
             raise SlimxError(
                 f"entry point {point.name} of {group} is {other.value} of {_package(other)} and {point.value} of "
                 f"{_package(point)}; uninstall one of them",
                 code="entry_point.twice",
                 about=point.name,
             )
-    if not found:
+    if not points:
         raise SlimxError(
-            f"there are no entry points of {group}: slimx is not installed in this environment, or was before it had "
-            "them; run make build, or install it again with pip",
+            f"there are no entry points of {group}: slimx is not installed in this environment, or was installed "
+            "before it had them; run make build, or install it again with pip",
             code="entry_point.none",
             about=group,
         )
-    return found
+    return points
 
 
 def load(group: str, name: str) -> Any:
-    """Returns the object of an entry point. Raises SlimxError if its module cannot be imported, or lacks it."""
+    """Returns the object of an entry point. Raises SlimxError if its module cannot be imported or lacks the object."""
     point = find(group)[name]
     try:
         return point.load()
@@ -87,7 +88,7 @@ def load(group: str, name: str) -> Any:
     except Exception as error:
         raise SlimxError(
             f"entry point {name} of {group}, {point.value} of {_package(point)}, cannot be loaded ({raised(error)}); "
-            "mend or uninstall it",
+            "fix or uninstall it",
             code="entry_point.load",
             about=name,
         ) from error
@@ -99,8 +100,9 @@ def load_all(group: str) -> dict[str, Any]:
 
 
 def by_option(group: str, argv: Sequence[str]) -> Any:
-    """Returns the object that a class of `group` parses of the argument after its `OPTION` in `argv`, up to `--`; None:
-    there is no such option."""
+    """Returns what the class of `group` whose `OPTION` is in `argv` parses from the next argument; None without one.
+
+    Arguments after `--` are ignored."""
     options = list(argv[: argv.index("--")] if "--" in argv else argv)
     for kind in load_all(group).values():
         if kind.OPTION in options:

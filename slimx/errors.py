@@ -1,4 +1,4 @@
-"""The exceptions that a user is meant to read, and the exit statuses that they end a command with."""
+"""Exceptions meant for users, and the exit statuses of commands that end with them."""
 
 import os
 import signal
@@ -6,64 +6,69 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-REFUSED, LOST = 2, os.EX_UNAVAILABLE
-"""Exit statuses: starting again changes nothing; or a part was lost or silent, and the same command goes on from the
-newest checkpoint."""
+REFUSED = 2
+"""Exit status of a refusal: the same command would fail again."""
+LOST = os.EX_UNAVAILABLE
+"""Exit status if a part died or stopped responding: the same command resumes from the newest checkpoint."""
 
 
-_LIBRARIES = tuple(
-    f"{path}{os.sep}" for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), Path(__file__).parent)
+_LIBRARIES = (
+    sysconfig.get_path("stdlib") + os.sep,
+    sysconfig.get_path("purelib") + os.sep,
+    f"{Path(__file__).parent}{os.sep}",
 )
 
 
 class SlimxError(Exception):
-    """A refusal or failure told in one sentence: the offending thing, where it is, and what to do.
+    """A refusal or failure in one sentence: the fault, where it is, and what to do.
 
-    The command line prints the sentence alone and ends with `status`; `--debug` adds the traceback.
+    The command line prints only the sentence and exits with `status`; `--debug` adds the traceback.
 
-    `code` names the kind of refusal and does not change with the wording: room and reason, such as "convert.dtype".
-    `about` is the key, file or object that the sentence is about. Programs and tests ask for these, people read the
-    sentence.
+    `code` names the kind of failure, such as "convert.dtype" (area and reason), and does not change with the wording.
+    `about` is the key, file or object at fault. Programs and tests check these; people read the sentence.
     """
 
     status = REFUSED
 
     def __init__(self, sentence: str, *, code: str = "", about: str = ""):
         super().__init__(sentence)
-        self.code, self.about = code, about
+        self.code = code
+        self.about = about
 
 
 class PartLost(SlimxError):
-    """A part of a run that cannot be replaced while it runs has died, or is silent; `about` names it."""
+    """A part of a run that cannot be replaced has died or does not respond; `about` names it."""
 
     status = LOST
 
 
 class DeadlineError(SlimxError):
-    """A wait that ran past its deadline: says what was awaited, for how long, and who holds it."""
+    """A wait exceeded its deadline: what was awaited, for how long, and which part holds it."""
 
     status = LOST
 
     def __init__(self, awaited: str, seconds: float, holder: str):
         sentence = f"waited {seconds:.0f} s for {awaited}; it is held by {holder}"
         super().__init__(sentence, code="deadline", about=awaited)
-        self.awaited, self.seconds, self.holder = awaited, seconds, holder
+        self.awaited = awaited
+        self.seconds = seconds
+        self.holder = holder
 
     def __reduce__(self) -> tuple[type, tuple[str, float, str]]:
-        """Errors of other processes arrive pickled, and an exception's own way would pass the sentence alone."""
+        """Returns all three arguments for pickling between processes; an exception would pass the sentence alone."""
         return type(self), (self.awaited, self.seconds, self.holder)
 
 
 class Preempted(Exception):
-    """A signal asked the run to make room: it has written a checkpoint after `step` steps, and ended in order."""
+    """A signal preempted the run: it has saved a checkpoint after `step` steps and shut down cleanly."""
 
     def __init__(self, step: int, steps: int):
-        super().__init__(f"a signal, step {step} of {steps} is saved: the same command goes on from there")
+        super().__init__(f"a signal, step {step} of {steps} is saved: the same command resumes from there")
         self.step = step
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end, and it has ended in order; `signum` is the signal's number."""
+    """A signal ended the run, which has shut down cleanly; `signum` is the signal's number."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -71,7 +76,7 @@ class Interrupted(Exception):
 
 
 def ending_of(error: BaseException | None) -> tuple[int, str]:
-    """Exit status and sentence of a command that `error` ends; None: nothing has gone wrong."""
+    """Returns the exit status and the sentence of a command that ends with `error`; None: it succeeded."""
     if error is None:
         return 0, "done"
     if isinstance(error, SlimxError):
@@ -84,24 +89,28 @@ def ending_of(error: BaseException | None) -> tuple[int, str]:
 
 
 def raised(error: BaseException) -> str:
-    """Kind, words and place of an error in a user's code: "KeyError: 'nope' (/home/me/rewards.py, line 12)".
+    """Returns type, message and location of an error in user code: "KeyError: 'nope' (/home/me/rewards.py, line 12)".
 
-    The place is the innermost one outside of Python, of installed packages and of slimx; left out where all are inside.
+    The location is the innermost frame outside of Python, installed packages and slimx; omitted if there is none.
     """
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [place for place in places if of_users(place[0])]
-    return f"{type(error).__name__}: {_words(error)}" + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
+    text = f"{type(error).__name__}: {_message(error)}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    in_user_code = [(file, line) for file, line in frames if of_users(file)]
+    if not in_user_code:
+        return text
+    file, line = in_user_code[-1]
+    return f"{text} ({file}, line {line})"
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as second:  # a user's own __str__
+    except BaseException as second:  # raised by a user's `__str__`
         return f"(its text raised {type(second).__name__})"
 
 
 def safe_repr(value: object) -> str:
-    """`repr` of a value of a user's code, cut at 200 characters, whatever it raises."""
+    """Returns `repr` of a value of user code, cut at 200 characters; never raises."""
     try:
         return repr(value)[:200]
     except BaseException as error:
@@ -109,7 +118,7 @@ def safe_repr(value: object) -> str:
 
 
 def written_at(function: object) -> str:
-    """The place of a user's function, as " (/home/me/rewards.py, line 12)"; "" for one of a library or of slimx."""
+    """Returns the location of a user's function, as " (/home/me/rewards.py, line 12)"; "" for other functions."""
     code = getattr(function, "__code__", None)
     if code is None or not of_users(code.co_filename):
         return ""
@@ -117,5 +126,5 @@ def written_at(function: object) -> str:
 
 
 def of_users(file: str) -> bool:
-    """True for a file of Python outside of Python itself, of installed packages and of slimx."""
+    """Returns True for a Python file outside of Python itself, installed packages and slimx."""
     return file.endswith(".py") and not file.startswith((*_LIBRARIES, "<"))

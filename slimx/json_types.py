@@ -1,4 +1,4 @@
-"""Types of documents that come from outside and are checked field by field where they are read."""
+"""Types of external documents, which are checked field by field where they are read."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Loading of the native libraries of `csrc/`, one that is missing, broken or older than this code being refused."""
+"""Loading of the native libraries of `csrc/`; a missing, broken or outdated library is refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from slimx.errors import SlimxError
 
 
 def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) -> ctypes.CDLL:
-    """Load the library at `path`, `what` in errors, whose function `version` must answer `abi`.
+    """Loads the library at `path`, called `what` in errors, whose function `version` must return `abi`.
 
-    Raises SlimxError, which ends with `remedy`: what makes a library that can be loaded.
+    Raises SlimxError ending with `remedy`, the instruction that builds a loadable library.
     """
     if not path.exists():
         raise SlimxError(f"{what} {path} is missing: {remedy}", code="library.missing", about=str(path))
@@ -21,10 +21,10 @@ def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) 
         raise SlimxError(
             f"{what} {path} cannot be loaded ({error}): {remedy}", code="library.broken", about=str(path)
         ) from error
-    found = getattr(library, version)() if hasattr(library, version) else None
-    if found != abi:
+    interface = getattr(library, version)() if hasattr(library, version) else None
+    if interface != abi:
         raise SlimxError(
-            f"{what} {path} is stale (interface {found}, slimx needs {abi}): {remedy}",
+            f"{what} {path} is stale (interface {interface}, slimx needs {abi}): {remedy}",
             code="library.stale",
             about=str(path),
         )

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from slimx.orchestration.lifetime.heap import MIDDLE, OLD, YOUNG
+from slimx.orchestration.lifetime.garbage import MIDDLE, OLD, YOUNG
 from tests import stacks
 from tests.needed import missing
 

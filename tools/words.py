@@ -54,7 +54,7 @@ def python_findings(text: str) -> Iterator[tuple[int, str]]:
 def _function_findings(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str]]:
     text = ast.get_docstring(node)
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    if not text or any(name.endswith(("property", ".fixture", "command()", "callback()")) for name in decorators):
+    if not text or any(re.search(r"(property|\.fixture)$|\.(command|callback)\(", name) for name in decorators):
         return
     first = text.split()[0].rstrip(",;:.")
     if first not in VERBS:

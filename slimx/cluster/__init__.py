@@ -1,6 +1,6 @@
-"""Ray as slimx uses it: connections, calls with deadlines, places of actors, restarts.
+"""Ray as slimx uses it: connections, calls with deadlines, placement of actors, restarts.
 
 In: a configuration's section `cluster`, and calls to actors.
-Out: answers, or an error that names the actor, its log and the deadline.
+Out: results, or an error that names the actor, its log and the deadline.
 Read first: `waiting.py`.
 """

@@ -1,7 +1,7 @@
-"""Access to Ray, for ray 2.60: whether a cluster's address can be reached, and the settings of one on this machine.
+"""Access to Ray, for ray 2.60: reachability of a cluster's address, and the settings of a cluster on this machine.
 
-GCS, raylet and every worker listen on all interfaces, which cannot be changed, and ask for a token. The rest of Ray
-asks nobody, and is kept on the loopback interface or switched off here.
+GCS, raylet and every worker listen on all interfaces, which cannot be changed, and require a token. Ray's other
+services have no authentication; they are bound to the loopback interface or switched off here.
 """
 
 from __future__ import annotations
@@ -9,59 +9,63 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.errors import SlimxError
-from slimx.runtime.private import private_directory, private_token
+from slimx.json_types import Json
+from slimx.runtime.user_files import private_directory, private_token
 
 ADDRESS = "127.0.0.2"
-"""Address of the node. Ray's agents listen at it; Ray would replace 127.0.0.1 by an address that others reach."""
+"""Address of the node, on which Ray's agents listen; Ray would replace 127.0.0.1 by an externally reachable address."""
 SYSTEM_CONFIG = {"enable_metrics_collection": False, "task_events_report_interval_ms": 0}
-"""Settings of Ray for a cluster. Without the first each node's agent would offer its counters to everybody; slimx keeps
-its own. Without the second the GCS would keep 3 KiB of each of the last 100,000 calls, which nobody asks for."""
-MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""System configuration of a Ray cluster. Without the first, each node's agent exposes its counters to everyone; slimx
+collects its own. Without the second, the GCS keeps 3 KiB for each of the last 100,000 calls, which nothing reads."""
+MODE = "RAY_AUTH_MODE"
+TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 CONNECT_S = 2.0
+"""Timeout of a connection attempt, in seconds."""
 
 
-def local_options() -> dict[str, Any]:
-    """Arguments of `ray.init` for a Ray on this machine. Sets Ray's variables, which its processes inherit.
+def local_options() -> Json:
+    """Returns arguments of `ray.init` for a Ray cluster on this machine. Sets Ray's environment variables, which its
+    processes inherit.
 
-    Raises SlimxError where RAY_AUTH_MODE switches the token off, or a file cannot be written."""
+    Raises SlimxError if RAY_AUTH_MODE switches the token off or a file cannot be written."""
     check_token()
     if TOKEN not in os.environ:
-        # Ray would write one that everybody can read.
+        # Ray would write a file that is readable by everyone.
         file = Path(os.environ.get(TOKEN_FILE) or Path.home() / ".ray" / "auth_token")
         try:
             private_token(file)
         except OSError as error:
             raise SlimxError(
-                f"Ray's token cannot be kept in {file} ({error.strerror}); set {TOKEN_FILE} to a file that you can "
-                "write",
+                f"Ray's token cannot be saved in {file} ({error.strerror}); set {TOKEN_FILE} to a writable file",
             ) from error
-    # Ray opens its directory to all users.
+    # Ray makes its directory accessible to all users.
     return {"_node_ip_address": ADDRESS, "_temp_dir": str(private_directory() / "ray")}
 
 
 def check_token() -> None:
-    """Raise SlimxError where RAY_AUTH_MODE switches the token off."""
-    # Ray's default for a new cluster; set after Ray's import, the variable would be heard by its processes alone.
+    """Raises SlimxError if RAY_AUTH_MODE switches the token off."""
+    # "token" is Ray's default for a new cluster; if set after Ray's import, the variable affects only its children.
     if os.environ.get(MODE, "token").lower() != "token":
         raise SlimxError(
-            f"{MODE} is {os.environ[MODE]}: whoever reaches this machine could run programs through Ray; unset it",
+            f"{MODE} is {os.environ[MODE]}: anyone who reaches this machine could run programs through Ray; unset it",
             code="ray.no_token",
             about=MODE,
         )
 
 
 def check_reachable(ray_address: str | None) -> None:
-    """Raise SlimxError if nothing listens at `cluster.ray_address`, host:port or ray://host:port; other values, such as
-    "auto", are Ray's to find. Ray itself would try for minutes, deaf to Ctrl-C."""
+    """Raises SlimxError if nothing listens at `cluster.ray_address`, host:port or ray://host:port.
+
+    Other values, such as "auto", are left to Ray. Ray itself would retry for minutes and ignore Ctrl-C."""
     if ray_address is None or ":" not in ray_address:
         return
     try:
-        where = urlsplit(ray_address if "://" in ray_address else f"//{ray_address}")
-        socket.create_connection((where.hostname or "", where.port or 0), CONNECT_S).close()
+        url = urlsplit(ray_address if "://" in ray_address else f"//{ray_address}")
+        socket.create_connection((url.hostname or "", url.port or 0), CONNECT_S).close()
     except (OSError, ValueError) as error:
         raise SlimxError(
             f"cluster.ray_address: nothing answers at {ray_address} ({error}); start Ray there, or give "

@@ -1,6 +1,6 @@
-"""Ray for one run: joined if an address is configured, else a local cluster that ends with the run.
+"""Ray for one run: joins the configured cluster, or starts a local one that ends with the run.
 
-Ray's own services listen on every interface; its tokens keep strangers out (slimx.cluster.access).
+Ray's services listen on every interface; a token keeps out other clients (slimx.cluster.access).
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError
 
 SHUTDOWN_S = 20.0
-"""Seconds that Ray gets to end."""
+"""Deadline for Ray to shut down, in seconds."""
 STARTS = 3
-"""Starts of a local Ray that a busy machine may need."""
+"""Attempts to start a local Ray, which can time out on a busy machine."""
 SLOW = "timed out during startup"
-"""Words of ray 2.60 for a node that was not there in time."""
+"""Text of ray 2.60's error for a node that did not start in time."""
 
 
 def device_of(config: Config) -> str:
-    """ "cuda" or "cpu", as configured or as torch sees it."""
+    """Returns "cuda" or "cpu", as configured or as torch detects it."""
     if config.cluster.device != "auto":
         return config.cluster.device
-    import torch  # late: what only leaves Ray does without its 2 s
+    import torch  # here, because commands that only leave Ray need not wait 2 s for it
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
-    """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold. `trainers`: whether
-    it has any."""
-    needs = [_needs(own, trainers=trainers) for own in config.by_policy.values()]
+    """Connects to Ray or starts it on this machine. Raises SlimxError if its resources are too few for the run.
+    `trainers`: count the CPUs and GPUs of trainers."""
     be_silent()
-    ranks, engines, cpus = (sum(each) for each in zip(*needs, strict=True))
+    ranks = engines = cpus = 0
+    for policy_config in config.by_policy.values():
+        policy_ranks, policy_engines, policy_cpus = _needs(policy_config, trainers=trainers)
+        ranks += policy_ranks
+        engines += policy_engines
+        cpus += policy_cpus
     try:
         if config.cluster.ray_address:
             ray.init(
@@ -49,54 +53,57 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             _start_locally(cpus)
     except SlimxError:
         raise
-    except Exception as error:  # Ray raises that very class where a part of it does not come up
+    except Exception as error:  # Ray raises plain Exception if a part of it does not start
         where = config.cluster.ray_address or "on this machine"
-        why = " ".join(str(error).split())[:300]
-        raise PartLost(f"Ray cannot be started {where}: {why}", code="ray.start", about=where) from error
+        reason = " ".join(str(error).split())[:300]
+        raise PartLost(f"Ray cannot be started {where}: {reason}", code="ray.start", about=where) from error
     gpus = float(ranks + engines) if device == "cuda" else 0.0
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
-        have = ray.cluster_resources().get(kind, 0.0)
-        if have < needed:
+        available = ray.cluster_resources().get(kind, 0.0)
+        if available < needed:
             stop_ray()
             raise SlimxError(
-                f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} ({ranks} ranks that train, {engines} "
-                f"engine ranks, cluster.device {device}); add nodes or lower trainer.world_size or rollout.engines",
+                f"the Ray cluster has {available:g} {kind}s, the run needs {needed:g} ({ranks} ranks that train, "
+                f"{engines} engine ranks, cluster.device {device}); add nodes or lower "
+                "trainer.world_size or rollout.engines",
                 code="cluster.resources",
                 about=kind,
             )
 
 
 def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
-    """Ranks that train one policy, ranks of engines with GPUs of their own, and CPUs."""
+    """Returns the number of trainer ranks of one policy, of engine ranks with dedicated GPUs, and of CPUs."""
     threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
-    # Engines that take turns with trainers have no GPUs of their own.
-    apart = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
-    engines = sum(group.started * group.ranks for group in apart)
-    ranks = trained_ranks(config) if trainers else 0
+    # Colocated engines have no dedicated GPUs.
+    dedicated = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
+    engines = sum(group.started * group.ranks for group in dedicated)
+    ranks = 0
+    if trainers:
+        ranks = trained_ranks(config)
     return ranks, engines, ranks * config.trainer.threads + threads
 
 
 @without_unused()
 def _start_locally(cpus: int) -> None:
-    """Start Ray on this machine, again where its node did not come up in the 30 s that Ray gives it."""
+    """Starts Ray on this machine; retries if its node did not start within Ray's limit of 30 s."""
     for left in reversed(range(STARTS)):
         try:
             ray.init(
-                # Without it Ray would join whatever cluster was started here last.
+                # Otherwise Ray would join the cluster that was last started on this machine.
                 address="local",
                 **local_options(),
                 num_cpus=cpus,
-                # Shards of a batch are a few MB, and so are pieces of mirrors; weights do not travel through it.
+                # Shards of a batch are a few MB, and so are pieces of mirrors; weights do not pass through it.
                 object_store_memory=max(256 * 2**20, int(0.02 * _memory())),
                 job_config=SearchPath(),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                # A dying worker would kill its children at once, the guard of an engine among them, which must live to
-                # end the engine in order and to remove what it leaves (slimx.runtime.process).
+                # A dying worker would kill its children at once, including an engine's guard, which must live to stop
+                # the engine cleanly and to remove its files (slimx.runtime.process).
                 _system_config={
                     "kill_child_processes_on_worker_exit": False,
-                    # By itself Ray ends this process, in words of its own, a minute after the GCS was lost:
-                    # slimx.cluster.watch is earlier, and the end after that may take its time.
+                    # Ray ends this process with its own message a minute after losing the GCS. slimx.cluster.watch
+                    # is faster, and the shutdown after it may take longer.
                     "gcs_rpc_server_reconnect_timeout_s": 600,
                     **SYSTEM_CONFIG,
                 },
@@ -113,8 +120,8 @@ def _memory() -> int:
 
 
 def stop_ray() -> None:
-    """Leave Ray; a local cluster ends. Ray's library waits for ever for a process of its own that is stopped: this does
-    not, and what Ray leaves running then ends with this process (slimx.orchestration.lifetime.remains)."""
+    """Disconnects from Ray; a local cluster ends. Waits for a limited time: Ray's library blocks forever on one of its
+    processes that is stopped. Remaining processes end with this one (slimx.orchestration.lifetime.leftovers)."""
     leaving = threading.Thread(target=ray.shutdown, name="slimx leaves Ray", daemon=True)
     leaving.start()
     leaving.join(SHUTDOWN_S)

@@ -1,4 +1,4 @@
-"""Says where a Ray actor runs: its machine and its GPUs. Imported by actors of every kind, so it imports Ray alone."""
+"""Placement of Ray actors: machine and GPUs. Actors of every kind import it, so it imports nothing heavy but Ray."""
 
 from __future__ import annotations
 
@@ -10,42 +10,46 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slimx.runtime.ports import is_own, machine
+from slimx.json_types import Json
+from slimx.runtime.ports import is_local, machine
 
+type Actor = Any
+"""Handle of a Ray actor, whose methods Ray creates at run time."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
-"""CUDA's own variable: the GPUs of a process."""
+"""CUDA's variable with the GPUs of a process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The machine and the GPUs of one machine's share of a server."""
+    """Machine and GPUs of the part of a server on one machine."""
 
     node: str | None = None
-    """Ray's id of the machine; None: Ray chooses one that has room."""
+    """Ray's id of the machine; None: Ray chooses one with free resources."""
     gpus: tuple[str, ...] | None = None
-    """GPUs that it shares with trainer ranks; None: Ray gives it its own."""
+    """GPUs shared with trainer ranks; None: Ray assigns dedicated ones."""
     owned: int = 0
-    """GPUs of its own."""
+    """Number of dedicated GPUs."""
 
-    def options(self, cpus: float) -> dict[str, Any]:
-        """Options of the share's Ray actor."""
-        options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": self.owned}
+    def options(self, cpus: float) -> Json:
+        """Returns options of the Ray actor."""
+        options: Json = {"num_cpus": cpus, "num_gpus": self.owned}
         if self.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
         return options
 
 
-def place_of(actor: Any) -> Placement:
-    """The placement of the Ray actor that runs this: its machine, and the GPUs that it sees."""
+def place_of(actor: Actor) -> Placement:
+    """Returns the placement of the Ray actor that runs this: its machine and its visible GPUs."""
     gpus = os.environ.get(DEVICES)
-    return Placement(ray.get_runtime_context().get_node_id(), tuple(gpus.split(",")) if gpus is not None else None)
+    node = ray.get_runtime_context().get_node_id()
+    return Placement(node, tuple(gpus.split(",")) if gpus is not None else None)
 
 
-def identity_of(actor: Any) -> dict[str, Any]:
-    """The process of the Ray actor that runs this, its machine, and Ray's id of that."""
+def identity_of(actor: Actor) -> Json:
+    """Returns process id, machine and Ray's node id of the Ray actor that runs this."""
     return {"pid": os.getpid(), "machine": machine(), "node": ray.get_runtime_context().get_node_id()}
 
 
-def place_among(actor: Any, hosts: Sequence[str]) -> tuple[str, list[str]]:
-    """Ray's id of this machine, and which of `hosts` are addresses of it."""
-    return place_of(actor).node or "", [host for host in hosts if is_own(host)]
+def place_among(actor: Actor, hosts: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns Ray's id of this machine, and those of `hosts` that are addresses of it."""
+    return place_of(actor).node or "", [host for host in hosts if is_local(host)]

@@ -1,4 +1,4 @@
-"""Restarts of a run's parts: how many are allowed, and why each was needed."""
+"""Restarts of a run's parts: their limit, and the reason for each."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.errors import SlimxError
 
-TOLD = 5
-"""Restarts that the message which ends a run tells, at most; the timeline has all."""
+SHOWN = 5
+"""Restarts listed in the message that ends a run, at most; the timeline has all."""
 LONGEST_PAUSE_S = 30.0
-"""Seconds before another start, at most: each pause is twice the one before."""
+"""Longest pause before another start, in seconds; each pause is twice the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """One attempt to start a part again."""
+    """One attempt to restart a part."""
 
     part: str
     """Name of the part in messages: "engine actor-0", "router"."""
     reason: str
-    """Reason for which the part was lost, or the attempt before failed."""
+    """Reason why the part was lost, or the previous attempt failed."""
     at: float
     """Unix seconds."""
     seconds: float
     error: str = ""
-    """Reason for which the restart failed; "" if the part runs."""
+    """Reason why the restart failed; "" if the part is running."""
 
     def __str__(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.at))
@@ -38,11 +38,11 @@ class Restart:
 
 
 class Restarts:
-    """The restarts of one part: `health.restarts` in a row, all of them again once it has served for
-    `health.stable_after` seconds.
+    """Restarts of one part: `health.restarts` in a row, with the count reset after `health.stable_after` seconds of
+    service.
 
-    Counted in a row and not in a stretch of time, as starts may take minutes: a part that always dies soon after its
-    start is given up, however long its starts take.
+    The limit counts restarts in a row and not per time, because a start may take minutes: a part that always dies soon
+    after its start is given up, however long its starts take.
     """
 
     def __init__(
@@ -55,40 +55,47 @@ class Restarts:
         pause_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`note` is told in one line when a restart begins or fails, `record` of each that has ended. `pause_s`:
-        seconds before the second restart in a row. `clock`: monotonic seconds."""
-        self.part, self.health, self.note, self.record = part, health, note, record
+        """Sets up the count. `note` gets a line when a restart begins or fails, `record` every finished restart.
+        `pause_s`: seconds before the second restart in a row. `clock`: monotonic seconds."""
+        self.part = part
+        self.health = health
+        self.note = note
+        self.record = record
         self.history: list[Restart] = []
         self.in_row = 0
-        self._pause_s, self._clock = pause_s, clock
+        self._pause_s = pause_s
+        self._clock = clock
         self._serves_since: float | None = None
 
     @property
     def left(self) -> bool:
+        """True if another restart is allowed."""
         return self.in_row < self.health.restarts
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next one: a part that cannot start at this moment may be able to later."""
+        """Seconds to wait before the next restart: a part that cannot start now may be able to later."""
         return min(LONGEST_PAUSE_S, self._pause_s * 2 ** (self.in_row - 1)) if self.in_row else 0.0
 
     def serves(self) -> None:
-        """The part serves, from now on or as before."""
+        """Records that the part serves, since now or since earlier."""
         if self._serves_since is None:
             self._serves_since = self._clock()
 
     def lost(self) -> None:
-        """The part serves no more."""
-        since, self._serves_since = self._serves_since, None
+        """Records that the part has stopped serving."""
+        since = self._serves_since
+        self._serves_since = None
         if since is not None and self._clock() - since >= self.health.stable_after:
             self.in_row = 0
 
     @contextmanager
     def attempt(self, reason: SlimxError) -> Iterator[None]:
-        """One restart, which the block does."""
+        """Counts and records one restart, which the block performs."""
         self.in_row += 1
         self.note(f"{self.part}: restart {self.in_row} of {self.health.restarts}")
-        at, began = time.time(), self._clock()
+        at = time.time()
+        began = self._clock()
 
         def keep(error: str) -> None:
             seconds = self._clock() - began
@@ -104,6 +111,6 @@ class Restarts:
         keep("")
 
 
-def told_of(restarts: Sequence[Restart]) -> str:
-    """The last of these restarts, for the message that ends a run; "" if there were none."""
-    return "; ".join(map(str, restarts[-TOLD:]))
+def describe_restarts(restarts: Sequence[Restart]) -> str:
+    """Lists the last of these restarts for the message that ends a run; "" if there were none."""
+    return "; ".join(map(str, restarts[-SHOWN:]))

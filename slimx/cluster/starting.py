@@ -1,5 +1,5 @@
-"""The start of trainers and engines: the seconds that they have, `cluster.start_deadline` or what reading the weights
-takes; how many there are; and the lines about the start and its end."""
+"""Start of trainers and engines: its deadline (`cluster.start_deadline`, or derived from the bytes of weights to read),
+the number of processes, and the log lines about it."""
 
 from __future__ import annotations
 
@@ -10,57 +10,69 @@ from pathlib import Path
 from slimx.config.schema import Config
 
 CPU_S = 300.0
+"""Deadline of a start on CPUs, in seconds."""
 READ_RATE = 1e9
-"""Bytes per second at which a node reads weights from shared storage; its other processes read them from its memory.
-Assumed."""
+"""Assumed rate of a node's reads of weights from shared storage, in bytes/s; other processes hit the page cache."""
 COMPILATION_S = 600.0
-"""Seconds on GPUs for what is compiled and captured at a first start, without kernels of DeepGEMM. Assumed."""
+"""Assumed time to compile kernels and capture graphs at a first start on GPUs, in seconds, without DeepGEMM."""
 
 
 def start_deadline(config: Config, device: str) -> float:
-    """Seconds until trainers and engines on `device`, "cpu" or "cuda", must be up."""
+    """Returns the deadline for trainers and engines on `device`, "cpu" or "cuda", to be up, in seconds."""
     deadline = config.cluster.start_deadline
     return start_seconds(device, weight_bytes(config)) if deadline is None else deadline
 
 
 def start_seconds(device: str, nbytes: int) -> float:
-    """Seconds that a first start with `nbytes` of weights may take."""
+    """Returns the seconds that a first start with `nbytes` of weights may take."""
     return CPU_S if device == "cpu" else nbytes / READ_RATE + COMPILATION_S
 
 
 def weight_bytes(config: Config) -> int:
-    """Bytes of all weights that a node with trainers and engines reads when they start; files that are not on this
-    machine do not count."""
+    """Returns the bytes of all weights that a node with trainers and engines reads at the start; files that are not on
+    this machine do not count."""
     directories = {config.initial_weights}
     directories |= {group.model or config.model.path for group in config.rollout.engines if group.started}
     if config.critic is not None and config.critic.load is not None:
         directories.add(config.critic.load)
     patterns = ("*.safetensors", "*/*.distcp")  # Hugging Face's directory, Megatron-LM's
-    files = (file for name in directories for pattern in patterns for file in Path(name).glob(pattern))
-    return sum(file.stat().st_size for file in files)
+    total = 0
+    for directory in directories:
+        for pattern in patterns:
+            total += sum(file.stat().st_size for file in Path(directory).glob(pattern))
+    return total
 
 
 def trained_ranks(config: Config) -> int:
-    """Processes that train one policy, and a critic that does not share them."""
-    critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
-    return config.trainer.world_size + critic
+    """Returns the number of processes that train one policy and its critic, if that has dedicated ranks."""
+    ranks = config.trainer.world_size
+    if config.critic is not None and config.critic.placement == "own":
+        ranks += config.as_critic().trainer.world_size
+    return ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Parts of a run that are being started, together with Ray."""
+    """Parts of a run that are starting together with Ray."""
 
     parts: str
-    """Such as "2 trainers, 1 engine"."""
+    """Description such as "2 trainers, 1 engine"."""
     since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, config: Config, *, trainers: bool = True) -> Starting:
-        """Parts of `config`; `trainers`: whether the command has any."""
-        ranks = sum(trained_ranks(own) for own in config.by_policy.values()) if trainers else 0
-        engines = sum(group.started for own in config.by_policy.values() for group in own.rollout.served)
-        counted = [(ranks, "trainer"), (engines, "engine")]
-        return cls(", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in counted if count) or "Ray")
+        """Returns the parts of `config`; `trainers`: include trainers."""
+        ranks = 0
+        engines = 0
+        for policy in config.by_policy.values():
+            engines += sum(group.started for group in policy.rollout.served)
+            if trainers:
+                ranks += trained_ranks(policy)
+        parts = []
+        for count, name in ((ranks, "trainer"), (engines, "engine")):
+            if count:
+                parts.append(f"{count} {name}" if count == 1 else f"{count} {name}s")
+        return cls(", ".join(parts) or "Ray")
 
     @property
     def line(self) -> str:

@@ -1,55 +1,62 @@
-"""Waiting for Ray's actors and its library with a deadline, and their failures in words."""
+"""Waits for Ray's actors and library with deadlines, and descriptions of their failures."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import ray
 
+from slimx.cluster.place import Actor
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.runtime.logs import log_end, quoted
-from slimx.runtime.tasks import cancelled, in_thread
+from slimx.runtime.tasks import AnyFuture, cancelled, in_thread
 
 DEATH_S = 5.0
-"""Seconds in which Ray knows that an actor has died: others may hear of it earlier, by a connection that broke."""
+"""Seconds until Ray reports an actor's death; peers may notice earlier by a broken connection."""
 KILL_S = 10.0
-"""Seconds for the order to end an actor."""
+"""Deadline of a request to kill actors, in seconds."""
 _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""Answers of Ray for an actor whose process has ended; the second one is no kind of the first, and says that Ray itself
-killed it because the machine ran out of memory."""
+"""Ray's errors for an actor whose process has ended. The second, not a subclass of the first, means that Ray killed the
+process because the machine ran out of memory."""
 
-_UNKNOWN, _SILENT = "connection error code 2", ", as after SIGKILL (out of memory? see dmesg)"
-"""Words of ray 2.60 for a process that ended without a word to it, and what they mean if nothing was printed either."""
+_UNKNOWN = "connection error code 2"
+"""Text of ray 2.60 for a process that ended without notice."""
+_SILENT = ", as after SIGKILL (out of memory? see dmesg)"
+"""Likely cause of such an end if nothing was printed either."""
 
 
 class ActorDied(PartLost):
-    """The process behind an actor has ended."""
+    """The process of an actor has ended."""
 
 
-async def gather(
-    references: Sequence[ray.ObjectRef], *, what: str, holders: Sequence[str], deadline_s: float, logs: Sequence[Path]
-) -> list[Any]:
-    """Results of all `references`. The first failure is raised at once: the other ranks would wait for the failed one.
-    Only an error that may come from the death of another actor waits until Ray knows of that, up to `DEATH_S`.
+async def gather[T](
+    references: Sequence[Awaitable[T]], *, what: str, holders: Sequence[str], deadline_s: float, logs: Sequence[Path]
+) -> list[T]:
+    """Returns the results of all `references`. The first failure is raised at once, because the other ranks would wait
+    for the failed one; only an error that the death of another actor may have caused waits up to `DEATH_S` for Ray to
+    report it.
 
-    Raises SlimxError with the failed holder's name and log, DeadlineError naming the holders that did not answer.
+    Raises SlimxError with the failed holder's name and log, DeadlineError naming the holders that did not respond.
     """
-    if not references:  # no engine of the run's own, say; asyncio.wait refuses to wait for nothing
+    if not references:  # asyncio.wait refuses an empty set
         return []
     tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
     try:
         done, pending = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
         if any(map(_unexplained, done)):
             await _until_death(pending)
-        failed = [one for one in zip(tasks, holders, logs, strict=True) if one[0].done() and one[0].exception()]
-        for task, holder, log in sorted(failed, key=lambda one: not _died(one[0])):
-            raise explain(task.exception(), what, holder, log)
+        failed: list[tuple[bool, BaseException, str, Path]] = []
+        for task, holder, log in zip(tasks, holders, logs, strict=True):
+            error = task.exception() if task.done() else None
+            if error is not None:
+                failed.append((_died(task), error, holder, log))
+        for _, error, holder, log in sorted(failed, key=lambda failure: not failure[0]):
+            raise explain(error, what, holder, log)
         if pending:
             late = [holder for holder, task in zip(holders, tasks, strict=True) if task in pending]
             raise DeadlineError(what, deadline_s, ", ".join(late))
@@ -59,9 +66,9 @@ async def gather(
             task.cancel()
 
 
-async def has_died(*actors: Any, within: float = math.inf) -> bool:
-    """True if one of `actors`, which answer `ping`, has died; Ray gets `DEATH_S` seconds to know it, at most
-    `within`."""
+async def has_died(*actors: Actor, within: float = math.inf) -> bool:
+    """Returns True if one of `actors`, which have a method `ping`, has died. Waits at most `DEATH_S` seconds for Ray to
+    report it, and at most `within`."""
     pings = [asyncio.ensure_future(_result(actor.ping.remote())) for actor in actors]
     try:
         done, _ = await asyncio.wait(pings, timeout=min(DEATH_S, within), return_when=asyncio.FIRST_EXCEPTION)
@@ -70,40 +77,45 @@ async def has_died(*actors: Any, within: float = math.inf) -> bool:
         await cancelled(*pings)
 
 
-async def _until_death(tasks: set[asyncio.Future[Any]]) -> None:
-    """Wait until one of `tasks` fails because its actor has died, or all are done; at most `DEATH_S` seconds."""
+async def _until_death(tasks: Iterable[AnyFuture]) -> None:
+    """Waits until one of `tasks` fails because its actor has died, or all are done; at most `DEATH_S` seconds."""
+    pending = set(tasks)
     with suppress(TimeoutError):
         async with asyncio.timeout(DEATH_S):
-            while tasks:
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
                 if any(map(_died, done)):
                     return
 
 
-def _died(task: asyncio.Future[Any]) -> bool:
+def _died(task: AnyFuture) -> bool:
     return isinstance(task.exception(), _DEATHS)
 
 
-def _unexplained(task: asyncio.Future[Any]) -> bool:
-    """True for a failure that is neither a death nor a sentence of slimx's."""
+def _unexplained(task: AnyFuture) -> bool:
+    """Returns True for a failure that is neither an actor's death nor a SlimxError."""
     error = task.exception()
     return error is not None and not _died(task) and not isinstance(getattr(error, "cause", None), SlimxError)
 
 
-async def _result(reference: ray.ObjectRef) -> Any:
+async def _result[T](reference: Awaitable[T]) -> T:
     return await reference
 
 
 def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxError:
-    """A Ray failure as one sentence; a SlimxError raised inside an actor as it was."""
+    """Returns an error of Ray as one sentence; a SlimxError raised inside an actor unchanged."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, SlimxError):
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        said = quoted(log, end := log_end(log))
-        if not end:  # the process died before it printed anything: Ray alone knows of what
-            said += _SILENT if _UNKNOWN in str(error) else f"; Ray says: {_last_line(error)}"
-        out: SlimxError = ActorDied(f"{holder} died during {what}; {said}", code="actor.died", about=holder)
+        end = log_end(log)
+        reason = quoted(log, end)
+        if not end:  # the process printed nothing: only Ray's message says more
+            if _UNKNOWN in str(error):
+                reason += _SILENT
+            else:
+                reason += f"; Ray says: {_last_line(error)}"
+        out: SlimxError = ActorDied(f"{holder} died during {what}; {reason}", code="actor.died", about=holder)
     else:
         out = SlimxError(
             f"{what} failed on {holder}: {type(cause or error).__name__}: {_short(cause or error)}; its log is {log}",
@@ -115,12 +127,12 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
 
 
 def _short(error: BaseException) -> str:
-    """The words of an error on one line; of the pages that Ray writes about memory the begin, with its figures."""
+    """Returns an error's text on one line, cut after the figures at the start of Ray's reports about memory."""
     return textwrap.shorten(str(error), 400, placeholder=" ...")
 
 
 def first_line(error: BaseException) -> str:
-    """An error without the log that it may quote."""
+    """Returns an error's text without the log that it may quote."""
     return str(error).partition("\n")[0]
 
 
@@ -128,28 +140,30 @@ def _last_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["nothing"])[-1]
 
 
-async def ask_ray[T](what: str, holder: str, deadline_s: float, function: Callable[..., T], *arguments: Any) -> T:
-    """The result of `function`, which calls Ray, in a thread: `ray.put` needs the raylet and `ray.kill` the GCS; both
-    wait for ever for one that is stopped, and in the event loop everything would wait with them.
+async def ask_ray[T, *Ts](
+    what: str, holder: str, deadline_s: float, function: Callable[[*Ts], T], *arguments: *Ts
+) -> T:
+    """Returns the result of `function`, a call of Ray's library, in a thread. `ray.put` needs the raylet and `ray.kill`
+    the GCS; both block forever if that process is stopped, and would block the event loop.
 
-    `what` is asked of `holder`, a part of Ray: raises DeadlineError if it does not answer in time, PartLost if it
-    fails."""
+    `what` is requested from `holder`, a part of Ray. Raises DeadlineError if it does not respond in time, PartLost if
+    it fails."""
     try:
         async with asyncio.timeout(deadline_s):
             return await in_thread(function, *arguments)
     except TimeoutError:
         raise DeadlineError(what, deadline_s, holder) from None
     except ray.exceptions.RayError as error:
-        why = " ".join(str(error).split())[:300]
-        raise PartLost(f"{holder} failed at {what}: {why}", code="ray.lost", about=holder) from error
+        reason = " ".join(str(error).split())[:300]
+        raise PartLost(f"{holder} failed at {what}: {reason}", code="ray.lost", about=holder) from error
 
 
-async def kill(actors: Iterable[Any]) -> None:
-    """End actors at once; does not raise. Without the GCS they end with Ray."""
+async def kill(actors: Iterable[Actor]) -> None:
+    """Kills actors; does not raise. Without the GCS they end with Ray."""
     with suppress(DeadlineError, PartLost):
         await ask_ray("the end of actors", "Ray's GCS", KILL_S, _kill, list(actors))
 
 
-def _kill(actors: list[Any]) -> None:
+def _kill(actors: list[Actor]) -> None:
     for actor in actors:
         ray.kill(actor)

@@ -1,7 +1,7 @@
-"""Watches Ray's own processes: without them trainers and engines cannot be reached, and Ray says it late, in its words.
+"""Watches Ray's processes: without them trainers and engines are unreachable, which Ray itself reports late.
 
-each second    of a local cluster: do gcs_server and raylet, children of this process, still run?
-in between     does the raylet store an object, does the GCS name the nodes, within `cluster.ray_deadline`?
+every second    local cluster: are gcs_server and raylet, children of this process, still running?
+in between      does the raylet store an object, does the GCS list the nodes, within `cluster.ray_deadline`?
 """
 
 from __future__ import annotations
@@ -17,27 +17,32 @@ from slimx.errors import DeadlineError, PartLost
 from slimx.runtime.tasks import first_of
 
 LOOK_S = 1.0
-"""Seconds between two looks at processes."""
+"""Seconds between two checks of the processes."""
 NAMES = {"gcs_server": "GCS", "raylet": "raylet"}
-"""Ray's processes by their names, and what they are called."""
+"""Ray's process names -> names in messages."""
 
 Probe = Callable[[], object]
 
 
-def own_processes() -> dict[str, psutil.Process]:
-    """The processes of a cluster that this process has started, by what they are called; {} where it joined one."""
-    return {NAMES[child.name()]: child for child in psutil.Process().children() if child.name() in NAMES}
+def local_processes() -> dict[str, psutil.Process]:
+    """Returns the processes of a cluster that this process has started, by name; {} for a joined cluster."""
+    processes: dict[str, psutil.Process] = {}
+    for child in psutil.Process().children():
+        name = child.name()
+        if name in NAMES:
+            processes[NAMES[name]] = child
+    return processes
 
 
 def probes() -> dict[str, Probe]:
-    """A call for each part of Ray, by the part's name, that it must answer."""
+    """Returns, by name of a part of Ray, a call that the part must answer."""
     return {"raylet": lambda: ray.put(b""), "GCS": ray.nodes}
 
 
 async def watch_ray(
     processes: Mapping[str, psutil.Process], probes: Mapping[str, Probe], deadline_s: float, look_s: float = LOOK_S
 ) -> PartLost:
-    """Watch the cluster; returns why it cannot be used any more, as soon as that is known."""
+    """Watches the cluster; returns why it is unusable as soon as that is detected."""
     watches = [_ended(processes, look_s), *(_silent(name, probe, deadline_s) for name, probe in probes.items())]
     return await first_of(watches)
 
@@ -49,7 +54,7 @@ async def _ended(processes: Mapping[str, psutil.Process], look_s: float) -> Part
 
 
 def has_ended(processes: Mapping[str, psutil.Process]) -> PartLost | None:
-    """The first of Ray's processes that does not run any more."""
+    """Returns an error for the first of Ray's processes that has ended."""
     for name, process in processes.items():
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
@@ -71,10 +76,10 @@ async def _silent(name: str, probe: Probe, deadline_s: float) -> PartLost:
         await asyncio.sleep(deadline_s / 4)
 
 
-def _lost(name: str, how: str) -> PartLost:
+def _lost(name: str, reason: str) -> PartLost:
     return PartLost(
-        f"Ray's {name} is lost ({how}), and trainers and engines with it; the logs of Ray's session say why, and the "
-        "same command goes on from the newest checkpoint",
+        f"Ray's {name} is lost ({reason}), and trainers and engines with it; the logs of Ray's session say why, and "
+        "the same command goes on from the newest checkpoint",
         code="ray.lost",
         about=name,
     )

@@ -1,6 +1,5 @@
-"""Commands that every run needs, and the program that finds those of extras.
+"""Commands that every run needs, and the program that finds the commands of extras.
 
 In: the arguments of the command line, or of `slimx.train` in a script.
-Out: a run directory, and one sentence with an exit status for a refusal.
-Read first: `start.py`; `usage.py` for how commands are found.
+Out: a run directory, or a refusal in one sentence with an exit status.
 """

@@ -1,16 +1,16 @@
-"""`slimx eval`: the held-out prompts of a configuration, answered by a checkpoint; nothing is trained."""
+"""`slimx eval`: a checkpoint answers the held-out prompts of a configuration; nothing is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from slimx.cluster.connection import device_of
 from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
+from slimx.json_types import Json
 from slimx.models.families import configured_model
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.orchestration.engines.service import EngineService
@@ -20,27 +20,29 @@ from slimx.orchestration.start.prepare import Sources, check_sources
 from slimx.orchestration.state.directory import EVALUATIONS
 from slimx.orchestration.step.evaluation import answer_all, judge
 
-LOGGED, MEAN = "eval_hook/", "/mean"
-"""Around the name of a number that hooks log."""
+LOGGED = "eval_hook/"
+"""Prefix of the metrics that hooks log."""
+MEAN = "/mean"
+"""Suffix of their means."""
 
 
-def run_evaluation(config: Config, note: Callable[[str], None]) -> dict[str, Any]:
-    """{checkpoint, prompts: by set, metrics} of one evaluation, also written into RUN/eval/results.jsonl. `config`: of
-    engines without trainers (slimx.orchestration.start.early).
+def run_evaluation(config: Config, note: Callable[[str], None]) -> Json:
+    """Returns {checkpoint, prompts: by set, metrics} of one evaluation, and appends it to RUN/eval/results.jsonl.
+    `config`: with engines and without trainers (slimx.orchestration.start.checks).
 
     Raises SlimxError, or Interrupted after a stop."""
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir) / EVALUATIONS
-    found: dict[str, Any] = {}
+    result: Json = {}
     starting = Starting.of(config, trainers=False)
     note(starting.line)
-    work = partial(_session, config, sources, directory, starting, note, found)
+    work = partial(_session, config, sources, directory, starting, note, result)
     run_with_ray(config, device, work, trainers=False)
     results = JsonlFile(directory / "results.jsonl", resume_step=0)
-    results.write(found)
+    results.write(result)
     results.close()
-    return found
+    return result
 
 
 async def _session(
@@ -49,18 +51,20 @@ async def _session(
     directory: Path,
     starting: Starting,
     note: Callable[[str], None],
-    found: dict[str, Any],
+    result: Json,
     alarm: Alarm,
 ) -> None:
     async with EndingStack(alarm) as stack:
         service = await stack.enter_async_context(serving(config, sources, directory, note))
         note(starting.ready)
-        found |= await evaluate_once(service)
+        result |= await evaluate_once(service)
 
 
-async def evaluate_once(service: EngineService) -> dict[str, Any]:
-    """Answer the held-out prompts with started engines; their scores."""
-    config, prompts, maker = service.config, service.sources.eval_prompts, service.make_maker()
+async def evaluate_once(service: EngineService) -> Json:
+    """Answers the held-out prompts with running engines; returns their scores."""
+    config = service.config
+    prompts = service.sources.eval_prompts
+    maker = service.make_maker()
     try:
         outcomes = await service.watched(answer_all(maker, prompts))
     finally:
@@ -71,30 +75,38 @@ async def evaluate_once(service: EngineService) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "samples": config.eval.samples,
         "temperature": config.eval.temperature,
-        "prompts": {name: len(several) for name, several in prompts.items()},
+        "prompts": {name: len(rows) for name, rows in prompts.items()},
         "metrics": judge(config.eval, prompts, outcomes),
     }
 
 
-def table(found: Mapping[str, Any]) -> Iterator[str]:
-    """A row for each set and one for all where there are several, then a line for each number that hooks logged."""
-    metrics = found["metrics"]
-    overall = [key.removeprefix("eval/") for key in metrics if key.count("/") == 1 and key != "eval/failed"]
-    samples = found["samples"]
+def table(result: Json) -> Iterator[str]:
+    """Yields a row per prompt set, a row for all if there are several, and a line per metric that hooks logged."""
+    metrics = result["metrics"]
+    columns = []
+    for key in metrics:
+        if key.count("/") == 1 and key != "eval/failed":
+            columns.append(key.removeprefix("eval/"))
+    samples = result["samples"]
     yield (
-        f"{found['checkpoint']}: {samples} answers per prompt (accuracy is avg@{samples}), temperature "
-        f"{found['temperature']:g}"
+        f"{result['checkpoint']}: {samples} answers per prompt (accuracy is avg@{samples}), temperature "
+        f"{result['temperature']:g}"
     )
-    yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in overall)
-    rows = {f"eval/{name}/": (name, count) for name, count in found["prompts"].items() if name}
-    rows["eval/"] = ("all", sum(found["prompts"].values()))
+    yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in columns)
+    rows = {}
+    for name, count in result["prompts"].items():
+        if name:
+            rows[f"eval/{name}/"] = (name, count)
+    rows["eval/"] = ("all", sum(result["prompts"].values()))
     for prefix, (name, count) in rows.items():
-        cells = "".join(
-            f"{metrics[prefix + key]:>10.3f}" if prefix + key in metrics else f"{'-':>10}" for key in overall
-        )
+        cells = ""
+        for column in columns:
+            value = metrics.get(prefix + column)
+            cells += f"{'-':>10}" if value is None else f"{value:>10.3f}"
         yield f"{name:<20}{count:>8}{cells}"
     for key, value in metrics.items():
         if key.startswith(LOGGED) and key.endswith(MEAN):
             yield f"{key.removeprefix(LOGGED).removesuffix(MEAN)} {value:.3f}, the mean of what hooks logged"
-    if failed := metrics["eval/failed"]:
+    failed = metrics["eval/failed"]
+    if failed:
         yield f"{failed:.0f} prompts failed, and count as 0"

@@ -1,7 +1,7 @@
-"""`slimx generate`: the rollouts of `schedule.steps` steps, saved and not trained.
+"""`slimx generate`: generates and saves the rollouts of `schedule.steps` steps without training.
 
-RUN/rollouts/step-NNNNNNN.groups    what `slimx rollouts` shows, and `rollout.replay` trains on
-RUN/cursor/iter_NNNNNNN/            position in the prompts and waiting groups, from which it goes on
+RUN/rollouts/step-NNNNNNN.groups    rollouts, which `slimx rollouts` shows and `rollout.replay` trains on
+RUN/cursor/iter_NNNNNNN/            position in the prompts and waiting groups, from which generation resumes
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from slimx.models.families import configured_model
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.orchestration.batches import trajectories_of
 from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.engines.serving import serving
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
@@ -40,8 +41,8 @@ from slimx.runtime.tasks import in_thread
 
 
 def run_generation(config: Config, console: Console) -> Path:
-    """Check, start engines, generate, stop; returns the run's directory. A directory with a position is continued.
-    `config`: of engines without trainers (slimx.orchestration.start.early).
+    """Checks the configuration, starts engines, generates, and returns the run's directory; resumes from a saved
+    position. `config`: with engines and without trainers (slimx.orchestration.start.checks).
 
     Raises SlimxError, Interrupted after a stop, or Preempted after SIGUSR1."""
     device = device_of(config)
@@ -49,11 +50,11 @@ def run_generation(config: Config, console: Console) -> Path:
     directory = Path(config.run.dir)
     saves = Saves(directory / CURSOR, keep=1)
     check_generation(config, directory, saves)
-    done = saves.newest()
-    state = read_state(done) if done is not None else None
+    newest = saves.newest()
+    state = read_state(newest) if newest is not None else None
     if state is not None and state.step >= config.schedule.steps:
-        said = f"{directory} has all {state.step} steps; raise schedule.steps to go on{unused(config)}"
-        console.print(plain(said))
+        message = f"{directory} has all {state.step} steps; raise schedule.steps to go on{unused(config)}"
+        console.print(plain(message))
         return directory
     with begun(directory):
         write_config(config, directory)
@@ -73,7 +74,10 @@ async def _session(
     console: Console,
     alarm: Alarm,
 ) -> None:
-    directory, done = Path(config.run.dir), state.step if state else 0
+    directory = Path(config.run.dir)
+    done = 0
+    if state is not None:
+        done = state.step
     with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
         table.start(starting.line, starting.since)
         async with EndingStack(alarm) as stack:
@@ -87,8 +91,12 @@ async def _session(
 async def generate(
     service: EngineService, saves: Saves, state: RunState | None, table: LiveTable, leaving: asyncio.Event
 ) -> None:
-    """Generate the steps that are left after `state`, each written down before the next."""
-    config, sources, step = service.config, service.sources, state.step if state else 0
+    """Generates the steps that remain after `state`, and saves each before the next one starts."""
+    config = service.config
+    sources = service.sources
+    step = 0
+    if state is not None:
+        step = state.step
     current = step
     directory = Path(config.run.dir)
     async with AsyncExitStack() as stack:
@@ -111,7 +119,8 @@ async def generate(
         while step < config.schedule.steps:
             if leaving.is_set():
                 raise Preempted(step, config.schedule.steps)
-            began, current = time.perf_counter(), step + 1
+            began = time.perf_counter()
+            current = step + 1
             table.phase("generate")
             batch = await service.watched(manager.next_batch())
             seconds = time.perf_counter() - began
@@ -128,5 +137,5 @@ def _save(saves: Saves, state: RunState) -> None:
 
 
 def _metrics(batch: Batch, seconds: float, passing: float) -> dict[str, float]:
-    sampled = sum(len(t.sampled_ids()) for group in batch.groups for t in group.trajectories)
+    sampled = sum(len(trajectory.sampled_ids()) for trajectory in trajectories_of(batch.groups))
     return group_metrics(batch, passing) | {"time/step": seconds, "perf/tokens_per_second": sampled / seconds}

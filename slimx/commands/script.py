@@ -1,7 +1,7 @@
 """Training and evaluation from a script or a notebook: `slimx.train(config, reward=my_reward)`.
 
-A hook is given as a function and goes on as its dotted path, so that everything after this file, `config.yaml` and
-processes of rewards included, sees a run like any other.
+Hooks are passed as functions and recorded as their dotted paths, so that `config.yaml`, reward processes and the rest
+of the code see an ordinary run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from slimx.commands import start
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.rollout.hook_loading import in_process
 from slimx.rollout.hooks import Generate, Keep, Reward
 
@@ -31,10 +31,10 @@ def train(
     keep: Keep | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Train as `slimx train` does, and return the run's directory. Blocks; call it in the main thread.
+    """Trains as `slimx train` does and returns the run's directory. Blocks; call it in the main thread.
 
-    `generate`, `reward` and `keep` take the places of `rollout.generate`, `reward.function` and `rollout.filter`; each
-    stands at the top level of its module. Raises SlimxError, Interrupted after a signal, Preempted after SIGUSR1."""
+    `generate`, `reward` and `keep` replace `rollout.generate`, `reward.function` and `rollout.filter`; they must be
+    defined at the top level of a module. Raises SlimxError, Interrupted after a signal, Preempted after SIGUSR1."""
     config = with_hooks(config, generate=generate, reward=reward, keep=keep)
     with _alone():
         directory, _ = start.train(config, console or Console(soft_wrap=True))
@@ -48,9 +48,9 @@ def evaluate(
     generate: Generate | None = None,
     reward: Reward | None = None,
     note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-) -> dict[str, Any]:
-    """Answer the held-out prompts as `slimx eval` does: {checkpoint, prompts, metrics}. `checkpoint`: a Hugging Face
-    directory; None: the weights that training would start from. Hooks and errors as of `train`."""
+) -> Json:
+    """Answers the held-out prompts as `slimx eval` does and returns {checkpoint, prompts, metrics}. `checkpoint`: a
+    Hugging Face directory; None: the weights that training would start from. Hooks and errors: see `train`."""
     config = with_hooks(config, generate=generate, reward=reward)
     with _alone():
         return start.evaluate(config, None if checkpoint is None else Path(checkpoint).expanduser(), note)
@@ -59,18 +59,20 @@ def evaluate(
 def with_hooks(
     config: Config, *, generate: Generate | None = None, reward: Reward | None = None, keep: Keep | None = None
 ) -> Config:
-    """The configuration with functions as its hooks, by their dotted paths. Raises SlimxError for a function that its
-    path does not lead to, in this process or in those that the reward needs."""
-    rollout: dict[str, Any] = {}
+    """Returns the configuration with the functions' dotted paths as its hooks. Raises SlimxError for a function that
+    cannot be imported by its path in this process or in the reward processes."""
+    rollout: dict[str, str] = {}
     if generate is not None:
         rollout["generate"] = _path("generate", generate)
     if keep is not None:
         rollout["filter"] = _path("keep", keep)
-    changed: dict[str, Any] = {"rollout": config.rollout.model_copy(update=rollout)} if rollout else {}
+    sections: dict[str, object] = {}
+    if rollout:
+        sections["rollout"] = config.rollout.model_copy(update=rollout)
     if reward is not None:
         if config.reward.parts:
             raise SlimxError(
-                "a reward function is given, and the configuration has reward.parts; leave one of them out",
+                "a reward function is passed, but the configuration has reward.parts; leave one of them out",
                 code="script.reward_parts",
                 about="reward.parts",
             )
@@ -82,13 +84,14 @@ def with_hooks(
                 code="script.reward_process",
                 about=path,
             )
-        changed["reward"] = config.reward.model_copy(update={"function": path})
-    return config.model_copy(update=changed)
+        sections["reward"] = config.reward.model_copy(update={"function": path})
+    return config.model_copy(update=sections)
 
 
-def _path(argument: str, function: Any) -> str:
-    """The dotted path of a function at the top level of a module."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+def _path(argument: str, function: Generate | Reward | Keep) -> str:
+    """Returns the dotted path of a function at the top level of a module."""
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
     if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
         raise SlimxError(
             f"{argument}: {name or function!r} is not at the top level of a module, and a run names its hooks by "
@@ -105,8 +108,8 @@ def _has_file(module: str) -> bool:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A block that may run an event loop of its own where one runs already, as in a notebook, whose own stands still
-    meanwhile. Raises SlimxError in a process that imports the script for a worker."""
+    """Lets the block run its own event loop while one is running already (notebook), which is paused meanwhile. Raises
+    SlimxError in a worker process that imports the script."""
     if multiprocessing.parent_process() is not None:
         raise SlimxError(
             "a worker process imports this script and would start the run again; put the call under "

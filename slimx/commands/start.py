@@ -1,21 +1,21 @@
-"""The starts of train, generate and evaluate: first every check that needs no torch, whose import takes seconds."""
+"""Entry points of train, generate and evaluate: every check that works without torch runs before its slow import."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from slimx.config.schema import Config
-from slimx.orchestration.start import early
+from slimx.json_types import Json
+from slimx.orchestration.start import checks
 
 
 def train(config: Config, console: Console) -> tuple[Path, Path | None]:
-    """Train, and return the run's directory and its report, if there is one. Raises SlimxError, Interrupted after a
+    """Trains; returns the run's directory and its report, if there is one. Raises SlimxError, Interrupted after a
     signal, Preempted after SIGUSR1."""
-    early.check_training(config)
+    checks.check_training(config)
     from slimx.orchestration.session import finish, run_training
 
     directory = run_training(config, console)
@@ -23,16 +23,16 @@ def train(config: Config, console: Console) -> tuple[Path, Path | None]:
 
 
 def generate(config: Config, checkpoint: Path | None, console: Console) -> Path:
-    """Generate rollouts without training, and return the directory that has them. Raises as `train` does."""
-    config = early.generating(config, checkpoint)
+    """Generates rollouts without training; returns their directory. Raises as `train` does."""
+    config = checks.generation_config(config, checkpoint)
     from slimx.commands.generate import run_generation
 
     return run_generation(config, console)
 
 
-def evaluate(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> dict[str, Any]:
-    """Answer the held-out prompts: {checkpoint, prompts, metrics}. Raises as `train` does."""
-    config = early.evaluating(config, checkpoint)
+def evaluate(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> Json:
+    """Answers the held-out prompts; returns {checkpoint, prompts, metrics}. Raises as `train` does."""
+    config = checks.evaluation_config(config, checkpoint)
     from slimx.commands.evaluate import run_evaluation
 
     return run_evaluation(config, note)

@@ -12,24 +12,23 @@
                                   v  weight version v + 1
                             Publisher: gather -> stage -> verify -> commit
 
-One loop serves every schedule. `schedule.max_staleness` says how many batches of groups may be in flight beyond the one
-that is waited for: with 0 the engines rest while the trainers train (synchronous), with 1 they generate the next batch
-meanwhile (one step off), with more they run several batches ahead, and a publication falls into the middle of rollouts
-(fully asynchronous). `run.rollouts.next_batch` keeps the promise that no trajectory is older when it is trained
-(slimx/rollout/flow/manager.py, docs/flow.md). With `rollout.partial` it interrupts what is unfinished when it returns,
-and goes on with it when it is called again. A run without engines (supervised fine-tuning) goes round the same loop and
-publishes nothing.
+One loop serves every schedule. `schedule.max_staleness` is the number of batches of groups in flight in addition to the
+one that is waited for: with 0 the engines idle while the trainers train (synchronous), with 1 they generate the next
+batch meanwhile (one step off), with more they run several batches ahead, and a publication happens in the middle of
+rollouts (fully asynchronous). `run.rollouts.next_batch` guarantees that no trajectory is older when it is trained
+(slimx/rollout/flow/manager.py, docs/flow.md). With `rollout.partial` it interrupts unfinished rollouts when it returns,
+and resumes them in the next call. A run without engines (supervised fine-tuning) runs the same loop and publishes
+nothing.
 
-A run may train several policies (section `policies`): a rollout speaks to all of them, each trajectory belongs to the
-one that sampled it, and trainers and publisher stand there once for each. They step together: the version is that of
-all.
+A run may train several policies (section `policies`): a rollout may call all of them, each trajectory belongs to the
+policy that sampled it, and every policy has its trainers and its publisher. They step together and share the version.
 
-An engine that is lost does not show here: the others go on, it is started again in the background, and the publication
-after the next step brings it back (slimx/engines/fleet/membership.py). If none is left, the work of a step and
-`run.publish` wait for one.
+A lost engine does not show in the loop: the others continue, it restarts in the background, and the publication after
+the next step brings it back (slimx/engines/fleet/membership.py). If none is left, the work of a step and `run.publish`
+wait for one.
 
-A run that is asked to leave (SIGUSR1) does so where the loop waits for a batch: a step that has begun to train is
-finished, one that is still generated is interrupted, and all that was sampled is kept.
+A run that is asked to leave (SIGUSR1) does so while the loop waits for a batch: a step that is being trained is
+finished, one that is being generated is interrupted, and all samples are saved.
 """
 
 from __future__ import annotations
@@ -44,8 +43,9 @@ from slimx.orchestration.step.train import train_step
 
 
 async def train(run: Run) -> None:
-    """Run the loop from `run.step` to `schedule.steps`."""
-    config, steps = run.config, run.config.schedule.steps
+    """Runs the loop from `run.step` to `schedule.steps`."""
+    config = run.config
+    steps = config.schedule.steps
     await run.publish()
     if run.step == 0:
         run.records.start(await evaluate(run), run.version)

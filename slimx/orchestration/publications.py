@@ -1,18 +1,17 @@
-"""The publications of a run: the trainers' weights become the engines', and engines that were lost catch up."""
+"""Publications of a run: engines get the trainers' weights, and engines that were lost catch up."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any
+from typing import cast
 
 from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup
-from slimx.engines.fleet.membership import Joining
+from slimx.engines.fleet.membership import Joining, Membership
 from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
-from slimx.orchestration.engines.shared import SharedEngines
+from slimx.orchestration.engines.shared import SharedEngines, SharedMembers
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.state.recording import Records
 from slimx.reshard.manifest import Encoding, Manifest, Publication
@@ -22,61 +21,110 @@ from slimx.reshard.publish import Publisher
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.runtime.tasks import in_thread, while_served
 
-Lasting = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+type Deliver = Callable[[int], Awaitable[Publication]]
+"""Publishes the weights of a step."""
+type Lasting = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
+"""Runs work that needs trainers, and repeats it if they are replaced."""
 
 
-async def _once(work: Callable[[], Awaitable[Any]]) -> Any:
+async def _once(work: Callable[[], Awaitable[Publication]]) -> Publication:
     return await work()
 
 
 class Publications:
-    """Publishes the weights of one policy's trainers to its engines."""
+    """Publications of a policy's weights. Without engines: none."""
+
+    lasting: Lasting = staticmethod(_once)
+    """Runs work that needs trainers, which may be replaced meanwhile."""
+
+    def renew(self) -> None:
+        """Prepares for other trainer ranks, which have replaced lost ones."""
+
+    async def publish(self, step: int) -> Publication | None:
+        """Publishes the weights of `step` as the version of that number."""
+        return None
+
+    async def publish_metrics(self, step: int) -> dict[str, float]:
+        """Publishes the weights of `step`; returns metrics of the publication and of the engines."""
+        return {}
+
+    async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
+        """Returns the result of `work`. Raises SlimxError if the run loses all engines meanwhile."""
+        return await work
+
+    async def sleep(self) -> None:
+        """Releases the devices of colocated engines."""
+
+    async def wake(self) -> None:
+        """Makes colocated engines serve again."""
+
+
+class EnginePublications(Publications):
+    """Publications of the weights of one policy's trainers to its engines."""
 
     def __init__(
         self,
         policy: str,
         config: Config,
-        engines: EngineGroup | None,
+        engines: EngineGroup,
         maker: GroupMaker,
         trainers: TrainerGroup,
         encoding: Encoding,
         records: Records,
         shared: SharedEngines | None = None,
     ):
-        """`config`: of the policy. `engines`: None where nothing is sampled. `maker` gets each version that is
-        published. `encoding`: how engines receive weights. `shared`: `engines` hold the adapters of other policies,
-        too."""
-        self.policy, self.config, self.engines, self.trainers = policy, config, engines, trainers
-        self.lasting: Lasting = _once
-        """Waits for work that needs trainers, which may be replaced meanwhile."""
-        self._maker, self._encoding, self._note = maker, encoding, records.table.note
+        """Connects trainers and engines. `config`: of the policy. `maker` gets each published version. `encoding`: of
+        the weights for engines. `shared`: `engines` hold the adapters of other policies, too."""
+        self.policy = policy
+        self.config = config
+        self.engines = engines
+        self.trainers = trainers
+        self._maker = maker
+        self._encoding = encoding
+        self._note = records.table.note
         transport = transport_of(config.publish)
         source, self.delivery = transport.connect(config, trainers, engines, WeightSource(trainers, "publish"))
-        self.publisher = self.adapters = None
         self._shared = shared
-        self._based: dict[str, int] = {} if shared is None else shared.based
-        """By engine the incarnation that was given the base of its adapters."""
+        self._based: dict[str, int] = {}
+        """Engine -> incarnation that has received the base of its adapters."""
         self._brought = False
         """True once the base of these trainers was published, and thereby compared with that of other policies."""
-        if self.engines is not None:
-            members = self.engines.members if shared is None else shared.enter(policy, self._deliver)
-            vacate = self._give_turn if self.config.schedule.colocate else None
-            self.publisher = self._publisher(source, members, self.delivery, vacate)
-            if "adapters" in trainers.plans:
-                source = WeightSource(trainers, "adapters")
-                self.adapters = self._publisher(source, members, self.delivery, encoding="adapters")
+        members: Membership | SharedMembers = engines.members
+        if shared is not None:
+            self._based = shared.based
+            members = shared.enter(policy, self._deliver)
+        vacate = self._give_turn if config.schedule.colocate else None
+        self.publisher = self._publisher(source, members, self.delivery, vacate)
+        self.adapters: Publisher | None = None
+        """Publisher of the adapters alone."""
+        if "adapters" in trainers.plans:
+            adapters = WeightSource(trainers, "adapters")
+            self.adapters = self._publisher(adapters, members, self.delivery, encoding="adapters")
+
+    def renew(self) -> None:
+        self.delivery.renew()
 
     async def publish(self, step: int) -> Publication:
-        """Publish the weights of `step` as the version of that number, until at least one engine has taken part to the
-        end: while there is none, this waits for a restart."""
+        """Publishes the weights of `step` as the version of that number; waits for a restart as long as no engine has
+        completed the publication."""
         return await self.lasting(lambda: self._publish(step))
 
+    async def publish_metrics(self, step: int) -> dict[str, float]:
+        return publication_metrics(await self.publish(step)) | self.engines.members.metrics()
+
+    async def sleep(self) -> None:
+        await self.engines.sleep()
+
+    async def wake(self) -> None:
+        await self.engines.wake()
+
     async def _publish(self, step: int) -> Publication:
-        deliver = self._deliver if self._shared is None else partial(self._shared.publish, self.policy)
-        return await deliver(step)
+        if self._shared is None:
+            return await self._deliver(step)
+        return await self._shared.publish(self.policy, step)
 
     async def _deliver(self, step: int) -> Publication:
-        """Publish until at least one engine has taken part to the end."""
+        """Publishes until at least one engine has completed the publication."""
         self._maker.begun[self.policy] = step
         while True:
             if self.config.schedule.colocate:
@@ -91,8 +139,8 @@ class Publications:
             return done
 
     async def _publish_once(self, step: int) -> Publication:
-        """Publish the adapters alone if every engine holds their base, which these trainers have brought once, else all
-        weights to every engine."""
+        """Publishes only the adapters if every engine has their base and these trainers have published it once, else
+        all weights."""
         if self.adapters is None:
             return await self.publisher.publish(step, trainer_step=step)
         present = {engine.name: engine.incarnation for engine in self.engines.members.candidates()}
@@ -104,8 +152,8 @@ class Publications:
         return done
 
     async def _seat(self) -> None:
-        """Have colocated engines hold what a publication writes into, and no more. If none runs, one starts first, on
-        devices that the trainers have left."""
+        """Wakes colocated engines to receive weights. If none is running, one starts first, on devices that the
+        trainers have released."""
         await self.engines.wake()
         while not self.engines.members.run:
             await self._give_turn()
@@ -117,21 +165,26 @@ class Publications:
         self.engines.members.turn.begin()
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
-        """Wait for `work`, but not beyond the moment when the run has lost its engines for good.
+        """Returns the result of `work`. Raises SlimxError if the run loses all engines meanwhile.
 
-        Where engines are all out and one of them comes back, it gets the weights of `step`; not while `training`, when
-        the trainers' weights are between two versions, nor in the trainers' turn, when engines sleep: then the
-        publication that follows brings the next one. A delivery that keeps versions brings the present one to whichever
-        engine comes back, at any time when engines are awake.
+        If all engines are out and one comes back, it gets the weights of `step`; not while `training`, when the
+        trainers' weights are between two versions, nor in the trainers' turn, when engines sleep: then the following
+        publication brings the next version. A delivery that keeps versions brings the current one to any engine that
+        comes back while engines are awake.
         """
-        if self.engines is None or (self._shared is not None and self._shared.owner != self.policy):
-            return await work  # engines of several policies are watched by their owner's
+        if self._shared is not None and self._shared.owner != self.policy:
+            return await work  # the owner watches engines of several policies
         members = self.engines.members
         awake = members.turn.theirs
-        training, kept = training or not awake, self.delivery.keeps and awake
+        training = training or not awake
+        kept = self.delivery.keeps and awake
 
         def needed() -> Awaitable[None]:
-            return members.back() if kept else members.failed() if training else members.starved()
+            if kept:
+                return members.back()
+            if training:
+                return members.failed()
+            return members.starved()
 
         async def supply() -> None:
             nonlocal kept
@@ -143,8 +196,9 @@ class Publications:
         return await while_served(work, needed, supply)
 
     async def catch_up(self) -> bool:
-        """Bring the present version to engines that came back, from where it is kept; False if it is not."""
-        members, version = self.engines.members, self._maker.versions[self.policy]
+        """Sends the current version to engines that came back, from where it is kept. Returns False if it is not."""
+        members = self.engines.members
+        version = self._maker.versions[self.policy]
         try:
             stored = await in_thread(self.delivery.kept, version)
             if stored is None:
@@ -154,7 +208,7 @@ class Publications:
             for name in done.engines.keys() - done.lost:
                 self._note(f"engine {name} has version {version} from {stored}")
         except SlimxError as error:
-            # Whatever it is, it is no reason to end a run whose other engines serve.
+            # The other engines serve, so the run goes on after any error.
             self._note(first_line(error))
             for engine in members.joining():
                 await members.quarantine(engine, error)
@@ -163,7 +217,7 @@ class Publications:
     def _publisher(
         self,
         source: Source,
-        members: Members,
+        members: Membership | SharedMembers | Joining,
         delivery: Delivery | None = None,
         vacate: Callable[[], Awaitable[None]] | None = None,
         *,
@@ -172,7 +226,7 @@ class Publications:
         options = self.config.publish
         return Publisher(
             source,
-            members,
+            cast(Members, members),  # recipients given to members are engines that came from them
             delivery,
             deadline_s=options.deadline,
             step_deadline_s=options.engine_deadline,
@@ -185,7 +239,7 @@ class Publications:
 
 
 def publication_metrics(done: Publication) -> dict[str, float]:
-    """Seconds by stage, tensors, MiB and engines of a publication, as a step's metrics name them."""
+    """Returns seconds by stage, tensors, MiB and engines of a publication under the names of a step's metrics."""
     out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
     out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
     if done.wire is not None:
@@ -195,13 +249,14 @@ def publication_metrics(done: Publication) -> dict[str, float]:
 
 
 class WeightSource:
-    """The tensors of plan `name` of a group of trainers, whose plans and ranks may be replaced."""
+    """Source of the tensors of plan `name` of a group of trainers, whose plans and ranks may be replaced."""
 
     def __init__(self, trainers: TrainerGroup, name: str):
-        self.trainers, self.name = trainers, name
+        self.trainers = trainers
+        self.name = name
 
     async def begin(self, manifest: Manifest) -> None:
-        """Nothing to prepare: weights are gathered as they are."""
+        """Prepares nothing: weights are gathered as they are."""
 
     async def forms(self) -> list[dict[str, str]]:
         return self.trainers.plans[self.name].forms()

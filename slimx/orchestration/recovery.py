@@ -1,4 +1,4 @@
-"""Loss of trainers while a run goes on: by itself it ends the run; an extra may replace them."""
+"""Loss of trainer ranks during a run: by default it ends the run; an extra may replace the ranks."""
 
 from __future__ import annotations
 
@@ -17,49 +17,52 @@ from slimx.orchestration.state.recording import Records
 from slimx.reshard.plan.copy_plan import Plan
 
 Replan = Callable[[Sizes], Mapping[str, Plan]]
-"""Gives the plans by which weights leave ranks of other sizes."""
+"""Returns the plans by which weights leave ranks of other sizes."""
 
 
 class Recovery:
-    """The answer of a run to the loss of a rank of `trainers`: it ends."""
+    """Handler of the loss of a rank of `trainers`: by default the run ends."""
 
     def __init__(self, trainers: TrainerGroup):
         self.trainers = trainers
         self.on_replaced: Callable[[], None] = lambda: None
-        """Called when other ranks have taken the place of lost ones, before any call to them."""
+        """Called when other ranks have replaced lost ones, before any call to them."""
 
     async def watch(self) -> SlimxError:
-        """Watch the ranks; returns why the run ends."""
+        """Watches the ranks; returns why the run ends."""
         return await watch_ranks(self.trainers, self.trainers.config.trainer.watch_deadline)
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
-        """Replace lost ranks from now on. Those that run have done `step` steps, from `checkpoint` or, with None, from
-        the initial weights; `checkpoints` writes the next ones. `same_layout`: `checkpoint` is of the present sizes."""
+        """Starts to replace lost ranks. The running ones are in the state after `step` steps from `checkpoint`, or from
+        the initial weights if None; `checkpoints` writes later ones. `same_layout`: `checkpoint` has the current sizes.
+        """
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Take note of a step, the first being 0, that was trained while engines had `version`."""
+        """Records a step, counted from 0, that was trained while engines had `version`."""
 
     async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, which calls trainers; done again from its beginning if they are lost and replaced."""
+        """Returns the result of `work`, which calls trainers; repeats it if ranks are lost and replaced."""
         return await work()
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Do what is due after `step` steps, in a `phase`."""
+        """Runs recurring work after `step` steps, in a `phase`."""
 
     def bases(self) -> set[int]:
-        """Steps whose states new ranks may begin from."""
+        """Returns the steps whose states new ranks may start from."""
         return set()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a step about replacements."""
+        """Returns metrics of a step about replacements."""
         return {}
 
     async def stop(self) -> None:
-        """End processes that keep states; does not raise."""
+        """Ends processes that keep states; does not raise."""
 
 
 def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> Recovery:
-    """The configured recovery: that of the first entry point of `slimx.recoveries` that has one."""
-    makers = entry_points.load_all("slimx.recoveries").values()
-    made = (maker(trainers, records, log_dir, replan) for maker in makers)
-    return next((recovery for recovery in made if recovery is not None), Recovery(trainers))
+    """Returns the configured recovery: the first that an entry point of `slimx.recoveries` creates."""
+    for maker in entry_points.load_all("slimx.recoveries").values():
+        recovery = maker(trainers, records, log_dir, replan)
+        if recovery is not None:
+            return recovery
+    return Recovery(trainers)

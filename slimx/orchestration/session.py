@@ -1,12 +1,13 @@
-"""From a checked configuration to a finished run: start everything, run the loop, end everything, whatever happens."""
+"""From a checked configuration to a finished run: starts everything, runs the loop, and always ends everything."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -34,8 +35,8 @@ from slimx.observability.live.table import (
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.engines.service import EngineService, check_reach
+from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.orchestration.lifetime.hangs import keep_stacks
-from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
 from slimx.orchestration.ranks.critic import CriticGroup
@@ -55,31 +56,34 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.rollout.flow.replay import check_replay
 from slimx.trainer.checkpoint.files import Damaged
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def run_training(config: Config, console: Console) -> Path:
-    """Check, start, train, stop; returns the run's directory. Raises as `run_session` does."""
+    """Checks, starts, trains, stops; returns the run's directory. Raises as `run_session` does."""
     return run_session(config, console, train)
 
 
 def run_session(config: Config, console: Console, work: Callable[[Run], Awaitable[None]]) -> Path:
-    """Check, start everything, do `work`, stop; returns the run's directory.
+    """Checks, starts everything, does `work`, stops; returns the run's directory.
 
-    Raises SlimxError, Interrupted after a stop, or Preempted after a checkpoint that SIGUSR1 asked for.
+    Raises SlimxError, Interrupted after a stop, or Preempted after a checkpoint requested by SIGUSR1.
     """
     directory = Path(config.run.dir)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
-    check_start(config, directory, saves)  # before models and prompts are read; `resume_point` looks again
+    check_start(config, directory, saves)  # before models and prompts are read; `resume_point` checks again
     prepared = check_run(config)
     with begun(directory):
-        (directory / FILE).unlink(missing_ok=True)  # an earlier process's word, which status would take for this one's
+        (directory / FILE).unlink(missing_ok=True)  # of an earlier process; `slimx status` would show it
         with open_events(config, partial(_say, console)) as events:
             while True:
                 try:
                     _attempt(config, prepared, saves, events, console, work)
                     return directory
                 except Damaged as error:
-                    _say(console, _pass_over(error, saves, options.damaged))
+                    _say(console, _skip_damaged(error, saves, options.damaged))
 
 
 def _say(console: Console, text: str) -> None:
@@ -94,9 +98,10 @@ def _attempt(
     console: Console,
     work: Callable[[Run], Awaitable[None]],
 ) -> None:
-    """Start from the newest checkpoint and do `work`. Raises Damaged if that checkpoint is."""
+    """Starts from the newest checkpoint and does `work`. Raises Damaged if the checkpoint is damaged."""
     directory = Path(config.run.dir)
-    resume_from, state = resume_point(config, directory, saves), None
+    resume_from = resume_point(config, directory, saves)
+    state = None
     if resume_from is not None:
         state = read_state(resume_from)
         if finished(config, directory, state):
@@ -104,7 +109,7 @@ def _attempt(
             _say(console, sentence + unused(config))
             return
         check_resume(resume_from, state, prepared.policies, prepared.critic)
-        check_order(config, prepared.by_source, state.rollouts, own=resume_from.parent == saves.directory)
+        check_order(config, prepared.by_source, state.rollouts, forked=resume_from.parent != saves.directory)
     if config.rollout.replay:
         check_replay(
             Path(config.rollout.replay),
@@ -120,11 +125,13 @@ def _attempt(
     run_with_ray(config, device_of(config), parts)
 
 
-def _pass_over(error: Damaged, saves: Saves, policy: str) -> str:
-    """Set a damaged checkpoint aside for the one before it; returns the message about it. Raises `error` where that
-    cannot be: the configuration forbids it, the checkpoint is another run's, or there is no other."""
-    own = error.checkpoint.parent == saves.directory
-    aside = saves.set_aside(error.checkpoint) if own and policy == "skip" else None
+def _skip_damaged(error: Damaged, saves: Saves, strategy: str) -> str:
+    """Sets a damaged checkpoint aside in favour of the previous one; returns a message. Raises `error` if the
+    configuration forbids it, the checkpoint is another run's, or there is no other."""
+    forked = error.checkpoint.parent != saves.directory
+    aside = None
+    if strategy == "skip" and not forked:
+        aside = saves.set_aside(error.checkpoint)
     if aside is None:
         raise error
     return f"{error.about} {error.problem}: the checkpoint is {aside.name} now, and the run goes on from the one before"
@@ -141,20 +148,15 @@ async def _session(
     work: Callable[[Run], Awaitable[None]],
     alarm: Alarm,
 ) -> None:
-    directory, replayed, actor = Path(config.run.dir), config.rollout.replay, prepared.policies[ACTOR]
+    directory = Path(config.run.dir)
+    actor = prepared.policies[ACTOR]
     state = read_state(resume_from) if resume_from else None
     done = state.step if state else 0
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
     async with EndingStack(alarm, partial(keep_stacks, directory, partial(_say, console))) as stack:
-        table = stack.enter_context(
-            LiveTable(
-                config.schedule.steps,
-                done,
-                console,
-                with_policies(_columns(config), [name for name in prepared.policies if name != ACTOR]),
-            )
-        )
+        columns = with_policies(_columns(config), [name for name in prepared.policies if name != ACTOR])
+        table = stack.enter_context(LiveTable(config.schedule.steps, done, console, columns))
         records = _open_records(config, table, events, done + 1 if done else 0, actor.tokenizer)
         stack.callback(records.close)
         table.start(starting.line, starting.since)
@@ -166,10 +168,8 @@ async def _session(
         for name, policy in prepared.policies.items():
             trainers[name] = _trainers(name, policy, device, logs)
             stack.push_async_exit(stopping(trainers[name].stop, table.note))
-        critic = None
-        if prepared.critic is not None:
-            packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
-            critic = CriticGroup(config, prepared.critic, packer, trainers=trainers[ACTOR], log_dir=logs, device=device)
+        critic = _critic(config, prepared, trainers[ACTOR], device, logs)
+        if critic is not None:
             stack.push_async_exit(stopping(critic.stop, table.note))
         service = EngineService(
             config,
@@ -184,50 +184,62 @@ async def _session(
         recovery = make_recovery(trainers[ACTOR], records, logs, partial(_replanned, actor, device))
         stack.push_async_callback(recovery.stop)
         alarm.ring_after(recovery.watch())
-        watched: list[RankGroup] = [group for name, group in trainers.items() if name != ACTOR]
-        watched += [critic.own] if critic is not None and critic.own is not None else []
-        for group in watched:
-            alarm.ring_after(watch_ranks(group, group.config.trainer.watch_deadline))
-        layouts = [actor.sizes] if prepared.critic is None else [actor.sizes, prepared.critic]
+        for ranks in _watched(trainers, critic):
+            alarm.ring_after(watch_ranks(ranks, ranks.config.trainer.watch_deadline))
+        layouts = [actor.sizes]
+        if prepared.critic is not None:
+            layouts.append(prepared.critic)
         await service.open(longest_trajectory(config, actor.spec, *layouts))
-        for policy in prepared.policies.values():
-            for reason in policy.backends.reasons:
-                table.note(reason)
-        handles = [engine for group in service.groups.values() for engine in group.engines]
-        for kernels in dict.fromkeys(kernels_of(engine.attestation) for engine in handles):
-            table.note(f"engines: {kernels}")
-        if replayed:
-            table.note(
-                f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)
-            )
+        _note_backends(prepared, service, table.note)
         run = Run(service, prepared, trainers, records, saves, recovery, critic=critic, leaving=alarm.leaving)
         run.checkpoints.on_failure = alarm.ring
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
         await stack.enter_async_context(Activity(directory, run.activity, table.note, watch=events.look))
-        for group in service.groups.values():
-            group.members.watch()
+        for engines in service.groups.values():
+            engines.members.watch()
         if state is not None and resume_from is not None:
             async with run.trainers_turn(publish=False):
                 await run.restore(resume_from, state)
                 await restore_reference(run, resume_from)
-        if (line := resume_line(resume_from, done, records.tracker.removed)) is not None:
+        line = resume_line(resume_from, done, records.tracker.removed)
+        if line is not None:
             table.note(line)
         same = state is None or state.policies[ACTOR]["layout"] == layout_of(actor.sizes)
         await recovery.open(run.checkpoints, done, resume_from, same_layout=same)
-        stack.enter_context(settled_heap())
+        stack.enter_context(frozen_heap())
         table.note(starting.ready)
         await work(run)
         events.tell("finished", f"finished after {run.step} steps")
 
 
+def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[str], None]) -> None:
+    """Reports the kernels of trainers and engines, or the replay that replaces the engines."""
+    for policy in prepared.policies.values():
+        for reason in policy.backends.reasons:
+            note(reason)
+    handles = chain.from_iterable(group.engines for group in service.groups.values())
+    for kernels in dict.fromkeys(kernels_of(engine.attestation) for engine in handles):
+        note(f"engines: {kernels}")
+    rollout = prepared.policies[ACTOR].config.rollout
+    if rollout.replay:
+        message = f"replaying {rollout.replay}: no engine is started"
+        if prepared.policies[ACTOR].config.eval.files:
+            message += ", nothing is evaluated"
+        note(message)
+
+
 def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
-    """Returns the line about a run that goes on from `checkpoint` after `step` steps; None for one that begins.
-    `removed`: lines that its metrics.jsonl had beyond."""
-    later = f"; {removed} later or torn lines were taken out of metrics.jsonl" if removed else ""
+    """Returns a message about a run that resumes from `checkpoint` after `step` steps; None for a new run. `removed`:
+    later lines that were removed from its metrics.jsonl."""
+    later = ""
+    if removed:
+        later = f"; {removed} later or torn lines were taken out of metrics.jsonl"
     if checkpoint is not None:
         return f"resumed at step {step} from {checkpoint}{later}"
-    return f"begins again, as it has no checkpoint{later}" if removed else None
+    if removed:
+        return f"begins again, as it has no checkpoint{later}"
+    return None
 
 
 def _trainers(policy: str, prepared: PreparedPolicy, device: str, logs: Path) -> TrainerGroup:
@@ -235,17 +247,37 @@ def _trainers(policy: str, prepared: PreparedPolicy, device: str, logs: Path) ->
     return TrainerGroup(prepared.config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans, name=name)
 
 
+def _critic(config: Config, prepared: Prepared, trainers: TrainerGroup, device: str, logs: Path) -> CriticGroup | None:
+    if prepared.critic is None:
+        return None
+    packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
+    return CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
+
+
+def _watched(trainers: Mapping[str, TrainerGroup], critic: CriticGroup | None) -> list[RankGroup]:
+    """Returns the ranks whose loss ends the run: those of further policies, and the critic's dedicated ones."""
+    groups: list[RankGroup] = [group for name, group in trainers.items() if name != ACTOR]
+    if critic is not None and critic.dedicated is not None:
+        groups.append(critic.dedicated)
+    return groups
+
+
 def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str, Plan]:
-    """The plans by which weights leave trainers of `sizes`, which take the place of those that were prepared."""
+    """Returns the plans by which weights leave trainers of `sizes` that replace the prepared ones."""
     plans, encoding = make_plans(prepared.config, prepared.spec, sizes, device)
-    assert encoding == prepared.encoding, "which engines got to know at their start"
+    assert encoding == prepared.encoding, "engines got the encoding at their start"
     return plans
 
 
-def _columns(config: Config) -> tuple[Column, ...]:
-    if (learner := learner_of(config.algorithm)) is not None:
+def _columns(config: Config) -> Sequence[Column]:
+    learner = learner_of(config.algorithm)
+    if learner is not None:
         return learner.columns
-    return PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS
+    if config.critic:
+        return PPO_COLUMNS
+    if config.rollout.sampled:
+        return RL_COLUMNS
+    return SFT_COLUMNS
 
 
 async def start_parts(
@@ -253,35 +285,45 @@ async def start_parts(
     trainers: Mapping[str, TrainerGroup],
     critic: CriticGroup | None,
     service: EngineService,
-    timed: Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]],
+    timed: Callable[[str, Callable[[], Awaitable[object]]], Awaitable[None]],
 ) -> None:
-    """Start the trainers of each policy, critic and engines, together where that can be. `timed` records how long each
-    takes, by name."""
-    starting = [partial(timed, prefix_of(name) + "trainers", group.start) for name, group in trainers.items()]
+    """Starts the trainers of each policy, critic and engines, concurrently if possible. `timed` runs a start and
+    records its duration by name."""
+    starting: list[Callable[[], Awaitable[object]]] = []
+    for name, trainer_group in trainers.items():
+        starting.append(partial(timed, prefix_of(name) + "trainers", trainer_group.start))
     if critic is not None:
         starting.append(partial(timed, "critic", critic.start))
     if service.frozen.groups:
         starting.append(partial(timed, "frozen engines", service.frozen.start))
     shared = []
     if config.schedule.colocate:
-        # Engines are placed where the trainers are, which is known when these have started; and SGLang sizes its KV
-        # cache by the memory that is free when it starts, so that trainers must have left.
-        starting, first = [], starting
-        await together(first)
-        shared = await trainers[ACTOR].places() if service.device == "cuda" else []
+        # Engines are placed on the trainers' GPUs, which are known when the trainers have started. SGLang sizes its KV
+        # cache by the free memory at its start, so trainers must be offloaded.
+        await together(starting)
+        starting = []
+        if service.device == "cuda":
+            shared = await trainers[ACTOR].places()
         await trainers[ACTOR].offload()
     for name, engines in service.place(shared).items():
         starting.append(partial(check_reach, trainers[name], engines))
         starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
-    starting += [partial(check_reach, trainers[name], service.engines_of(name)) for name in config.served_beside]
+    for name in config.served_beside:
+        shared_engines = service.engines_of(name)
+        if shared_engines is not None:
+            starting.append(partial(check_reach, trainers[name], shared_engines))
     await together(starting)
 
 
 def finish(config: Config, directory: Path) -> Path | None:
-    """Write the summary and, if configured, the report of a finished run, unless they have been written since its last
-    step. Returns the report's path."""
-    report = directory / "report.html" if config.track.report else None
-    if up_to_date(directory, "summary.json", *([] if report is None else [report.name])):
+    """Writes the summary and, if configured, the report of a finished run, unless both are newer than its last step.
+    Returns the report's path."""
+    report = None
+    files = ["summary.json"]
+    if config.track.report:
+        report = directory / "report.html"
+        files.append(report.name)
+    if up_to_date(directory, *files):
         return report
     (directory / "summary.json").write_text(json.dumps(summary(directory), indent=1))
     if report is not None:
@@ -289,10 +331,13 @@ def finish(config: Config, directory: Path) -> Path | None:
     return report
 
 
-def _open_records(config: Config, table: LiveTable, events: Events, resume_step: int, tokenizer: Any) -> Records:
+def _open_records(
+    config: Config, table: LiveTable, events: Events, resume_step: int, tokenizer: PreTrainedTokenizerBase
+) -> Records:
     records = Records(config, table, tokenizer, events, resume_step=resume_step)
-    if config.rollout.policy_engines:  # after what may be refused: it removes files of later steps
-        kept = config.track.rollouts
-        where, origin = Path(config.run.dir) / DIRECTORY, origin_of(config, tokenizer)
-        records.rollouts = StepFiles(where, origin, every=kept.every, keep=kept.keep, resume_step=resume_step)
+    if config.rollout.policy_engines:  # last, after all possible refusals: it removes files of later steps
+        options = config.track.rollouts
+        directory = Path(config.run.dir) / DIRECTORY
+        origin = origin_of(config, tokenizer)
+        records.rollouts = StepFiles(directory, origin, every=options.every, keep=options.keep, resume_step=resume_step)
     return records

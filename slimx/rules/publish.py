@@ -11,7 +11,7 @@ from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
-from slimx.runtime.ports import is_own
+from slimx.runtime.ports import is_local
 
 
 @rule("engines.urls_transport", "publish.transport")
@@ -36,7 +36,7 @@ def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device
     if not publish.one_machine or cluster.ray_address is not None:  # else trainers are here
         return
     for name, host in rollout.external_hosts.items():
-        if not is_own(host):
+        if not is_local(host):
             yield f"engine {name} runs at {host}, which is no address of the trainers' machine; set it to disk"
 
 

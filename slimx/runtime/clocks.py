@@ -1,5 +1,5 @@
-"""Clocks that stand still: a rollout's deadline while a request of it waits for others, and that of a process while it
-is stopped (SIGSTOP) or its machine is suspended."""
+"""Clocks that pause: a rollout's deadline while its requests are queued, and a process's clock while the process is
+stopped (SIGSTOP) or its machine suspended."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from contextlib import contextmanager
 from types import TracebackType
 
 TICK_S = 0.5
-"""Seconds between two looks of the clock's own thread."""
+"""Seconds between two readings by the clock's thread."""
 STALL_S = 3.0
-"""Seconds without a look that only a process without any running thread lets pass."""
+"""Seconds without a reading after which the process is assumed to have been stopped."""
 
 
 class Clock:
-    """The deadline of one rollout, which stands still while one of its requests waits behind those of others.
+    """Deadline of one rollout, paused while one of its requests is queued behind other requests.
 
-    `async with` begins and ends it; TimeoutError leaves that when it has passed.
+    `async with` starts and ends it, and raises TimeoutError when it has passed.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._deadline = seconds, asyncio.timeout(None)
+        self._seconds = seconds
+        self._deadline = asyncio.timeout(None)
         self._waiting = 0
         self._left = 0.0
-        """Seconds that remained when the clock stopped."""
+        """Seconds that remained when the clock was paused."""
         self._running = False
 
     @property
@@ -35,7 +36,7 @@ class Clock:
 
     async def __aenter__(self) -> Clock:
         await self._deadline.__aenter__()
-        # From here on: a rollout may have waited for its place, which is no fault of its own.
+        # Starts only now: the rollout may have waited for a slot, which does not count.
         self._deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
         self._running = True
         return self
@@ -46,9 +47,10 @@ class Clock:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """The clock stands still meanwhile. Tasks that a hook left behind may outlive the clock."""
-        if self._waiting == 0 and self._movable:
-            self._left = self._deadline.when() - asyncio.get_running_loop().time()
+        """Pauses the clock within the block. Tasks left over by a hook may outlive the clock."""
+        due = self._deadline.when()
+        if self._waiting == 0 and self._movable and due is not None:
+            self._left = due - asyncio.get_running_loop().time()
             self._deadline.reschedule(None)
         self._waiting += 1
         try:
@@ -64,16 +66,17 @@ class Clock:
 
 
 class RunningClock:
-    """Seconds of the monotonic clock, without those in which the process did not run."""
+    """Monotonic clock that skips the time during which the process did not run."""
 
     def __init__(self, source: Callable[[], float] = time.monotonic):
         self.lost = 0.0
-        """Seconds that were left out so far."""
-        self._source, self._last = source, source()
+        """Seconds skipped so far."""
+        self._source = source
+        self._last = source()
         self._lock = threading.Lock()
 
     def time(self) -> float:
-        """The time now. Whoever asks first after a stall finds it out."""
+        """Returns the current time in seconds. The first reading after a stall detects it."""
         with self._lock:
             now = self._source()
             if now - self._last > STALL_S:
@@ -82,7 +85,7 @@ class RunningClock:
             return now - self.lost
 
     def keep(self) -> None:
-        """Look at the clock in a thread of its own from now on, as long as the process lives."""
+        """Starts a daemon thread that reads the clock regularly."""
         threading.Thread(target=self._tick, name="slimx clock", daemon=True).start()
 
     def _tick(self) -> None:
@@ -92,12 +95,12 @@ class RunningClock:
 
 
 class RunningLoop(asyncio.SelectorEventLoop):
-    """An event loop whose timers and deadlines go by a RunningClock."""
+    """Event loop whose timers and deadlines follow a RunningClock."""
 
     def __init__(self, clock: RunningClock):
         self._running_clock = clock
         super().__init__()
 
     def time(self) -> float:
-        """Seconds of the clock."""
+        """Returns the clock's time in seconds."""
         return self._running_clock.time()

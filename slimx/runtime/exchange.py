@@ -1,4 +1,4 @@
-"""Questions and answers over a pipe between two processes."""
+"""Requests and responses over a pipe between two processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from slimx.errors import raised
 
 
-def exchange(connection: Connection, message: Any, seconds: float, kill: Callable[[], None]) -> Any:
-    """Send `message` and return the answer. Blocks.
+def exchange(connection: Connection, message: object, seconds: float, kill: Callable[[], None]) -> Any:
+    """Sends `message` and returns the response. Blocks.
 
-    `kill` ends the other process after `seconds`: nothing less ends a wait for one that is stopped, be it half-way
-    through a message. Raises TimeoutError then, and EOFError or OSError if it ended by itself."""
+    `kill` ends the other process after `seconds`: if it is stopped, possibly in the middle of a message, nothing else
+    unblocks the wait. Raises TimeoutError then, and EOFError or OSError if the process ended by itself."""
     settled = threading.Lock()
 
     def give_up() -> None:
@@ -30,18 +30,18 @@ def exchange(connection: Connection, message: Any, seconds: float, kill: Callabl
         return connection.recv()
     finally:
         timer.cancel()
-        if not settled.acquire(blocking=False):  # an answer that came meanwhile is one of a process that is killed
+        if not settled.acquire(blocking=False):  # the process has been killed; a response that arrived is dropped
             raise TimeoutError from None
 
 
-def reply(connection: Connection, work: Callable[[], Any]) -> None:
-    """Answer a question: send (True, what `work` returned), or (False, what it raised, in words)."""
+def reply(connection: Connection, work: Callable[[], object]) -> None:
+    """Answers a request: sends (True, result of `work`), or (False, description of the error that it raised)."""
     try:
-        answer = True, work()
+        response = (True, work())
     except Exception as error:
-        answer = False, raised(error)
+        response = (False, raised(error))
     try:
-        connection.send(answer)
-    except Exception as error:  # of many kinds: whatever pickling its answer raises
+        connection.send(response)
+    except Exception as error:  # pickling may raise anything
         with suppress(OSError):
             connection.send((False, f"{type(error).__name__}: its answer cannot be sent ({error})"))

@@ -1,4 +1,4 @@
-"""Logs of a run's processes: their marks of step and phase, and their last lines for a message about an end."""
+"""Logs of a run's processes: their markers of step and phase, and the last lines for error messages."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ from pathlib import Path
 _MARK = "==== "
 _STARTED = "started"
 _READ = 64 * 2**10
-"""Bytes that are read of a log, at most."""
+"""Bytes read from the end of a log, at most."""
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def marked(text: str) -> str:
-    """A line that is found by its first four characters, with the time in UTC: the lines behind it belong to `text`."""
+    """Returns a marker line with the time in UTC: log lines after it belong to `text`."""
     return f"{_MARK}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, {text}"
 
 
 def begin_log(path: Path) -> None:
-    """Mark in the log of a process that is about to start where its words begin: a run that goes on appends."""
+    """Writes a marker before a process starts, because resumed runs append to the same log."""
     with path.open("a") as log:
         log.write(f"{_MARK}{_STARTED} {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
 
 
 def log_end(path: Path, lines: int = 20, *, since: int = 0) -> str:
-    """Returns the last lines that a process has printed since it began, without marks and colours; "" if there are
-    none. `since`: bytes of the log that are older than the process."""
+    """Returns the last lines that a process has printed, without markers and colours; "" if there are none. `since`:
+    bytes of the log that are older than the process."""
     if not path.is_file():
         return ""
     with path.open("rb") as log:
         log.seek(max(since, log.seek(0, os.SEEK_END) - _READ))
         written = _ESCAPE.sub("", log.read().decode(errors="replace")).splitlines()
-    begins = max((at for at, line in enumerate(written, 1) if line.startswith(_MARK + _STARTED)), default=0)
+    begins = max((index for index, line in enumerate(written, 1) if line.startswith(_MARK + _STARTED)), default=0)
     printed = [line for line in written[begins:] if line.strip() and not line.startswith(_MARK)]
     return "\n".join(printed[-lines:])
 
 
 def quoted(path: Path, end: str) -> str:
-    """The last part of a message about a process that has ended: its log and, each on a line, the lines of `end`."""
+    """Returns the last part of a message about a process that has ended: its log and the lines of `end`, indented."""
     if not end:
         return f"nothing was printed in {path}"
     return f"its log is {path}" + "".join(f"\n  {line}" for line in end.splitlines())
 
 
 def how_ended(status: int | None) -> str:
-    """An exit status in words. Negative, or above 128: the number of the signal that ended the process. None: the
+    """Describes an exit status. Negative or above 128: the number of the signal that ended the process. None: the
     process has not ended."""
     if status is None:
         return "does not answer"
+    number = -status if status < 0 else status - 128
     try:
-        name = signal.Signals(-status if status < 0 else status - 128).name
+        name = signal.Signals(number).name
     except ValueError:
         return f"ended with status {status}"
-    return f"was killed by {name}" + " (out of memory? see dmesg)" * (name == "SIGKILL")
+    hint = " (out of memory? see dmesg)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"

@@ -1,6 +1,6 @@
-"""This machine among others: ports for servers that will listen some seconds from now, addresses, rendezvous, identity.
+"""Network names of this machine: ports for servers that start to listen later, addresses, rendezvous, machine id.
 
-Trainer ranks import it before Ray and torch, which a configuration does without."""
+Trainer ranks import this module before Ray and torch; the configuration needs neither."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOPBACK = "127.0.0.0/8"
-"""The network of a run on one machine."""
+"""Network of a run on one machine."""
 LISTENING = range(20000, 22000)
-"""Ports that no other part of a run draws from: Ray's workers take up to 19999, SGLang its own from 22000 to 29999, and
-Linux those of outgoing connections from 32768 up. One of theirs would often be taken again before a server that needs
-20 s to start listens on it."""
+"""Ports that no other part of a run draws from: Ray's workers use up to 19999, SGLang 22000 to 29999, and Linux 32768
+and up for outgoing connections. Ports of those ranges are often taken before a server that needs 20 s to start listens
+on them."""
 TRIES = 500
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A random port of `LISTENING` on which nobody listens now, and which no other process that asks here is given
-    while this process lives."""
+    """Returns a random free port of `LISTENING`. No other process that calls this gets the port while this process
+    lives."""
     port, claim = claimed_port(host)
     claim.detach()  # stays open as long as this process
     return port
 
 
 def claimed_port(host: str) -> tuple[int, socket.socket]:
-    """A port as `free_port` gives it, and the claim on it, which ends when it is closed."""
+    """Returns a port as `free_port` does and the claim on it, which is released when it is closed."""
     for port in random.SystemRandom().sample(LISTENING, TRIES):
-        if _is_free(host, port) and (claim := _claim(port)) is not None:
+        claim = _claim(port) if _is_free(host, port) else None
+        if claim is not None:
             return port, claim
     raise SlimxError(
         f"none of {TRIES} ports from {LISTENING.start} to {LISTENING.stop} on {host} is free; end what listens there",
@@ -55,10 +56,10 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _claim(port: int) -> socket.socket | None:
-    """Claim `port` among all processes of this network namespace; None if another one has it.
+    """Claims `port` among all processes of this network namespace; None if another process has claimed it.
 
-    The claim is a name of an abstract Unix socket: it belongs to the same namespace as the port, and the kernel gives
-    it back when the process ends, however it ends.
+    The claim is the name of an abstract Unix socket: it belongs to the same namespace as the port, and the kernel
+    releases it when the process ends, however it ends.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -69,58 +70,55 @@ def _claim(port: int) -> socket.socket | None:
     return claim
 
 
-def own_address(network: str | None) -> str:
-    """This machine's address in `network`, a CIDR; None: the one by which Ray knows it. Raises SlimxError if it has
-    none."""
+def local_address(network: str | None) -> str:
+    """Returns this machine's address in `network`, a CIDR; None: the address by which Ray identifies it. Raises
+    SlimxError if it has none."""
     if network is None:
         import ray
 
         return ray.util.get_node_ip_address()
     import psutil  # slow, and every configuration imports this module
 
-    wanted = ipaddress.ip_network(network, strict=False)
-    found = [
-        each.address
-        for addresses in psutil.net_if_addrs().values()
-        for each in addresses
-        if each.family in (socket.AF_INET, socket.AF_INET6)
-        and ipaddress.ip_address(each.address.partition("%")[0]) in wanted
-    ]
-    if not found:
-        raise SlimxError(
-            f"{socket.gethostname()} has no address in {network} (cluster.trusted_network); name a network that every "
-            "machine of the run is in",
-            code="cluster.network",
-            about=network,
-        )
-    return found[0]
+    subnet = ipaddress.ip_network(network, strict=False)
+    for interface in psutil.net_if_addrs().values():
+        for entry in interface:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if ipaddress.ip_address(entry.address.partition("%")[0]) in subnet:
+                return entry.address
+    raise SlimxError(
+        f"{socket.gethostname()} has no address in {network} (cluster.trusted_network); name a network that every "
+        "machine of the run is in",
+        code="cluster.network",
+        about=network,
+    )
 
 
 def address(host: str, port: int) -> str:
-    """host:port, with the brackets of an IPv6 address."""
+    """Returns host:port, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def family(host: str) -> socket.AddressFamily:
-    """The address family of an address: IPv6 has colons."""
+    """Returns the address family of an address: IPv6 has colons."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if only this machine reaches the address `host`."""
+    """Returns True if the address `host` is reachable from this machine only."""
     return ipaddress.ip_address(host).is_loopback
 
 
-def is_own(host: str) -> bool:
-    """Returns True if `host`, a name or address, is this machine's: only to these can a socket be bound."""
+def is_local(host: str) -> bool:
+    """Returns True if `host`, a name or address, belongs to this machine: a socket can be bound to it."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for kind, *_, where in found:
+    for kind, *_, socket_address in resolved:
         with socket.socket(kind) as probe:
             try:
-                probe.bind(where)
+                probe.bind(socket_address)
             except OSError:
                 continue
             return True
@@ -128,11 +126,11 @@ def is_own(host: str) -> bool:
 
 
 def meet(host: str, port: int, *, rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store of `size` processes of torch.distributed, for each of them; rank 0 serves it, at one address. Returns
-    when all have come.
+    """Connects `size` processes of torch.distributed to one store, which rank 0 serves on one address; returns it once
+    all have joined.
 
-    torch's own server listens on every interface, and asks nobody who it is: whoever reaches it reads, writes and
-    deletes what the processes tell each other."""
+    torch's own server listens on every interface without authentication: any client could read, write and delete the
+    processes' keys."""
     import torch.distributed as dist
 
     if rank:
@@ -141,12 +139,12 @@ def meet(host: str, port: int, *, rank: int, size: int, timeout: timedelta) -> d
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen()
-        # The socket is the store's from now on.
+        # The store owns the socket from now on.
         return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
 def machine() -> str:
-    """An identifier that is equal in two processes that can see each other by process id: one boot of one kernel, one
+    """Returns an identifier that two processes share if they see the same process ids: one boot of one kernel, one
     namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,10 +1,10 @@
-"""A supervised process: a command that writes to a file, and whose whole tree ends with a stop or with its owner.
+"""A supervised process: a command that logs to a file, and whose process tree ends with a stop or with its owner.
 
     owner (a Ray worker) --starts--> guard (this file as a program) --starts--> command --starts--> its own children
 
-The guard adopts orphans of the command (Linux "subreaper"), watches the owner, and leaves nothing behind. A death
-signal (prctl) alone would not do: it fires when the *thread* that started the process ends, and grandchildren do not
-get it.
+The guard adopts orphans of the command (Linux "subreaper"), watches the owner, and cleans up the whole tree. A death
+signal (prctl) alone is not enough: it fires when the *thread* that started the process ends, and grandchildren do not
+receive it.
 """
 
 from __future__ import annotations
@@ -30,44 +30,47 @@ from slimx.runtime.children import child_environment, python_argv
 from slimx.runtime.logs import how_ended, log_end, quoted
 
 LOOKS = 3
-"""Looks in a row that find a process stopped, after which it counts as lost."""
+"""Consecutive checks in which a process is found stopped before it counts as lost."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
 ORPHAN_GRACE_S = 5.0
-"""Seconds that the command gets to end by itself after its owner died."""
+"""Grace period of the command after its owner's death, in seconds."""
 LOOK_S = 2.0
-"""Seconds between two looks at the tree's shared memory, and for stopped processes."""
+"""Seconds between two checks for shared memory and for stopped processes."""
 NOT_STARTED = 127
-"""Exit status of a guard whose command cannot be started, as of a shell."""
+"""Exit status of a guard whose command cannot be started, the same as a shell's."""
 KILL_WAIT_S = 10.0
-"""Seconds in which a killed tree must be gone."""
+"""Deadline for a killed process tree to end, in seconds."""
 
 
 class SupervisedProcess:
-    """One command under a guard. Not thread-safe: one owner starts and stops it."""
+    """One command under a guard. Not thread-safe: a single owner starts and stops it."""
 
     def __init__(
         self, name: str, argv: list[str], log_path: Path | str, env: dict[str, str] | None = None, stdin: bytes = b""
     ) -> None:
-        """`env` is added to what a child gets of this process's environment; stdout and stderr are appended to
-        `log_path`. `stdin`: what the command reads there, 64 KiB at most; unlike arguments and environment, other
-        processes do not see it."""
-        self.name, self.argv, self.log_path, self.env = name, argv, Path(log_path), env or {}
+        """Sets the options. `env` is added to the environment inherited from this process; stdout and stderr are
+        appended to `log_path`. `stdin`: input of the command, 64 KiB at most; other processes cannot read it, unlike
+        arguments and environment."""
+        self.name = name
+        self.argv = argv
+        self.log_path = Path(log_path)
+        self.env = env or {}
         self.stdin = stdin
-        self._guard: subprocess.Popen | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
-        """The command's own directory for temporary files, which the guard removes; a guard that is killed cannot."""
+        """Directory for the command's temporary files; the guard removes it, or `stop` if the guard was killed."""
         self._log_begins = 0
-        """Bytes of the log that earlier starts wrote."""
+        """Bytes of the log written by earlier starts."""
 
     @property
     def pid(self) -> int | None:
         """Process id of the guard, the root of the tree; None before `start`."""
-        return self._guard and self._guard.pid
+        return None if self._guard is None else self._guard.pid
 
     def start(self) -> None:
-        """Start the command in its own session: Ctrl-C reaches only the owner, which then stops it in order."""
+        """Starts the command in its own session: Ctrl-C reaches only the owner, which then stops it cleanly."""
         if self._guard is not None and self._guard.poll() is None:
             raise SlimxError(
                 f"{self.name} is already running as process {self._guard.pid}; stop it first",
@@ -86,37 +89,40 @@ class SupervisedProcess:
                 start_new_session=True,
                 env=child_environment(os.environ) | self.env,
             )
-        # It fits into the pipe, so this waits for nobody; a guard that ended at once shows in `poll`.
-        with contextlib.suppress(BrokenPipeError), self._guard.stdin as pipe:
-            pipe.write(self.stdin)
+        pipe = self._guard.stdin
+        # The input fits into the pipe, so this does not block; a guard that ended at once shows in `poll`.
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError), pipe:
+                pipe.write(self.stdin)
 
     def poll(self) -> int | None:
-        """None while it runs, else its exit status (128 + signal number if a signal ended it)."""
+        """Returns the exit status (128 + signal number after a signal); None while the command runs."""
         if self._guard is None:
             raise SlimxError(f"{self.name} was never started")
         return self._guard.poll()
 
     def ended(self) -> str | None:
-        """The end of the command and its last lines, in words; None while it runs."""
-        if (status := self.poll()) is None:
+        """Describes the command's end with its last log lines; None while it runs."""
+        status = self.poll()
+        if status is None:
             return None
         return f"{self.name} {how_ended(status)}; {quoted(self.log_path, self.tail())}"
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines that it printed since its last start; reads at most 64 KiB."""
+        """Returns the last lines printed since the last start; reads at most 64 KiB."""
         return log_end(self.log_path, lines, since=self._log_begins)
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End the whole tree: SIGTERM, `grace_s` seconds, then SIGKILL. Blocks; nothing is left when it returns."""
+        """Ends the whole tree: SIGTERM, `grace_s` seconds, then SIGKILL. Blocks until every process is gone."""
         try:
             if self._guard is not None and self._guard.poll() is None:
                 self._stop(self._guard, grace_s)
         finally:
             self._clear()
 
-    def _stop(self, guard: subprocess.Popen, grace_s: float) -> None:
+    def _stop(self, guard: subprocess.Popen[bytes], grace_s: float) -> None:
         guard.terminate()
-        guard.send_signal(signal.SIGCONT)  # a guard that was stopped could not end anything
+        guard.send_signal(signal.SIGCONT)  # a stopped guard could not end its children
         try:
             guard.wait(grace_s)
             return
@@ -135,28 +141,29 @@ class SupervisedProcess:
 
 
 def guarded_argv(argv: Sequence[str], *options: str) -> list[str]:
-    """Returns the command that runs `argv` under a guard, which this process must start."""
+    """Returns the command that runs `argv` under a guard; this process must start it."""
     return python_argv("slimx.runtime.process", "--owner", str(os.getpid()), *options, "--", *argv)
 
 
 def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` to this process when the thread that started it ends; exit if `parent` is gone."""
+    """Makes the kernel send `signum` to this process when the thread that started it ends; exits if `parent` ended."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(128 + signum)
 
 
 def adopt_orphans() -> None:
-    """Have what descends from this process stay below it when its parent ends, as a daemon's does on purpose."""
+    """Makes orphaned descendants, such as daemons, children of this process."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants(pid: int) -> None:
-    """SIGKILL every descendant of `pid`, until a look finds none (a process may fork while it is being killed)."""
+    """Sends SIGKILL to all descendants of `pid` until none is left (a process may fork while it is being killed)."""
     deadline = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < deadline:
         try:
-            alive = [p for p in psutil.Process(pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+            descendants = psutil.Process(pid).children(recursive=True)
+            alive = [process for process in descendants if process.status() != psutil.STATUS_ZOMBIE]
         except psutil.NoSuchProcess:
             return
         if not alive:
@@ -166,54 +173,51 @@ def kill_descendants(pid: int) -> None:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        time.sleep(POLL_S / 4)  # not psutil.wait_procs: it would reap the guard's children behind its back
+        time.sleep(POLL_S / 4)  # psutil.wait_procs would reap the guard's children
     raise DeadlineError(f"the descendants of process {pid} to end", KILL_WAIT_S, ", ".join(map(str, alive)))
 
 
 def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
-    """Run `argv` until it ends, SIGTERM arrives, `owner` dies or one of its processes stays stopped; return its exit
-    status once its tree is gone.
+    """Runs `argv` until it ends, SIGTERM arrives, `owner` dies or one of its processes stays stopped. Returns its exit
+    status once its process tree is gone.
 
-    `temporary`: a directory for the command's temporary files, which goes with it. SGLang leaves seven files and
-    sockets where they are made.
+    `temporary`: a directory for the command's temporary files, removed at the end. SGLang leaves seven files and
+    sockets behind.
     """
     adopt_orphans()
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
-    # The guard has one thread that lives as long as it does, so the death signal is safe here: it covers a killed
-    # guard.
-    myself = os.getpid()
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: signals.append(signum))
+    # The guard's only thread lives as long as the guard, so the death signal is safe here: it covers a killed guard.
+    guard_pid = os.getpid()
     environment = os.environ if temporary is None else {**os.environ, "TMPDIR": temporary}
     try:
-        command = subprocess.Popen(argv, env=environment, preexec_fn=lambda: end_with_parent(myself))
+        command = subprocess.Popen(argv, env=environment, preexec_fn=lambda: end_with_parent(guard_pid))
     except OSError as error:
         print(f"{argv[0]} cannot be started: {error}", file=sys.stderr)
         return NOT_STARTED
-    told, kill_at, look_at, shared = False, float("inf"), 0.0, set()
-    stop_watch = StopWatch(myself, owner)
+    terminated = False
+    kill_at = float("inf")
+    look_at = 0.0
+    shared: set[int] = set()
+    stop_watch = StopWatch(guard_pid, owner)
     while (status := _reap(command.pid)) is None:
         if time.monotonic() > look_at:
-            shared |= shared_memory_inodes(myself)
-            for process in stop_watch.look():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    print(f"slimx: {process.name()} (process {process.pid}) is stopped: it is killed", flush=True)
-                    if process.pid == owner:
-                        process.kill()
-                    else:
-                        kill_at = 0.0
+            shared |= shared_memory_inodes(guard_pid)
+            if _kill_stopped(stop_watch, owner):
+                kill_at = 0.0
             look_at = time.monotonic() + LOOK_S
         orphaned = os.getppid() != owner
-        if (asked or orphaned) and not told:
-            os.kill(command.pid, signal.SIGTERM)  # not command.terminate(): that may reap it behind our back
-            told = True
+        if (signals or orphaned) and not terminated:
+            os.kill(command.pid, signal.SIGTERM)  # command.terminate() may reap the command before `_reap`
+            terminated = True
         if orphaned:
             kill_at = min(kill_at, time.monotonic() + ORPHAN_GRACE_S)
         if time.monotonic() > kill_at:
-            kill_descendants(myself)
+            kill_descendants(guard_pid)
         time.sleep(POLL_S)
-    kill_descendants(myself)
+    kill_descendants(guard_pid)
     for file in Path("/dev/shm").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # others come and go there too
+        with contextlib.suppress(FileNotFoundError):  # other programs delete their files at the same time
             if file.stat().st_ino in shared:
                 file.unlink()
     if temporary is not None:
@@ -221,31 +225,44 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
     return status
 
 
-def shared_memory_inodes(pid: int) -> set[int]:
-    """Inodes in /dev/shm that descendants of `pid` have mapped: semaphores of multiprocessing above all.
+def _kill_stopped(stop_watch: StopWatch, owner: int) -> bool:
+    """Reports stopped processes and kills the owner if it is one. Returns True if the guard's tree must be killed."""
+    in_tree = False
+    for process in stop_watch.look():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            print(f"slimx: {process.name()} (process {process.pid}) is stopped: it is killed", flush=True)
+            if process.pid == owner:
+                process.kill()
+            else:
+                in_tree = True
+    return in_tree
 
-    A killed process does not remove them, and its resource tracker cannot if it is killed too. By inode, because glibc
-    maps a semaphore under a temporary name before it gives it its own.
+
+def shared_memory_inodes(pid: int) -> set[int]:
+    """Returns the inodes in /dev/shm mapped by descendants of `pid`, mostly semaphores of multiprocessing.
+
+    A killed process does not remove them, nor does its resource tracker if it is killed too. Inodes instead of names,
+    because glibc maps a semaphore under a temporary name before it gets its final one.
     """
-    found = set()
+    inodes: set[int] = set()
     for process in psutil.Process(pid).children(recursive=True):
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue  # it has ended
         # address, permissions, offset, device, inode, path
-        found |= {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
-    return found
+        inodes |= {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
+    return inodes
 
 
 def _reap(pid: int) -> int | None:
-    """Collect all ended children (adopted ones too); the exit status of `pid` if it is among them."""
+    """Reaps all ended children (adopted ones too). Returns the exit status of `pid` if it is among them, else None."""
     status = None
     while True:
         try:
             ended, raw = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            # No child is left. If somebody else collected the command's status, there is still nothing to wait for.
+            # No child is left. If another waiter reaped the command, its status is lost.
             return 255 if status is None else status
         if ended == 0:
             return status
@@ -255,18 +272,20 @@ def _reap(pid: int) -> int | None:
 
 
 class StopWatch:
-    """Finds those that are stopped (as by SIGSTOP) among the descendants of a guard, and its owner if that is a worker
-    of Ray: they never answer, and nothing says so to those that wait. A busy process is in another state, however long
-    it is silent, and so is one that a debugger or a profiler holds."""
+    """Finds stopped processes (SIGSTOP) among the descendants of a guard, and its owner if that is a Ray worker.
+
+    They never respond, and nothing reports that to the processes that wait for them. Processes that are busy or
+    attached to a debugger or profiler are in other states, however long they are silent."""
 
     def __init__(self, guard: int, owner: int):
-        self._guard, self._owner = psutil.Process(guard), owner
+        self._guard = psutil.Process(guard)
+        self._owner = owner
         self._looks: Counter[psutil.Process] = Counter()
 
     def look(self) -> list[psutil.Process]:
-        """Returns the processes that the last LOOKS looks found stopped.
+        """Returns the processes found stopped in the last LOOKS checks.
 
-        Looks are counted and not seconds: a guard that was stopped with all others has not looked meanwhile.
+        Checks are counted instead of seconds: a guard that was stopped itself has not checked meanwhile.
         """
         stopped = [process for process in self._watched() if _state(process) == psutil.STATUS_STOPPED]
         self._looks = Counter({process: self._looks[process] + 1 for process in stopped})
@@ -276,7 +295,7 @@ class StopWatch:
         watched = self._guard.children(recursive=True)
         try:
             raylet = psutil.Process(self._owner).parent()
-            # Nothing starts another owner again, such as the driver; and with its raylet a whole run is stopped.
+            # Nothing restarts another owner, such as the driver; and if the raylet is stopped, the whole run is.
             if raylet is not None and raylet.name() == "raylet" and _state(raylet) != psutil.STATUS_STOPPED:
                 watched.append(psutil.Process(self._owner))
         except psutil.NoSuchProcess:
@@ -292,7 +311,8 @@ def _state(process: psutil.Process) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m slimx.runtime.process", description=__doc__.splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m slimx.runtime.process", description=description)
     parser.add_argument("--owner", type=int, required=True)
     parser.add_argument("--temporary", metavar="DIRECTORY")
     parser.add_argument("argv", nargs=argparse.REMAINDER)

@@ -1,25 +1,29 @@
-"""Ends of several tasks together, what ends one early, the pace of one that repeats, and work in threads."""
+"""Groups of asyncio tasks that end together, races between them, periodic loops, and calls in daemon threads."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+type AnyFuture = asyncio.Future[Any]
+"""Future of any result: Future is invariant, and these functions ignore the results."""
 
-async def cancelled(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended; what they raise is nobody's concern any more."""
-    left = [task for task in tasks if task is not None]
-    for task in left:
+
+async def cancelled(*tasks: AnyFuture | None) -> None:
+    """Cancels tasks and waits until they have ended; their exceptions are ignored."""
+    pending = [task for task in tasks if task is not None]
+    for task in pending:
         task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.gather(*pending, return_exceptions=True)
 
 
 async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of all, in their order; the first failure cancels the rest, and is raised."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+    """Returns all results in order; the first failure cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -27,10 +31,10 @@ async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
 
 
-async def race(*work: Awaitable[Any]) -> list[asyncio.Future[Any] | None]:
-    """Wait until one of `work` has ended, and cancel the others; return the future of each that ended, None for the
-    others: an error by which one answers its cancellation is not the reason why the race is over."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+async def race(*work: Awaitable[object]) -> list[AnyFuture | None]:
+    """Waits until one of `work` is done and cancels the others. Returns the futures of those that are done, None for
+    the others: an error raised in response to the cancellation did not end the race."""
+    tasks: list[AnyFuture] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return [task if task.done() else None for task in tasks]
@@ -39,55 +43,52 @@ async def race(*work: Awaitable[Any]) -> list[asyncio.Future[Any] | None]:
 
 
 async def first_of[T](work: Iterable[Awaitable[T]]) -> T:
-    """Return the result of the one that ends first, or raise its failure; the others are cancelled."""
+    """Returns the result of the first that is done, or raises its error; the others are cancelled."""
     return next(task for task in await race(*work) if task is not None).result()
 
 
-async def all_tried(*work: Awaitable[Any]) -> None:
-    """Wait for all, whatever becomes of the others; the first problem is raised after that."""
+async def all_tried(*work: Awaitable[object]) -> None:
+    """Waits for all, even if some fail; then raises the first error."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, Exception):
             raise result
 
 
 class Pace:
-    """The pace of a loop: its rounds begin `seconds` apart, or one at the end of the other where they take longer."""
+    """Pace of a loop whose rounds start `seconds` apart, or back to back if they take longer."""
 
     def __init__(self, seconds: float):
-        self._seconds, self._loop = seconds, asyncio.get_running_loop()
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
         self._next = self._loop.time() + seconds
 
     async def round(self) -> None:
-        """Wait until the next round is due."""
+        """Waits until the next round is due."""
         await asyncio.sleep(max(0.0, self._next - self._loop.time()))
         self._next = self._loop.time() + self._seconds
 
 
-async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """The result of a call in a new thread, which ends with the process wherever it is then (a daemon)."""
+async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """Returns the result of a call in a new daemon thread, which does not delay the end of the process."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
+    def settle(set_outcome: Callable[[], None]) -> None:
+        if not result.done():  # else the caller was cancelled
+            set_outcome()
+
     def work() -> None:
-        value, error = None, None
         try:
-            value = function(*arguments, **named)
-        except BaseException as caught:
-            error = caught
-        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(_settle, result, value, error)
+            value = function(*arguments, **keywords)
+        except BaseException as error:
+            outcome = partial(result.set_exception, error)
+        else:
+            outcome = partial(result.set_result, value)
+        with suppress(RuntimeError):  # the loop has closed, and the caller with it
+            loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=work, name=f"slimx {getattr(function, '__name__', 'work')}", daemon=True).start()
     return await result
-
-
-def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if result.done():  # given up meanwhile
-        return
-    if error is None:
-        result.set_result(value)
-    else:
-        result.set_exception(error)
 
 
 async def while_served[T](
@@ -95,17 +96,18 @@ async def while_served[T](
     needed: Callable[[], Awaitable[None]],
     supply: Callable[[], Awaitable[None]] | None = None,
 ) -> T:
-    """The result of `work`, for which engines are needed.
+    """Returns the result of `work`, which needs engines.
 
-    Each time `needed` returns, `supply` is awaited: engines wait for weights. What `needed` raises, because no engine
-    is left, ends the wait, and is raised even if `work` failed at the same time: it tells more than what became of the
-    work. Work that is not finished is cancelled."""
+    Awaits `supply` each time `needed` returns, i.e. engines wait for weights. An error of `needed` (no engine is left)
+    ends the wait and takes precedence over a failure of `work` at the same time, which it explains. Unfinished work is
+    cancelled."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
     event: asyncio.Future[None] | None = None
     try:
         while True:
             event = asyncio.ensure_future(needed())
-            await asyncio.wait({task, event}, return_when=asyncio.FIRST_COMPLETED)
+            futures: list[AnyFuture] = [task, event]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if event.done() and not (task.done() and task.exception() is None):
                 event.result()
             if task.done() or supply is None:
@@ -115,7 +117,8 @@ async def while_served[T](
         await cancelled(task, event)
 
 
-async def unless[T](event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None if `event` comes first: `work` is cancelled then."""
-    task, _ = await race(work, event.wait())
-    return None if task is None else task.result()
+async def unless[T](event: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """Returns the result of `work`; None if `event` is set first, which cancels `work`."""
+    task = asyncio.ensure_future(work)
+    done, _ = await race(task, event.wait())
+    return None if done is None else task.result()

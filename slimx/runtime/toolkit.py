@@ -1,4 +1,4 @@
-"""The CUDA toolkit that compiles kernels while a process runs: where it is, and telling those who look for it."""
+"""The CUDA toolkit that compiles kernels at run time: its location, and the variables that point libraries to it."""
 
 from __future__ import annotations
 
@@ -16,45 +16,51 @@ from slimx.errors import SlimxError
 from slimx.runtime.logs import how_ended
 
 NVSHMEM = {"NVSHMEM_DISABLE_NCCL": "1"}
-"""Variables of NVSHMEM, on which DeepEP's kernels between nodes are built. Else it would make communicators of NCCL,
-which DeepEP does not use, on the memory of each GPU."""
+"""Variables of NVSHMEM, which DeepEP's kernels between nodes use. Otherwise it would create NCCL communicators, which
+DeepEP does not need, in the memory of every GPU."""
 
 USUAL = Path("/usr/local/cuda")
 WHEEL = "nvidia/cu13"
-"""Directory of site-packages in which the wheels of the CUDA lock have their files."""
+"""Directory in site-packages with the files of the CUDA lock's wheels."""
 RUNTIME = "lib64/libcudart.so"
-"""The library that SGLang and flashinfer link their kernels with, as a toolkit has it."""
+"""Library that SGLang and flashinfer link their kernels with, relative to a toolkit."""
 PROGRAM = "#include <cuda_runtime.h>\n__global__ void one(int* x) { *x = 1; }\nvoid run(int* x) { one<<<1, 1>>>(x); }\n"
 
 
 def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> Path | None:
-    """Returns the home of the toolkit: the one that CUDA_HOME or CUDA_PATH names, that of the nvcc on PATH, the usual
-    place, or the lock's wheels in `packages` (site-packages of this Python); None if there is none.
+    """Returns the home of the toolkit: CUDA_HOME or CUDA_PATH, that of the nvcc on PATH, the usual location, or the
+    lock's wheels in `packages` (site-packages of this Python); None if there is none.
 
-    An nvcc on PATH may be a script that starts one elsewhere, so a home needs libraries, too. Wheels have them under
-    names that no linker looks for: they get a home of links (`wheel_home`)."""
-    if named := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
-        return Path(named)
+    An nvcc on PATH may be a script that starts another one, so a home must have libraries too. Wheels name them in a
+    way that no linker finds: they get a home of links (`wheel_home`)."""
+    configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if configured:
+        return Path(configured)
     compiler = shutil.which("nvcc", path=environment.get("PATH"))
     on_path = Path(compiler).resolve().parents[1] if compiler else USUAL
-    if (home := next((home for home in (on_path, USUAL) if (home / RUNTIME).exists()), None)) is not None:
-        return home
+    for home in (on_path, USUAL):
+        if (home / RUNTIME).exists():
+            return home
     wheel = (packages or Path(sysconfig.get_path("purelib"))) / WHEEL
-    return wheel_home(wheel, environment) if (wheel / "bin/nvcc").exists() else None
+    if not (wheel / "bin/nvcc").exists():
+        return None
+    return wheel_home(wheel, environment)
 
 
 def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
     """Returns a directory in the user's cache with links to the files of `wheel`, laid out as a toolkit: libraries in
-    lib64, with names for linkers, and the driver's in lib64/stubs.
+    lib64 under names for linkers, and the driver's in lib64/stubs.
 
-    Its name is a digest of the links, and it is renamed into place: a directory of that name is complete.
+    It is named by a digest of the links and renamed into place, so a directory of that name is complete.
     Raises SlimxError if the cache cannot be written."""
     links = {name: wheel / name for name in ("bin", "include", "nvvm")}
     for library in sorted((wheel / "lib").glob("lib*")):
         links[f"lib64/{library.name}"] = library
-        if (stem := library.name.partition(".so.")[0]) != library.name:
+        stem = library.name.partition(".so.")[0]
+        if stem != library.name:
             links.setdefault(f"lib64/{stem}.so", library)
-    if (driver := _driver(environment)) is not None:
+    driver = _driver(environment)
+    if driver is not None:
         links["lib64/stubs/libcuda.so"] = driver
     digest = hashlib.sha256("\n".join(f"{name} {target}" for name, target in links.items()).encode()).hexdigest()
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slimx"
@@ -64,16 +70,16 @@ def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".cuda-") as scratch:
-            made = Path(scratch, "home")
+            unfinished = Path(scratch, "home")
             for name, target in links.items():
-                (made / name).parent.mkdir(parents=True, exist_ok=True)
-                (made / name).symlink_to(target)
-            made.rename(home)
+                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+                (unfinished / name).symlink_to(target)
+            unfinished.rename(home)
     except OSError as error:
-        if not home.exists():  # else another process of the node, which starts together with this one, was first
+        if not home.exists():  # else another process of the node that started at the same time was first
             raise SlimxError(
-                f"{home} cannot be made ({error.strerror}), in which kernels would find the CUDA toolkit of {wheel}; "
-                "set XDG_CACHE_HOME to a directory that can be written, or CUDA_HOME to a toolkit",
+                f"{home} cannot be created ({error.strerror}), where kernels would find the CUDA toolkit of {wheel}; "
+                "set XDG_CACHE_HOME to a writable directory, or CUDA_HOME to a toolkit",
                 code="toolkit.cache",
                 about=str(cache),
             ) from None
@@ -81,21 +87,25 @@ def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _driver(environment: Mapping[str, str]) -> Path | None:
-    """The driver's library where the loader finds it."""
+    """Returns the driver's library as the loader finds it; None if there is none."""
     usual = (f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/local/nvidia/lib64")
-    folders = [*filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")), *usual]
-    return next((path for folder in folders if (path := Path(folder, "libcuda.so.1")).exists()), None)
+    for folder in [*filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")), *usual]:
+        library = Path(folder, "libcuda.so.1")
+        if library.exists():
+            return library
+    return None
 
 
 def set_build_tools(
     environment: MutableMapping[str, str], packages: Path | None = None, programs: Path | None = None
 ) -> None:
-    """Set CUDA_HOME, and PATH for ninja, where nothing else names them, from the wheels of this Python: in `packages`
+    """Sets CUDA_HOME, and PATH for ninja, unless they are set already, to the wheels of this Python: in `packages`
     (its site-packages) and `programs` (its directory of programs).
 
-    DeepGEMM and DeepEP fail an assertion while they are imported if they find no toolkit. Torch and flashinfer start
-    ninja by its name, which an environment that is not activated lacks."""
-    if (home := cuda_home(environment, packages)) is not None:
+    DeepGEMM and DeepEP fail an assertion on import if they find no toolkit. Torch and flashinfer start ninja by name,
+    which is not on PATH in an environment that is not activated."""
+    home = cuda_home(environment, packages)
+    if home is not None:
         environment.setdefault("CUDA_HOME", str(home))
     programs = programs or Path(sysconfig.get_path("scripts"))
     path = environment.get("PATH", "")
@@ -104,16 +114,18 @@ def set_build_tools(
 
 
 def link_error(home: Path, *, driver: bool) -> str | None:
-    """Returns why a kernel cannot be compiled and linked by the toolkit in `home` as SGLang 0.5.23
-    (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do it at run time: in the words
-    of the program that fails; None if it can be. `driver`: with the driver's library, too, as flashinfer does."""
+    """Returns why the toolkit in `home` cannot compile and link a kernel as SGLang 0.5.23
+    (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do at run time, in the words of
+    the program that fails; None if it can. `driver`: link the driver's library too, as flashinfer does."""
     with tempfile.TemporaryDirectory() as scratch:
-        source, compiled, library = (Path(scratch, name) for name in ("one.cu", "one.o", "one.so"))
-        source.write_text(PROGRAM)
+        source, compiled, library = (f"{scratch}/{name}" for name in ("one.cu", "one.o", "one.so"))
+        Path(source).write_text(PROGRAM)
         linker = os.environ.get("CXX", "c++")
-        libraries = [f"-L{home}/lib64", "-lcudart", *([f"-L{home}/lib64/stubs", "-lcuda"] if driver else [])]
+        libraries = [f"-L{home}/lib64", "-lcudart"]
+        if driver:
+            libraries += [f"-L{home}/lib64/stubs", "-lcuda"]
         for command in (
-            [home / "bin/nvcc", "-Xcompiler", "-fPIC", "-c", source, "-o", compiled],
+            [f"{home}/bin/nvcc", "-Xcompiler", "-fPIC", "-c", source, "-o", compiled],
             [linker, "-shared", compiled, *libraries, "-o", library],
         ):
             try:
@@ -127,6 +139,6 @@ def link_error(home: Path, *, driver: bool) -> str | None:
 
 
 def python_header() -> Path | None:
-    """Python.h of this interpreter, which Triton's launchers are compiled with; None if it is not installed."""
+    """Returns Python.h of this interpreter, which Triton compiles launchers with; None if it is not installed."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return header if header.exists() else None

@@ -18,7 +18,7 @@ from slimx.config.sections.run import Cluster
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of
 from slimx.runtime.logs import marked
-from slimx.runtime.ports import address, free_port, is_loopback, machine, own_address
+from slimx.runtime.ports import address, free_port, is_loopback, local_address, machine
 from slimx.trainer.process import install_adapters, prepare_process, redirect_output
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TrainerWorker:
 
     def rendezvous(self) -> str:
         """Address on this rank's node at which all ranks meet: an init_method for torch.distributed."""
-        host = own_address(Cluster.model_validate(self._values["cluster"]).network)
+        host = local_address(Cluster.model_validate(self._values["cluster"]).network)
         return f"tcp://{address(host, free_port(host))}"
 
     def start(self, init_method: str) -> dict[str, Any]:

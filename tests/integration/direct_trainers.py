@@ -25,7 +25,7 @@ from slimx.layout.table import checkpoint_parts
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.runtime.ports import own_address
+from slimx.runtime.ports import local_address
 from tests.integration.conftest import Weights, perturbed
 
 SIZES = Sizes(data=2, expert=2)
@@ -67,7 +67,7 @@ class SendingRank:
 
     def __init__(self, rank: int, model: str, network: str | None):
         torch.set_num_threads(1)
-        self.rank, self.host = rank, own_address(network)
+        self.rank, self.host = rank, local_address(network)
         self.start = load_file(Path(model, "model.safetensors"))
         self.parts = MegatronLayout(weight_table(config_in(Path(model))), SIZES).held(rank)
         self.held = {part.name: cut_out(part, self.start) for part in self.parts}

@@ -24,7 +24,7 @@ from slimx.data.saved.step_files import origin_of, read_step, step_files
 from slimx.models.families import configured_model
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.engines.serving import serving
-from slimx.orchestration.start.early import without_trainers
+from slimx.orchestration.start.checks import without_trainers
 from slimx.orchestration.start.prepare import Sources, check_sources
 from slimx.orchestration.state.saves import Saves
 from slimx.rollout.flow.replay import check_replay

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from slimx.runtime.private import private_directory
+from slimx.runtime.user_files import private_directory
 from tests.processes import wait_for
 from tests.warm.client import LOG
 

@@ -25,7 +25,7 @@ import pytest
 from setproctitle import setproctitle
 from sitecustomize import answer
 
-from slimx.orchestration.lifetime.heap import MIDDLE, OLD, YOUNG
+from slimx.orchestration.lifetime.garbage import MIDDLE, OLD, YOUNG
 from slimx.runtime.process import adopt_orphans, end_with_parent
 from tests.warm import guards
 from tests.warm.client import BYTES, RAY_WORKER, without_flags

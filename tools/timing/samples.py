@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slimx.runtime.private import private_directory
+from slimx.runtime.user_files import private_directory
 from tests.warm.interpreter import PREFIX, TEST, variables_of
 
 FORKED = 0

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from slimx.cluster.restarts import Restart, Restarts, told_of
+from slimx.cluster.restarts import Restart, Restarts, describe_restarts
 from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, Standing
@@ -158,7 +158,7 @@ class Membership:
         if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
             role = engine.spec.role
             which = "engine" if role == "regular" else f"{role} engine"
-            told = told_of(self.history())
+            told = describe_restarts(self.history())
             self.fail(
                 PartLost(
                     f"no {which} is left, and none may be started again (rollout.health.restarts is "

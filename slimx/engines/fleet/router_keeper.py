@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from slimx.cluster.restarts import Restarts, told_of
+from slimx.cluster.restarts import Restarts, describe_restarts
 from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle
@@ -123,7 +123,7 @@ class RouterKeeper:
             self.restarts.serves()
             self.membership.changed()
             return
-        told = told_of(self.restarts.history)
+        told = describe_restarts(self.restarts.history)
         self.membership.fail(
             PartLost(
                 f"the router is lost, and may not be started again ("

@@ -21,7 +21,7 @@ from slimx.engines.transport import End
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.logs import marked
-from slimx.runtime.ports import LOOPBACK, claimed_port, own_address
+from slimx.runtime.ports import LOOPBACK, claimed_port, local_address
 from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.tasks import cancelled, first_of
 
@@ -84,10 +84,10 @@ class Server:
         make_end: Callable[[], End] | None = None,
     ) -> None:
         """`spec`: without what differs between starts. `deadline_s`: seconds for one call to the server. `network`: in
-        which it takes its address (`slimx.runtime.ports.own_address`). `places`: of a server on several machines, all
+        which it takes its address (`slimx.runtime.ports.local_address`). `places`: of a server on several machines, all
         but the first. `make_end`: of a transport that has an end on each machine."""
         self.planned, self.log_path, self.deadline_s = spec, log_path, deadline_s
-        self.network, self.host, self.places = network, own_address(network), places
+        self.network, self.host, self.places = network, local_address(network), places
         self.make_end = make_end
         self.end = None if make_end is None else make_end()
         self._claims: list[socket.socket] = []

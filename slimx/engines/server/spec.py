@@ -17,8 +17,8 @@ from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.numerics.mode import NumericsMode, mode_of
 from slimx.runtime.children import python_argv
 from slimx.runtime.ports import address, is_loopback
-from slimx.runtime.private import private_directory
 from slimx.runtime.toolkit import NVSHMEM
+from slimx.runtime.user_files import private_directory
 
 
 @dataclass(frozen=True, slots=True)

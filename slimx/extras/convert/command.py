@@ -19,14 +19,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from slimx.commands.usage import Group
+from slimx.commands.usage import CommandGroup
 from slimx.errors import SlimxError
 
 if TYPE_CHECKING:  # torch takes seconds to import, --help must not
     from slimx.extras.convert.work import Conversion
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     add_completion=False,
     help="Convert checkpoints, slice by slice: memory stays below 2 GB whatever their size. A conversion that was "
     "killed goes on where it was when it is started again; the output appears when it is complete.",

@@ -1,1 +1,1 @@
-"""Published data sets as files of prompts, and a look at a file as a run would read it."""
+"""Published data sets as files of prompts, and checks of such files as a run would read them."""

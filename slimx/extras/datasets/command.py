@@ -1,4 +1,4 @@
-"""`slimx data`: published data sets as files of prompts, and what a run would see of a file."""
+"""`slimx data`: writes published data sets as files of prompts, and shows how a run would read a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -22,23 +22,27 @@ from slimx.data.records import Prompt
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 from slimx.extras.datasets.files.read import DATASETS
+from slimx.json_types import Json
 from slimx.observability.live.safe_text import visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 app = typer.Typer(add_completion=False)
 
 KNOWN = entry_points.find(DATASETS)
-"""Published data sets by the name on the command line."""
+"""Published data sets by their name on the command line."""
 SHOWN = 3
 """Prompts that `slimx data check` renders."""
 LONGEST = 2000
 """Characters of a prompt that are shown, at most."""
 
 
-def convert(name: str, out: Path, given: str | None, seed: int) -> Iterator[str]:
-    """Write a published data set as JSONL of prompts, and say what was done. `given`: what the user has of it, instead
-    of a download; `seed` shuffles the choices of GPQA."""
+def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str]:
+    """Writes a published data set as JSONL of prompts, and yields lines about it. `source`: file or directory to read
+    instead of a download; `seed` shuffles the choices of GPQA."""
     if name not in KNOWN:
-        near = [each for each in KNOWN if each.startswith(name)] or difflib.get_close_matches(name, KNOWN, n=1)
+        near = [known for known in KNOWN if known.startswith(name)] or difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {near[0]}?" if len(near) == 1 else "slimx data check FILE looks at a file of your own"
         raise SlimxError(
             f"slimx data knows no {name!r}, but {', '.join(KNOWN)}; {hint}",
@@ -46,21 +50,23 @@ def convert(name: str, out: Path, given: str | None, seed: int) -> Iterator[str]
             about=name,
         )
     known = entry_points.load(DATASETS, name)
+    origin = source or known.hub
     if out.exists() and not out.is_file():
-        raise SlimxError(f"{out} is no file; name the file to write", code="data.out", about=str(out))
-    lines: dict[str, dict[str, Any]] = {}
+        raise SlimxError(f"{out} is not a file; name the file to write", code="data.out", about=str(out))
+    prompts: dict[str, Json] = {}
     repeated: Counter[str] = Counter()
-    for where, number, row in read_rows(given or known.hub)[1]:
+    for where, number, row in read_rows(origin)[1]:
         try:
             prompt = known.convert(row, where, seed)
         except SlimxError as error:
-            told = f"{error}{_fitting(row, where, name)}"
-            raise SlimxError(told, code=error.code, about=error.about) from error
+            message = f"{error}{_fitting(row, where, name)}"
+            raise SlimxError(message, code=error.code, about=error.about) from error
         prompt = {"id": f"{name}:{number}"} | prompt
         prompt["metadata"] = prompt.get("metadata", {}) | {"dataset": name}
-        if (before := lines.get(prompt["id"])) is None:
-            lines[prompt["id"]] = prompt
-        elif before == prompt:
+        before = prompts.setdefault(prompt["id"], prompt)
+        if before is prompt:
+            continue
+        if before == prompt:
             repeated[prompt["id"]] += 1
         else:
             raise SlimxError(
@@ -68,21 +74,21 @@ def convert(name: str, out: Path, given: str | None, seed: int) -> Iterator[str]
                 code="prompts.id",
                 about=prompt["id"],
             )
-    if not lines:
-        raise SlimxError(f"{given or known.hub}: holds no row", code="prompts.empty", about=str(given or known.hub))
+    if not prompts:
+        raise SlimxError(f"{origin}: holds no row", code="prompts.empty", about=origin)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in lines.values()))
+        write_atomic(out, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts.values()))
     except OSError as error:
         raise SlimxError(f"{out}: cannot be written ({error.strerror})", code="data.out", about=str(out)) from error
-    yield f"{out}: {len(lines)} prompts of {given or known.hub}"
+    yield f"{out}: {len(prompts)} prompts of {origin}"
     if repeated:
         yield f"{repeated.total()} rows repeated an earlier one and are written once ({len(repeated)} questions)"
     yield f"reward.function: {known.reward}"
 
 
-def _fitting(row: Mapping[str, Any], where: str, name: str) -> str:
-    """A hint at the data set other than `name` that a row is of, if there is one."""
+def _fitting(row: Mapping[str, object], where: str, name: str) -> str:
+    """Returns a hint if a row is of another data set than `name`, else ""."""
     for other, known in entry_points.load_all(DATASETS).items():
         try:
             known.convert(row, where, 0)
@@ -96,26 +102,31 @@ def _fitting(row: Mapping[str, Any], where: str, name: str) -> str:
 def check(
     file: str,
     model: str | None,
-    fields: dict[str, Any] | None,
+    fields: Json | None,
     system: str | None,
-    template: dict[str, Any],
+    template: Json,
     subset: str | None = None,
     split: str | None = None,
 ) -> Iterator[str]:
-    """Lines on what a run would see of a file. Raises SlimxError where the run would refuse it; `fields`, `system` and
-    `template` are those of section rollout, `subset` and `split` those of an entry of rollout.sources."""
-    rows = read_rows(file, subset, split)[1]
-    first = next(rows, None)
-    rows.close()
-    guessed = fitting_fields(first[2]) if first and fields is None and not {*first[2]} <= {*KEYS} else None
-    mapping = make_mapping(Fields.model_validate(fields or guessed) if fields or guessed else None, None, system)
+    """Yields lines about how a run would read a file. Raises SlimxError if the run would refuse it. `fields`, `system`
+    and `template` are those of section rollout, `subset` and `split` those of an entry of rollout.sources."""
+    first = next(iter(read_rows(file, subset, split)[1]), None)
+    guessed = None
+    if first is not None and fields is None and not {*first[2]} <= {*KEYS}:
+        guessed = fitting_fields(first[2])
+    named_fields = None
+    if fields or guessed:
+        named_fields = Fields.model_validate(fields or guessed)
+    mapping = make_mapping(named_fields, None, system)
     prompts = read_prompts(file, mapping, subset=subset, split=split)
     yield f"{file}: {len(prompts)} prompts"
     if guessed:
         yield f"needs rollout.fields: {written(guessed)}"
     if first is not None and (fields or guessed):
-        used = {str(path).split(".")[0] for path in (fields or guessed or {}).values() if isinstance(path, str)}
-        if unused := [name for name in first[2] if name not in used]:
+        paths = (fields or guessed or {}).values()
+        used = {path.split(".")[0] for path in paths if isinstance(path, str)}
+        unused = [name for name in first[2] if name not in used]
+        if unused:
             yield f"columns that no field names: {', '.join(unused)}"
     yield from _counted(prompts)
     tokenizer = None
@@ -129,14 +140,18 @@ def check(
     for prompt in prompts[:SHOWN]:
         yield from rendered_lines(prompt, tokenizer)
     if model is None:
-        yield "give --model DIR to see the chat template's own text, and tokens"
+        yield "give --model DIR to see the prompts in the chat template, and their tokens"
 
 
-def rendered_lines(prompt: Prompt, tokenizer: Any | None) -> Iterator[str]:
-    """A prompt as the model is given it, or its turns where there is no tokenizer; then its answer."""
-    yield f"--- {prompt.id}" + (f" (answer: {_cut(prompt.answer)})" if prompt.answer is not None else "")
+def rendered_lines(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
+    """Yields a prompt with its answer: rendered by the chat template, or its turns without a tokenizer."""
+    title = f"--- {prompt.id}"
+    if prompt.answer is not None:
+        title += f" (answer: {_cut(prompt.answer)})"
+    yield title
     if tokenizer is not None:
-        yield _cut(tokenizer.decode(encode_prompt(tokenizer, prompt), skip_special_tokens=False))
+        text = tokenizer.decode(encode_prompt(tokenizer, prompt), skip_special_tokens=False)
+        yield _cut(str(text))
         return
     for turn in prompt.messages or ():
         yield _cut(f"{turn['role']}: {turn.get('content')}")
@@ -149,24 +164,30 @@ def _counted(prompts: Sequence[Prompt]) -> Iterator[str]:
     if without:
         yield f"{without} prompts have no answer; rewards that compare with one refuse them"
     tasks = Counter(msgspec.json.encode((prompt.messages, prompt.token_ids)) for prompt in prompts)
-    if (twice := len(prompts) - len(tasks)) > 0:
-        yield f"{twice} prompts repeat another one's text"
+    repeated = len(prompts) - len(tasks)
+    if repeated:
+        yield f"{repeated} prompts repeat another one's text"
     for source, count in sorted(Counter(prompt.source for prompt in prompts if prompt.source).items()):
         yield f"data set {source}: {count} prompts"
-    if media := sum("images" in prompt.metadata for prompt in prompts):
-        yield f"{media} prompts have images in metadata.images: hooks get them, the model's own template does not"
+    with_images = sum("images" in prompt.metadata for prompt in prompts)
+    if with_images:
+        yield (
+            f"{with_images} prompts have images in metadata.images: hooks get them, the model's own template does not"
+        )
 
 
 def _cut(text: str) -> str:
-    return visible(text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)")
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]} ... ({len(text)} characters)"
+    return visible(text)
 
 
 @app.command()
 def data(
     name: Annotated[str, typer.Argument(help=f"{', '.join(KNOWN)}; or check.")],
-    file: Annotated[str, typer.Argument(help="The file to write; with check, the file or directory to look at.")],
-    given: Annotated[
-        str | None, typer.Option("--from", help="File or directory of the data set; else it is downloaded.")
+    file: Annotated[str, typer.Argument(help="File to write; with check, the file or directory to look at.")],
+    source: Annotated[
+        str | None, typer.Option("--from", help="File or directory of the data set; default: it is downloaded.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order of GPQA's choices.")] = 0,
     model: Annotated[str | None, typer.Option(help="With check: Hugging Face directory of the tokenizer.")] = None,
@@ -179,15 +200,16 @@ def data(
 ) -> None:
     """Write a published data set as a file of prompts; `slimx data check FILE`: say what a run would see of a file."""
     if name == "check":
-        named, arguments = _mapping("--fields", fields), _mapping("--template", template) or {}
-        for line in check(file, model, named, system, arguments, subset, split):
+        mapping = _mapping("--fields", fields)
+        arguments = _mapping("--template", template) or {}
+        for line in check(file, model, mapping, system, arguments, subset, split):
             print(visible(line))
         return
-    for line in convert(name, Path(file), given, seed):
+    for line in convert(name, Path(file), source, seed):
         print(visible(line))
 
 
-def _mapping(option: str, text: str | None) -> dict[str, Any] | None:
+def _mapping(option: str, text: str | None) -> Json | None:
     import yaml
 
     if text is None:
@@ -197,7 +219,8 @@ def _mapping(option: str, text: str | None) -> dict[str, Any] | None:
     except yaml.YAMLError:
         value = None
     if not isinstance(value, dict):
-        raise SlimxError(f"{option} is {text!r}, which is no mapping; write '{{prompt: question}}'")
-    if option == "--fields" and (unknown := [key for key in value if key not in Fields.model_fields]):
+        raise SlimxError(f"{option} is {text!r}, which is not a mapping; write '{{prompt: question}}'")
+    unknown = [key for key in value if key not in Fields.model_fields]
+    if option == "--fields" and unknown:
         raise SlimxError(f"--fields has {unknown[0]!r}; known are {', '.join(Fields.model_fields)}")
     return value

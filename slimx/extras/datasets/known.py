@@ -1,4 +1,4 @@
-"""Published data sets: where they are, and how a row of each becomes a prompt (`slimx data NAME OUT`)."""
+"""Published data sets: their location, and the conversion of their rows to prompts (`slimx data NAME OUT`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from slimx.data.prompts.mapping import as_text, value_at
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared.boxes import last_box
+from slimx.json_types import Json
 
 BOXED = "Put your final answer within \\boxed{}."
 LETTERS = "ABCD"
-Row = Mapping[str, Any]
+type Row = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,13 @@ class Known:
 
     hub: str
     """hf://OWNER/NAME/SUBSET/SPLIT."""
-    convert: Callable[[Row, str, int], dict[str, Any]]
-    """(row, where it stands, seed) -> the fields of a prompt."""
+    convert: Callable[[Row, str, int], Json]
+    """(row, location of the row, seed) -> fields of a prompt."""
     reward: str
-    """Dotted path of the reward that fits its answers."""
+    """Dotted path of a reward for its answers."""
 
 
-def _gsm8k(row: Row, where: str, seed: int) -> dict[str, Any]:
+def _gsm8k(row: Row, where: str, seed: int) -> Json:
     solution = str(_column(row, "answer", where))
     _, mark, answer = solution.rpartition("####")
     if not mark:
@@ -40,61 +41,65 @@ def _gsm8k(row: Row, where: str, seed: int) -> dict[str, Any]:
     return _task(_column(row, "question", where), answer.strip().replace(",", ""))
 
 
-def _math(row: Row, where: str, seed: int) -> dict[str, Any]:
+def _math(row: Row, where: str, seed: int) -> Json:
     answer = row.get("answer")
     if answer is None:
         answer = last_box(str(_column(row, "solution", where)))
         if answer is None:
             raise _unfit(where, "its solution has no \\boxed{...}")
-    metadata = {key: row[key] for key in ("level", "type", "subject") if row.get(key) is not None}
+    metadata = _without_nulls({key: row.get(key) for key in ("level", "type", "subject")})
     return _task(_column(row, "problem", where), answer, metadata, row.get("unique_id"))
 
 
-def _dapo(row: Row, where: str, seed: int) -> dict[str, Any]:
+def _dapo(row: Row, where: str, seed: int) -> Json:
     messages = _column(row, "prompt", where)
     if not isinstance(messages, list):
-        raise _unfit(where, "its prompt is no list of messages")
+        raise _unfit(where, "its prompt is not a list of messages")
     answer = _column(row, "reward_model.ground_truth", where)
     turns = [{"role": turn.get("role"), "content": turn.get("content")} for turn in messages]
-    # The published file repeats each question many times under one index, which `slimx data` writes once.
-    index = row.get("extra_info", {}).get("index") if isinstance(row.get("extra_info"), Mapping) else None
-    out = {"messages": turns, "answer": str(answer)}
-    return out if index is None else out | {"id": str(index)}
+    # The published file repeats each question many times under one index; `slimx data` writes it once.
+    extra_info = row.get("extra_info")
+    index = extra_info.get("index") if isinstance(extra_info, Mapping) else None
+    out: Json = {"messages": turns, "answer": str(answer)}
+    if index is not None:
+        out["id"] = str(index)
+    return out
 
 
-def _aime(row: Row, where: str, seed: int) -> dict[str, Any]:
+def _aime(row: Row, where: str, seed: int) -> Json:
     columns = {str(name).lower(): name for name in row}
     if not {"problem", "answer"} <= columns.keys():
         raise _unfit(where, f"it has {', '.join(map(str, row))}, and no problem and answer")
-    given = str(as_text(row[columns["answer"]])).strip()
-    number = re.fullmatch(r"\$?(\d{1,3})(?:\.0+)?\s*(?:°|\^\{?\\circ\}?|\\degree)?\$?", given)
+    answer = str(as_text(row[columns["answer"]])).strip()
+    number = re.fullmatch(r"\$?(\d{1,3})(?:\.0+)?\s*(?:°|\^\{?\\circ\}?|\\degree)?\$?", answer)
     if not number:
-        raise _unfit(where, f"its answer {given!r} is no integer from 0 to 999")
-    own = next((row[columns[name]] for name in ("id", "problem_idx") if name in columns), None)
-    return _task(row[columns["problem"]], str(int(number[1])), {}, None if own is None else as_text(own))
+        raise _unfit(where, f"its answer {answer!r} is not an integer from 0 to 999")
+    row_id = next((row[columns[name]] for name in ("id", "problem_idx") if name in columns), None)
+    return _task(row[columns["problem"]], str(int(number[1])), {}, None if row_id is None else as_text(row_id))
 
 
-def _gpqa(row: Row, where: str, seed: int) -> dict[str, Any]:
+def _gpqa(row: Row, where: str, seed: int) -> Json:
     question = str(_column(row, "Question", where)).strip()
     names = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
     choices = [str(_column(row, name, where)).strip() for name in names]
-    # Drawn from seed and question, so that neither the order of rows nor their number changes a question's choices.
+    # Drawn from seed and question, so that neither the order nor the number of rows changes a question's choices.
     keys = np.random.PCG64([seed, int(fingerprint(question.encode()), 16)]).random_raw(len(choices))
-    order = [int(place) for place in np.argsort(keys, kind="stable")]
-    listed = "\n".join(f"{letter}) {choices[place]}" for letter, place in zip(LETTERS, order, strict=True))
+    order = [int(index) for index in np.argsort(keys, kind="stable")]
+    listed = "\n".join(f"{letter}) {choices[index]}" for letter, index in zip(LETTERS, order, strict=True))
     text = f"{question}\n\n{listed}\n\nEnd with the letter of the right choice, as 'Answer: LETTER'."
-    own = row.get("Record ID")
-    return _message(text, LETTERS[order.index(0)], {}, None if own is None else str(own))
+    row_id = row.get("Record ID")
+    return _message(text, LETTERS[order.index(0)], {}, None if row_id is None else str(row_id))
 
 
-def _ifeval(row: Row, where: str, seed: int) -> dict[str, Any]:
+def _ifeval(row: Row, where: str, seed: int) -> Json:
     ids = list(_column(row, "instruction_id_list", where))
-    given = _column(row, "kwargs", where)
-    given = msgspec.json.decode(given) if isinstance(given, str) else given
-    if len(ids) != len(given):
-        raise _unfit(where, f"it has {len(ids)} instruction ids and {len(given)} kwargs")
+    arguments = _column(row, "kwargs", where)
+    if isinstance(arguments, str):
+        arguments = msgspec.json.decode(arguments)
+    if len(ids) != len(arguments):
+        raise _unfit(where, f"it has {len(ids)} instruction ids and {len(arguments)} kwargs")
     # A table has every argument in every row; those that an instruction does not take are null.
-    kwargs = [{name: value for name, value in each.items() if value is not None} for each in given]
+    kwargs = [_without_nulls(item) for item in arguments]
     metadata = {"instruction_id_list": ids, "kwargs": kwargs}
     key = row.get("key")
     return _message(str(_column(row, "prompt", where)), None, metadata, None if key is None else str(key))
@@ -110,16 +115,24 @@ GPQA = Known("hf://Idavidrein/gpqa/gpqa_diamond/train", _gpqa, "choice")
 IFEVAL = Known("hf://google/IFEval/default/train", _ifeval, "ifeval")
 
 
-def _task(question: Any, answer: Any, metadata: dict[str, Any] | None = None, own: str | None = None) -> dict[str, Any]:
-    return _message(f"{str(question).strip()}\n\n{BOXED}", str(answer), metadata or {}, own)
+def _without_nulls(fields: Mapping[str, object]) -> Json:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _message(text: str, answer: str | None, metadata: dict[str, Any], own: str | None) -> dict[str, Any]:
-    out: dict[str, Any] = {} if own is None else {"id": own}
+def _task(question: object, answer: object, metadata: Json | None = None, row_id: object = None) -> Json:
+    return _message(f"{str(question).strip()}\n\n{BOXED}", str(answer), metadata or {}, row_id)
+
+
+def _message(text: str, answer: str | None, metadata: Json, row_id: object) -> Json:
+    out: Json = {}
+    if row_id is not None:
+        out["id"] = row_id
     out["messages"] = [{"role": "user", "content": text}]
     if answer is not None:
         out["answer"] = answer
-    return out | ({"metadata": metadata} if metadata else {})
+    if metadata:
+        out["metadata"] = metadata
+    return out
 
 
 def _column(row: Row, path: str, where: str) -> Any:
@@ -129,7 +142,7 @@ def _column(row: Row, path: str, where: str) -> Any:
     return value
 
 
-def _unfit(where: str, what: str) -> SlimxError:
+def _unfit(where: str, reason: str) -> SlimxError:
     return SlimxError(
-        f"{where}: {what}; is it of this data set, as it was published?", code="prompts.published", about=where
+        f"{where}: {reason}; is it of this data set, as it was published?", code="prompts.published", about=where
     )

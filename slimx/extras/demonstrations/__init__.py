@@ -1,1 +1,1 @@
-"""Training of answers that prompts have."""
+"""Supervised fine-tuning on the answers of prompts."""

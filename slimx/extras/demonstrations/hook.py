@@ -1,7 +1,7 @@
-"""The generate hook of supervised fine-tuning: the prompt's `answer` is the demonstration; no engine is asked."""
+"""The generate hook of supervised fine-tuning: the prompt's `answer` is the demonstration; no engine is used."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
@@ -9,16 +9,19 @@ from slimx.extras.demonstrations.answers import check_answer, encode_answer
 from slimx.rewards.needs import checks_prompts
 from slimx.rollout.hooks import RolloutContext
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def check(prompts: Iterable[Prompt], *, tokenizer: Any) -> None:
-    """Raise SlimxError for a prompt without an answer, or with one that `encode_answer` refuses."""
+
+def check(prompts: Iterable[Prompt], *, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raises SlimxError for a prompt without an answer, or with one that `encode_answer` refuses."""
     for prompt in prompts:
         check_answer(tokenizer, prompt, _answer(prompt))
 
 
 @checks_prompts(check)
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """The prompt followed by its demonstrated answer as the chat template writes it, all of the answer trained."""
+    """Returns the prompt and its demonstrated answer as the chat template renders it, the whole answer trained."""
     draft = ctx.draft(prompt)
     draft.add_inserted(encode_answer(ctx.tokenizer, prompt, _answer(prompt)), train=True)
     return draft.finish()

@@ -74,7 +74,7 @@ class RankSenders:
         """Connects every rank to the memory of `engine`."""
         offers = [(offer.of(rank).to_bytes(),) for rank in range(len(self.actors))]
         name = f"the connection to engine {offer.engine}"
-        await self.trainers.call("direct.connect", name, each=offers, engine=engine)
+        await self.trainers.call("direct.connect", name, per_rank=offers, engine=engine)
 
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         """Makes every rank pack its part of a bucket and start writing it to `engines`, each with the transfer whose

@@ -113,9 +113,9 @@ def _show_gap(config: Config, layers: bool) -> bool:
             "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
             "trainer.context=1 beside it (and numerics.leaves to what the run has)",
         )
-    from slimx.orchestration.start import early
+    from slimx.orchestration.start import checks
 
-    early.check_parts(config)
+    checks.check_parts(config)
     from slimx.extras.doctor.gap import run_gap
 
     return run_gap(config, Console(soft_wrap=True), layers=layers) or not config.exact

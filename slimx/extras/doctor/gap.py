@@ -46,7 +46,7 @@ def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
 async def _measure(figures: dict[str, float], say: Callable[[str], None], layers: bool, run: Run) -> None:
     await run.publish()
     batch = await run.watched(run.rollouts.next_batch())
-    groups = run.policies[ACTOR].own(batch.groups)
+    groups = run.policies[ACTOR].select(batch.groups)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
@@ -93,7 +93,7 @@ async def _first(run: Run, trajectory: Trajectory) -> str:
     async with run.trainers_turn(publish=False):
         trainers = actor.trainers
         each = await trainers.sharded(trainers.folded(batch.shards))
-        traces = await trainers.call("trace.scores", "the trace of a pass", each=each)
+        traces = await trainers.call("trace.scores", "the trace of a pass", per_rank=each)
     whole = {point: rows for trace in reversed(traces) for point, rows in trace.items()}
     trained = {point: rows[:count] for point, rows in whole.items()}  # no padding
     found = first_difference(served, trained)

@@ -19,7 +19,7 @@ from slimx.cluster.waiting import gather
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
 from slimx.engines.transport import End
 from slimx.errors import DeadlineError, SlimxError
-from slimx.runtime.ports import address, free_port, own_address
+from slimx.runtime.ports import address, free_port, local_address
 from slimx.runtime.process import SupervisedProcess
 
 
@@ -29,7 +29,7 @@ class NodeActor:
     def __init__(self, spec: EngineSpec, log_path: Path, network: str | None, make_end: Callable[[], End] | None):
         """`spec`: without what differs between starts. `network`: in which it takes its address. `make_end`: of a
         transport that has an end on each machine."""
-        self.spec, self.log_path, self.host = spec, log_path, own_address(network)
+        self.spec, self.log_path, self.host = spec, log_path, local_address(network)
         self.end = None if make_end is None else make_end()
         self.process: SupervisedProcess | None = None
 

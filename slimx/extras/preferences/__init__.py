@@ -1,1 +1,1 @@
-"""Learning from pairs of answers: DPO and reward models."""
+"""Preference learning from pairs of answers: DPO and reward models."""

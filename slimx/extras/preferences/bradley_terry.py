@@ -1,9 +1,9 @@
 """The Bradley-Terry loss of a reward model, by its derivatives.
 
 The loss of a pair is -log sigmoid(c - r - m) with the scores c and r of the chosen and the rejected answer and the
-margin m that the pair asks for (InstructGPT, 2203.02155; with margins Llama 2, 2307.09288). Its derivatives are
--sigmoid(m - (c - r)) by c and the opposite by r. With the scores measured under the very weights that the gradient is
-of, weight x derivative x score has the loss's gradient, and neither packing nor layout has to keep a pair together.
+pair's margin m (InstructGPT, 2203.02155; with margins Llama 2, 2307.09288). Its derivatives are -sigmoid(m - (c - r))
+with respect to c and the opposite with respect to r. If the scores are measured under the weights of the gradient,
+weight x derivative x score has the loss's gradient, and neither packing nor layout has to keep a pair together.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 MARGIN = "margin"
-"""Key of a prompt's metadata: how much higher the chosen answer is to score; 0 where it is missing."""
+"""Key of a prompt's metadata: required score difference of chosen and rejected answer; default 0."""
 
 
 def assign_slopes(
     rows: Sequence[TrainingRow], values: Sequence[np.ndarray], margins: Sequence[float]
 ) -> dict[str, float]:
-    """Give the rows of an update, the chosen and the rejected answer of each pair in turn, their derivatives (in
-    `advantages`, with the sign turned); metrics of the update.
+    """Sets the derivatives of an update's rows (in `advantages`, with the opposite sign); returns the update's metrics.
+    Chosen and rejected answers alternate in `rows`.
 
-    `values`: under the present weights, [n] per row; the score is that of the last token. `margins`: of each pair."""
+    `values`: under the current weights, [n] per row; the score is that of the last token. `margins`: per pair."""
     scores = np.array([value[-1] for value in values], np.float64).reshape(-1, 2)
     difference = scores[:, 0] - scores[:, 1]
     missing = np.asarray(margins, np.float64) - difference
@@ -38,23 +38,23 @@ def assign_slopes(
 
 
 def preference_metrics(difference: np.ndarray) -> dict[str, float]:
-    """Accuracy (a pair that scores alike counts half) and mean of the score differences, chosen minus rejected [n]."""
+    """Returns accuracy (a tie counts half) and mean of the score differences, chosen minus rejected [n]."""
     right = (difference > 0) + 0.5 * (difference == 0)
     return {"preference/accuracy": float(right.mean()), "preference/margin": float(difference.mean())}
 
 
 def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
-    """Two rows per group, its trajectory with the higher reward first, all of one update.
+    """Returns two rows per group, its trajectory with the higher reward first, all of one update.
 
-    Unlike those of a policy a row reads its last token, where the score is: L positions for L tokens. That position
-    weighs 1 / pairs, all others 0. Raises SlimxError for a group that is no pair."""
+    Unlike a policy's row, a row includes its last token, which has the score: L positions for L tokens. That position
+    has the weight 1 / pairs, all others 0. Raises SlimxError for a group that is not a pair."""
     rows = []
     for group in groups:
         pair = sorted(group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))
         if len(pair) != 2 or pair[0].reward == pair[1].reward:
             raise SlimxError(
-                f"group {group.id} of prompt {group.prompt.id} is no pair: a reward model learns from two trajectories "
-                "with different rewards; have the generate hook return them",
+                f"group {group.id} of prompt {group.prompt.id} is not a pair: a reward model learns from two "
+                "trajectories with different rewards; have the generate hook return them",
                 code="data.pair",
                 about=group.id,
             )
@@ -64,10 +64,19 @@ def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
 
 def _pair_row(trajectory: Trajectory, weight: float) -> TrainingRow:
     tokens = trajectory.token_ids.astype(np.int64)
-    filled = {
-        name: np.full(len(tokens), COLUMNS[name].fill, COLUMNS[name].dtype)
-        for name in ("weight", "advantages", "rollout_logprobs", "versions", "temperature")
-    }
-    row = TrainingRow(**filled, tokens=tokens, labels=np.append(tokens[1:], tokens[-1]))  # labels are not read
+    tokens = trajectory.token_ids.astype(np.int64)
+
+    def filled(name: str) -> np.ndarray:
+        return np.full(len(tokens), COLUMNS[name].fill, COLUMNS[name].dtype)
+
+    row = TrainingRow(
+        tokens=tokens,
+        labels=np.append(tokens[1:], tokens[-1]),  # not read
+        weight=filled("weight"),
+        advantages=filled("advantages"),
+        rollout_logprobs=filled("rollout_logprobs"),
+        versions=filled("versions"),
+        temperature=filled("temperature"),
+    )
     row.weight[-1] = weight
     return row

@@ -2,9 +2,9 @@
 
 The loss of a pair is -log sigmoid(m) with the margin m = beta ((c - c_ref) - (r - r_ref)), where c and r are the summed
 log-probs of the chosen and the rejected answer. Its gradient is -beta sigmoid(-m) (grad c - grad r): that of the plain
-policy gradient with the advantage +beta sigmoid(-m) at every token of the chosen answer and - that of the rejected.
-With the margin measured under the very weights that the gradient is of (one update per step), this is DPO to the last
-term, and neither packing nor layout has to keep a pair together.
+policy gradient with the advantage beta sigmoid(-m) at every token of the chosen answer and -beta sigmoid(-m) at every
+token of the rejected one. If the margin is measured under the weights of the gradient (one update per step), this is
+exactly DPO, and neither packing nor layout has to keep a pair together.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from slimx.extras.preferences.objectives import Dpo
 
 
 class Preferences(Estimator):
-    """Advantages of DPO, which begin as 0."""
+    """Advantages of DPO, initially 0."""
 
     def finish(self, step: Step) -> dict[str, float]:
-        return assign_preferences(self.algorithm.advantages, step.groups, step.rows, step.policy, step.reference)
+        policy = step.policy or ()
+        reference = step.reference or ()
+        return assign_preferences(self.algorithm.advantages, step.groups, step.rows, policy, reference)
 
 
 def assign_preferences(
@@ -34,39 +36,42 @@ def assign_preferences(
     policy: Sequence[np.ndarray],
     reference: Sequence[np.ndarray],
 ) -> dict[str, float]:
-    """Give the rows of a step their advantages; the metrics of the step.
+    """Sets the advantages of a step's rows; returns the step's metrics.
 
-    `rows`, and the log-probs [n] of each under policy and reference, are those of the groups' trajectories, in order.
-    The pair of a group is its rollout with the highest reward and the one with the lowest; a group in which all are
-    equal has none, and the rollouts between teach nothing."""
-    margins, at = [], 0
+    `rows` are those of the groups' trajectories in order, `policy` and `reference` the log-probs [n] of each. The pair
+    of a group is its rollout with the highest reward and the one with the lowest; a group of equal rewards has none,
+    and other rollouts get 0."""
+    margins = []
+    first = 0
     for group in groups:
         if not group.trajectories:
             continue
         by_rollout: dict[str, list[int]] = {}
-        for offset, trajectory in enumerate(group.trajectories):
-            by_rollout.setdefault(trajectory.rollout_id, []).append(at + offset)
-        reward = {
-            rollout: mean([group.trajectories[number - at].reward for number in numbers])
-            for rollout, numbers in by_rollout.items()
-        }
-        at += len(group.trajectories)
-        best, worst = max(reward, key=reward.__getitem__), min(reward, key=reward.__getitem__)
-        for numbers in by_rollout.values():
-            for number in numbers:
-                rows[number].advantages = np.zeros(len(rows[number]), np.float32)
+        rewards: dict[str, list[float]] = {}
+        for index, trajectory in enumerate(group.trajectories, first):
+            assert trajectory.reward is not None, "the groups of a step have rewards"
+            by_rollout.setdefault(trajectory.rollout_id, []).append(index)
+            rewards.setdefault(trajectory.rollout_id, []).append(trajectory.reward)
+            rows[index].advantages = np.zeros(len(rows[index]), np.float32)
+        first += len(group.trajectories)
+        reward = {rollout: mean(values) for rollout, values in rewards.items()}
+        best = max(reward, key=reward.__getitem__)
+        worst = min(reward, key=reward.__getitem__)
         if reward[best] == reward[worst]:
             continue
-        chosen, rejected = (
-            sum(_log_ratio(rows[number], policy[number], reference[number]) for number in by_rollout[rollout])
-            for rollout in (best, worst)
-        )
+        chosen = 0.0
+        for index in by_rollout[best]:
+            chosen += _log_ratio(rows[index], policy[index], reference[index])
+        rejected = 0.0
+        for index in by_rollout[worst]:
+            rejected += _log_ratio(rows[index], policy[index], reference[index])
         margin = options.beta * (chosen - rejected)
         margins.append(margin)
         strength = options.beta * np.exp(-np.logaddexp(0.0, margin))  # beta sigmoid(-margin)
-        for rollout, sign in ((best, 1), (worst, -1)):
-            for number in by_rollout[rollout]:
-                rows[number].advantages += np.float32(sign * strength)
+        for index in by_rollout[best]:
+            rows[index].advantages += np.float32(strength)
+        for index in by_rollout[worst]:
+            rows[index].advantages += np.float32(-strength)
     metrics = {"dpo/groups_without_pair": 1 - len(margins) / len(groups)}
     if margins:
         metrics |= {

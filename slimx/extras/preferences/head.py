@@ -1,5 +1,5 @@
-"""The score head of a reward model in a Hugging Face directory, in the layout of transformers' sequence
-classification: one label, `score.weight` [1, hidden], no bias, the score of the last token."""
+"""The score head of a reward model in a Hugging Face directory, in the layout of transformers' sequence classification:
+one label, `score.weight` [1, hidden], no bias, the score of the last token."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from safetensors.torch import save_file
 
 from slimx.models.families import SCORE
 
-POLICY, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-"""Ends of the names of architectures."""
+POLICY = "ForCausalLM"
+"""Suffix of a policy's architecture."""
+CLASSIFIER = "ForSequenceClassification"
+"""Suffix of a reward model's architecture."""
 
 
 def write_score(path: Path, weight: np.ndarray) -> list[str]:
-    """Write the head `weight` [1, hidden] as a safetensors file; names of its tensors."""
+    """Writes the head `weight` [1, hidden] as a safetensors file; returns the names of its tensors."""
     save_file({SCORE: torch.from_numpy(weight.copy())}, path, metadata={"format": "pt"})
     return [SCORE]
 
 
 def declare_score(directory: Path) -> None:
-    """Have config.json in `directory`, a policy's, declare a reward model."""
+    """Changes a policy's config.json in `directory` to that of a reward model."""
     file = directory / "config.json"
     fields = json.loads(file.read_text())
-    named = [name.replace(POLICY, CLASSIFIER) for name in fields.get("architectures") or ()]
-    fields |= {"architectures": named, "num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    architectures = [name.replace(POLICY, CLASSIFIER) for name in fields.get("architectures") or ()]
+    fields |= {"architectures": architectures, "num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     file.write_text(json.dumps(fields, indent=2) + "\n")

@@ -1,10 +1,11 @@
-"""Objectives that learn from pairs of answers, with their presets."""
+"""Objectives of preference learning and their presets."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from slimx.config.section import Objective, Positive
+from slimx.json_types import Json
 
 
 class Dpo(Objective):
@@ -21,7 +22,7 @@ class BradleyTerry(Objective):
 
 ADVANTAGES: dict[str, type[Objective]] = {"dpo": Dpo}
 LOSSES: dict[str, type[Objective]] = {"bradley_terry": BradleyTerry}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Json] = {
     "dpo": {"advantages": "dpo", "loss": "plain", "aggregation": "sum", "reference": True},
     "bradley_terry": {"advantages": "none", "loss": "bradley_terry"},
 }

@@ -1,4 +1,4 @@
-"""The parts of a run that trains a reward model: its steps, its accuracy on held-out pairs, and its export."""
+"""A run that trains a reward model: its steps, its accuracy on held-out pairs, and its export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """A `slimx.algorithms.learner.Learner`."""
+    """Implementation of `slimx.algorithms.learner.Learner`."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -41,7 +41,7 @@ class RewardModel:
         )
 
     def trainer(self) -> type:
-        from slimx.extras.preferences.trainer import RewardModelTrainer  # imports megatron-core, on ranks alone
+        from slimx.extras.preferences.trainer import RewardModelTrainer  # imports megatron-core, only on ranks
 
         return RewardModelTrainer
 
@@ -51,43 +51,52 @@ class RewardModel:
     async def train(
         self, run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
     ) -> dict[str, float]:
-        """One step: each update scores its pairs under the weights that it begins with, then trains on them."""
+        """Runs one step: each update scores its pairs under the current weights, then trains on them."""
         margins = [float(group.prompt.metadata.get(MARGIN) or 0.0) for group in groups]
-        actor, metrics, at = run.policies[ACTOR], [], 0
-        for number, rows in enumerate(updates):
+        actor = run.policies[ACTOR]
+        metrics = []
+        first = 0
+        for index, rows in enumerate(updates):
             scores = await _scores(actor.trainers, rows, actor.packer)
             pairs = len(rows) // 2
-            found = assign_slopes(rows, scores, margins[at : at + pairs])
-            at += pairs
-            done = run.step * len(updates) + number
-            trained = await actor.trainers.train_step([actor.packer(rows)], step=done, version=run.version)
-            metrics.append(found | trained)
+            measured = assign_slopes(rows, scores, margins[first : first + pairs])
+            first += pairs
+            step = run.step * len(updates) + index
+            trained = await actor.trainers.train_step([actor.packer(rows)], step=step, version=run.version)
+            metrics.append(measured | trained)
         return combine(metrics)
 
     async def evaluate(self, run: Run, outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
-        """Accuracy and margin of held-out pairs, `eval/...`, of all and of each named set; rewards become the scores.
+        """Returns accuracy and margin of the held-out pairs, `eval/...`, of all and per named set; sets rewards to the
+        scores.
 
-        Raises SlimxError if a pair could not be made."""
-        names = [name for name, several in run.eval_prompts.items() for _ in several]
+        Raises SlimxError for a failed pair."""
+        names: list[str] = []
+        for name, prompts in run.eval_prompts.items():
+            names += [name] * len(prompts)
+        groups = []
         for outcome in outcomes:
-            if outcome.failed:
+            if outcome.failed or outcome.group is None:
+                prompt = "?" if outcome.group is None else outcome.group.prompt.id
                 raise SlimxError(
-                    f"held-out pair {outcome.group.prompt.id} could not be scored: {outcome.detail}",
+                    f"held-out pair {prompt} could not be scored: {outcome.detail}",
                 )
-        actor, rows = run.policies[ACTOR], pair_rows([outcome.group for outcome in outcomes])
-        # Every data-parallel rank needs a row: as many as there are, over and over.
-        filled = [rows[number % len(rows)] for number in range(max(len(rows), actor.sizes.data))]
+            groups.append(outcome.group)
+        actor = run.policies[ACTOR]
+        rows = pair_rows(groups)
+        # Every data-parallel rank needs a row: repeat them until there are enough.
+        filled = [rows[index % len(rows)] for index in range(max(len(rows), actor.sizes.data))]
         values = await _scores(actor.trainers, filled, actor.packer)
         scores = np.array([value[-1] for value in values[: len(rows)]], np.float64).reshape(-1, 2)
-        for outcome, pair in zip(outcomes, scores.tolist(), strict=True):
-            ordered = sorted(outcome.group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))
+        for group, pair in zip(groups, scores.tolist(), strict=True):
+            ordered = sorted(group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))
             for trajectory, score in zip(ordered, pair, strict=True):
                 trajectory.reward = score
         difference = scores[:, 0] - scores[:, 1]
-        metrics = _named(difference, "eval/") | {"eval/failed": 0.0}
+        metrics = _prefixed(difference, "eval/") | {"eval/failed": 0.0}
         for name in run.eval_prompts:
             if name:
-                metrics |= _named(difference[[of == name for of in names]], f"eval/{name}/")
+                metrics |= _prefixed(difference[[source == name for source in names]], f"eval/{name}/")
         return metrics
 
     async def write_head(self, trainers: TrainerGroup, path: Path) -> list[str]:
@@ -99,12 +108,12 @@ class RewardModel:
 
 
 async def _scores(trainers: TrainerGroup, rows: Sequence[TrainingRow], packer: Packer) -> list[np.ndarray]:
-    """Scores every position by the present weights, one [n] per row."""
+    """Returns the score at every position under the current weights, one [n] per row."""
     batch = packer(rows)
-    each = await trainers.sharded(trainers.folded(batch.shards))
-    results = await trainers.call("model.values", "the scores of the reward model", each=each)
+    shards = await trainers.sharded(trainers.folded(batch.shards))
+    results = await trainers.call("model.values", "the scores of the reward model", per_rank=shards)
     return batch.unpack(trainers.by_shard(results), rows)
 
 
-def _named(difference: np.ndarray, prefix: str) -> dict[str, float]:
+def _prefixed(difference: np.ndarray, prefix: str) -> dict[str, float]:
     return {f"{prefix}{name.partition('/')[2]}": value for name, value in preference_metrics(difference).items()}

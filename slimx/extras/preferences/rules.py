@@ -33,7 +33,7 @@ UNPROVEN = {
         "schedule.colocate",
     )
 }
-"""As `slimx.rules.unproven.UNPROVEN`."""
+"""Combinations that were never tested, as in `slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "algorithm.loss", facts=sections_in(UNPROVEN))
@@ -95,7 +95,7 @@ def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Pr
 
 
 @rule("reward_model.eval", "eval.samples")
-def pairs_held_out(algorithm: Algorithm, eval: Eval) -> Problems:
+def scores_evaluation_pairs(algorithm: Algorithm, eval: Eval) -> Problems:
     if algorithm.scores:
         for key in ("samples", "temperature"):
             if getattr(eval, key) != Eval.model_fields[key].default:
@@ -106,8 +106,9 @@ def pairs_held_out(algorithm: Algorithm, eval: Eval) -> Problems:
 def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
     from slimx.models.files.formats import format_of
 
-    if algorithm.scores and (found := format_of(weights)) is not None:
+    source = format_of(weights) if algorithm.scores else None
+    if source is not None:
         yield (
-            f"a reward model cannot start from {weights}, a checkpoint of {found.name}; give a Hugging Face directory "
+            f"a reward model cannot start from {weights}, a checkpoint of {source.name}; give a Hugging Face directory "
             "(slimx convert)"
         )

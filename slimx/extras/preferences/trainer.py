@@ -1,4 +1,4 @@
-"""One rank's part of a reward model that is trained in the place of a policy."""
+"""Trainer of one rank's part of a reward model, in place of a policy's trainer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from slimx.trainer.parallel import ParallelState
 
 
 class ScoreModel(ValueModel):
-    """A reward model: only differences of scores are learned from, so that a bias would have noise for a gradient."""
+    """Reward model. It learns only from differences of scores, so a bias would get noise as its gradient."""
 
     BIAS = False
 
 
 def score_loss(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The function with the gradient of the Bradley-Terry loss, whose derivatives by the scores are known
-    (`slimx.extras.preferences.bradley_terry`); its value means nothing, so there are no metrics."""
+    """Returns a function with the gradient of the Bradley-Terry loss, whose derivatives by the scores are known
+    (`slimx.extras.preferences.bradley_terry`). Its value is meaningless, so there are no metrics."""
     scores = torch.where(inputs.weight > 0, inputs.predicted, 0.0)
     return -(inputs.weight * inputs.advantages * scores).sum(), {}
 
 
 class RewardModelTrainer(ValueTrainer):
-    """A trunk with a score for each token, of which the last token's counts. The score begins at 0, or with the head
-    that an exported reward model has."""
+    """A trunk with a score per token; only the last token's counts. The head starts at 0, or as the head of an exported
+    reward model."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         super().__init__(
@@ -47,10 +47,10 @@ class RewardModelTrainer(ValueTrainer):
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int = 0) -> dict[str, float]:
-        """As the policy's trainer is called; no engine has a version of these weights."""
+        """Trains like the policy's trainer; engines have no version of these weights."""
         return super().train_updates(updates, step=step)
 
     @operation(needs="weights")
     def head(self) -> np.ndarray | None:
-        """The head's weight, float32 [1, hidden]; None except on the last pipeline stage."""
+        """Returns the head's weight, float32 [1, hidden]; None except on the last pipeline stage."""
         return self.heads[0].weight.detach().float().cpu().numpy() if self.heads else None

@@ -61,7 +61,7 @@ class Mirrors:
         try:
             await self._open()
             what = f"the copy of the state of step {step}"
-            await self.trainers.call("mirror.send", what, each=self._stores_of_ranks(), step=step)
+            await self.trainers.call("mirror.send", what, per_rank=self._stores_of_ranks(), step=step)
         except MirrorLost as error:
             await self._lose(error)
             return
@@ -78,7 +78,7 @@ class Mirrors:
         it counts no longer then."""
         try:
             each, what = self._stores_of_ranks(), f"mirrors of step {self.step}"
-            await new.call("mirror.fetch", f"the {what}", each=each, step=self.step)
+            await new.call("mirror.fetch", f"the {what}", per_rank=each, step=self.step)
             await new.call("mirror.restore", f"loading the {what}", step=self.step)
         except MirrorLost as error:
             await self._lose(error)

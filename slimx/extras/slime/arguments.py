@@ -1,4 +1,4 @@
-"""slime's `args`: one namespace for a whole run, of which hooks get what slimx has."""
+"""slime's `args`: one namespace for a run, with the values that slimx has."""
 
 from __future__ import annotations
 
@@ -10,74 +10,81 @@ from urllib.parse import urlsplit
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 PREFIX = "slime:"
-"""Before the dotted path of a hook of slime's form."""
-TOLD = frozenset({"sglang_router_ip", "sglang_router_port", "sglang_model_routers", "hf_checkpoint"})
-"""Names that only the run itself can say."""
+"""Prefix of the dotted path of a hook in slime's form."""
+RESERVED = frozenset({"sglang_router_ip", "sglang_router_port", "sglang_model_routers", "hf_checkpoint"})
+"""Names that only the run sets."""
 
 
 class Arguments:
-    """slime's `args`: the values that a run can give, and `rollout.options` (for rewards: `reward.options`). A hook may
-    set more; they last for one rollout."""
+    """slime's `args`: values of the run, and `rollout.options` (for rewards: `reward.options`). Attributes set by a
+    hook last for one rollout."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:
         # AttributeError, so that getattr(args, name, default) has its default.
-        where = "" if name.startswith("__") else " by slimx; give it in rollout.options (for a reward: reward.options)"
-        raise AttributeError(f"args.{name} is not set{where}", name=name)
+        hint = "" if name.startswith("__") else " by slimx; give it in rollout.options (for a reward: reward.options)"
+        raise AttributeError(f"args.{name} is not set{hint}", name=name)
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts of a run that slime hooks are told in every process: plain values."""
+    """Facts of a run for slime hooks in every process, as plain values."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    """Attributes of the `args` that hooks are given, by name."""
+    values: Json = field(default_factory=dict)
+    """Attributes of the hooks' `args` by name."""
     places: int = 1
-    """Rollouts of a group: by so many the numbers of its samples lie apart from the next group's."""
+    """Rollouts per group: the stride of sample numbers between groups."""
     eval_places: int = 1
-    """Rollouts of a group in an evaluation."""
+    """Rollouts per group in an evaluation."""
 
     @classmethod
     def of(cls, config: Config) -> RunFacts:
-        """Take the facts of a configuration. ReMax's greedy rollout has a place in its group too."""
-        greedy = config.algorithm.advantages.kind == "remax"
-        return cls(_values(config), config.rollout.group_size + greedy, config.eval.samples)
+        """Returns the facts of a configuration. ReMax's greedy rollout counts as one of its group."""
+        group_size = config.rollout.group_size
+        if config.algorithm.advantages.kind == "remax":
+            group_size += 1
+        return cls(_values(config), group_size, config.eval.samples)
 
     def indices(self, group_id: str, index: int) -> tuple[int | None, int]:
-        """Number the sample of rollout `index` in a group: its `group_index` and its `index`, unique in the run.
+        """Returns `group_index` and `index` (unique in the run) of the sample of rollout `index` in a group.
 
-        As in slime an evaluation's samples have no `group_index`. Raises SlimxError for an id without a number."""
-        named = re.fullmatch(r"(\D*)(\d+)", group_id)
-        if named is None:
+        As in slime, samples of an evaluation have no `group_index`. Raises SlimxError for an id without a number."""
+        match = re.fullmatch(r"(\D*)(\d+)", group_id)
+        if match is None:
             raise SlimxError(
                 f"group {group_id!r} does not end in a number, by which slime's samples are numbered",
                 code="slime.group_id",
                 about=group_id,
             )
-        kind, number = named[1], int(named[2])
+        kind = match[1]
+        number = int(match[2])
         if kind == "eval":
             return None, number * self.eval_places + index
         return number, number * self.places + index
 
 
-def addresses(ctx: Any) -> dict[str, Any]:
-    """Addresses of the engines under slime's names. ctx: RolloutContext, or RewardContext, which has no policy's."""
-    values = {"sglang_model_routers": {name: _place(each.url) for name, each in ctx.engines.items()}}
-    if (address := getattr(ctx, "address", None)) is None:
+def addresses(ctx: Any) -> Json:
+    """Returns the engines' addresses under slime's names. ctx: RolloutContext or RewardContext (frozen only)."""
+    values: Json = {"sglang_model_routers": {name: _host_port(engine.url) for name, engine in ctx.engines.items()}}
+    address = getattr(ctx, "address", None)
+    if address is None:
         return values
     parts = urlsplit(address)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    host = parts.hostname or ""
+    if ":" in host:
+        host = f"[{host}]"
     return values | {"sglang_router_ip": host, "sglang_router_port": parts.port}
 
 
-def _values(config: Config) -> dict[str, Any]:
-    """Attributes of `args` that published hooks read, as far as a run of slimx has them."""
+def _values(config: Config) -> Json:
+    """Returns the attributes of `args` that published hooks read, as far as slimx has them."""
     rollout = config.rollout
-    own = config.reward.function or ""
+    reward = config.reward.function or ""
     policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}
     return {
         "sglang_server_concurrency": rollout.concurrency,
@@ -86,7 +93,7 @@ def _values(config: Config) -> dict[str, Any]:
         "hf_checkpoint": config.model.path,
         "partial_rollout": False,
         "mask_offpolicy_in_partial_rollout": False,
-        "use_rollout_routing_replay": config.route_stride == 1,  # hooks then want those of every answer
+        "use_rollout_routing_replay": config.route_stride == 1,  # hooks then need the routes of every response
         "rollout_batch_size": rollout.prompts_per_step,
         "n_samples_per_prompt": rollout.group_size,
         "n_samples_per_eval_prompt": config.eval.samples,
@@ -105,7 +112,7 @@ def _values(config: Config) -> dict[str, Any]:
         "max_tokens_per_gpu": config.trainer.max_tokens_per_microbatch // config.trainer.context,
         "context_parallel_size": config.trainer.context,
         "custom_generate_function_path": rollout.generate.removeprefix(PREFIX),
-        "custom_rm_path": own.removeprefix(PREFIX) if own.startswith(PREFIX) else None,
+        "custom_rm_path": reward.removeprefix(PREFIX) if reward.startswith(PREFIX) else None,
         "rm_type": config.reward.options.get("rm_type"),
         "group_rm": config.reward.scope == "group",
         "reward_key": config.reward.options.get("reward_key"),
@@ -115,6 +122,6 @@ def _values(config: Config) -> dict[str, Any]:
     }
 
 
-def _place(url: str) -> tuple[str, int]:
+def _host_port(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or 80

@@ -1,4 +1,4 @@
-"""slime's hooks as slimx's: generate, reward and keep."""
+"""slime's hooks as slimx hooks: generate, reward and keep."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from slimx.data.whole import Json
 from slimx.dotted import imported
 from slimx.errors import SlimxError
 from slimx.extras.slime import grading
-from slimx.extras.slime.arguments import PREFIX, TOLD, Arguments, RunFacts, addresses
+from slimx.extras.slime.arguments import PREFIX, RESERVED, Arguments, RunFacts, addresses
+from slimx.extras.slime.call import CURRENT, HookCall
 from slimx.extras.slime.convert import begin, to_sample, to_trajectory
 from slimx.extras.slime.modules import serve
 from slimx.extras.slime.recognition import NotServed, not_served
 from slimx.extras.slime.sample import Sample
-from slimx.extras.slime.scene import CURRENT, Scene
 
 NAME = "slime"
-"""Name of `reward` in configurations."""
+"""Name of the hook `reward` in configurations."""
 FORMS = {
     "generate": ("async def {}(args, sample, sampling_params)", ("args", "sample", "sampling_params")),
     "reward": ("async def {}(args, sample)", ("args", "sample")),
@@ -35,18 +35,20 @@ FORMS = {
 
 
 def load(key: str, path: str, kind: str) -> Callable[..., Any]:
-    """The function at `path` (without the prefix), the value of `key`. Raises SlimxError for what slimx does not serve
-    of slime, by name, and for another form than `kind` has."""
+    """Returns the function at `path` (without the prefix), the value of `key`. Raises SlimxError naming anything of
+    slime that slimx does not provide, and for a signature that does not fit `kind`."""
     serve()
     try:
         function = imported(key, path)
     except (NotServed, SlimxError) as error:
-        if (lacking := not_served(error)) is None:
+        missing = not_served(error)
+        if missing is None:
             raise
-        said = "is" if lacking is error else "imports"
-        raise SlimxError(f"{key}: {path} {said} {lacking}", code="slime.not_served", about=path) from error
+        verb = "is" if missing is error else "imports"
+        raise SlimxError(f"{key}: {path} {verb} {missing}", code="slime.not_served", about=path) from error
     text, parameters = FORMS[kind]
-    shape, name = text.format(path.rpartition(".")[2]), f"{key}: {path}"
+    shape = text.format(path.rpartition(".")[2])
+    name = f"{key}: {path}"
     if not callable(function):
         raise SlimxError(
             f"{name} is a {type(function).__name__}; a slime hook is {shape}", code="slime.hook", about=path
@@ -78,66 +80,69 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class GenerateHook:
-    """A slime generate hook as slimx calls it."""
+    """A slime generate hook in slimx's form."""
 
     function: Callable[..., Any]
     path: str
     config: Config
     run: RunFacts
     semaphore: asyncio.Semaphore
-    """`GenerateState.semaphore`: of all rollouts together."""
+    """`GenerateState.semaphore`, shared by all rollouts."""
 
     @classmethod
     def load(cls, path: str, config: Config) -> GenerateHook:
-        """The hook at `path`, of `rollout.generate`. Errors are those of `load`."""
+        """Returns the hook at `path`, of `rollout.generate`. Raises SlimxError as the function `load` does."""
         semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
-        if taken := sorted(TOLD & config.rollout.options.keys()):
+        reserved = sorted(RESERVED & config.rollout.options.keys())
+        if reserved:
             raise SlimxError(
-                f"rollout.options.{taken[0]} is what the run itself tells slime hooks; leave it out",
+                f"rollout.options.{reserved[0]} is set by the run itself; leave it out",
                 code="slime.option",
-                about=taken[0],
+                about=reserved[0],
             )
         return cls(load("rollout.generate", path, "generate"), path, config, RunFacts.of(config), semaphore)
 
     async def __call__(self, ctx: Any, prompt: Prompt) -> Trajectory | list[Trajectory]:
-        """ctx: RolloutContext."""
-        scene = self._scene(ctx)
-        text = prompt_text(ctx.tokenizer, prompt, template=scene.args.apply_chat_template)
+        """Generates trajectories; ctx: RolloutContext."""
+        call = self._call(ctx)
+        text = prompt_text(ctx.tokenizer, prompt, template=call.args.apply_chat_template)
         sample = begin(prompt, text, index=ctx.index, group=ctx.group_id, run=self.run)
-        takes = inspect.signature(self.function).parameters
-        more = {"evaluation": ctx.evaluation} if "evaluation" in takes else {}
-        with _set(scene):
-            result = await self.function(scene.args, sample, dict(scene.sampling), **more)
+        parameters = inspect.signature(self.function).parameters
+        options = {}
+        if "evaluation" in parameters:
+            options["evaluation"] = ctx.evaluation
+        with _set(call):
+            result = await self.function(call.args, sample, dict(call.sampling), **options)
         self._check_rewards(result)
-        # Without staleness nothing is published while a rollout runs.
+        # Without staleness the weights do not change during a rollout.
         version = ctx.version if self.config.schedule.max_staleness == 0 else None
         if isinstance(result, Sample):
-            return to_trajectory(result, ctx, scene.calls, version=version)
-        if not isinstance(result, list) or not all(isinstance(each, Sample) for each in result):
+            return to_trajectory(result, ctx, call.requests, version=version)
+        if not isinstance(result, list) or not all(isinstance(item, Sample) for item in result):
             raise SlimxError(
                 f"{self.path} returned a {type(result).__name__}; return a Sample or a list of them",
                 code="slime.returned",
                 about=self.path,
             )
         return [
-            to_trajectory(each, ctx, scene.calls, suffix=f"-{number}", version=version)
-            for number, each in enumerate(result)
+            to_trajectory(item, ctx, call.requests, suffix=f"-{index}", version=version)
+            for index, item in enumerate(result)
         ]
 
     def _check_rewards(self, result: Any) -> None:
-        """A reward that the hook gave must count."""
+        """Raises SlimxError if the hook set rewards that the run ignores."""
         samples = result if isinstance(result, list) else [result]
-        own = (self.config.reward.function, *(part.function for part in self.config.reward.parts))
-        read = any(str(path).startswith(PREFIX) or path == NAME for path in own)
-        if not read and any(getattr(sample, "reward", None) is not None for sample in samples):
+        rewards = (self.config.reward.function, *(part.function for part in self.config.reward.parts))
+        reads_sample = any(str(path).startswith(PREFIX) or path == NAME for path in rewards)
+        if not reads_sample and any(getattr(sample, "reward", None) is not None for sample in samples):
             raise SlimxError(
-                f"{self.path} set sample.reward, which the run's reward {own[0]} does not look at; set "
+                f"{self.path} set sample.reward, which the run's reward {rewards[0]} does not read; set "
                 f"reward.function={NAME}",
                 code="slime.reward",
                 about=self.path,
             )
 
-    def _scene(self, ctx: Any) -> Scene:
+    def _call(self, ctx: Any) -> HookCall:
         sampling = {
             "top_p": 1.0,
             "top_k": -1,
@@ -148,7 +153,7 @@ class GenerateHook:
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
         }
-        return Scene(
+        return HookCall(
             Arguments({**self.run.values, **addresses(ctx), **self.config.rollout.options}),
             ctx.tokenizer,
             ctx.engines,
@@ -161,13 +166,13 @@ class GenerateHook:
 
 @dataclass(frozen=True)
 class RewardHook:
-    """A slime reward as slimx calls it: in a thread or a process, one sample at a time."""
+    """A slime reward in slimx's form, called in a thread or a process, one sample at a time."""
 
     function: Callable[..., Any]
     path: str
     options: Mapping[str, Any]
     group: bool
-    """True if it judges all samples of a prompt at once (slime's --group-rm)."""
+    """True if it scores all samples of a prompt at once (slime's --group-rm)."""
     run: RunFacts
 
     @property
@@ -178,75 +183,82 @@ class RewardHook:
     @property
     def needs_process(self) -> bool:
         """True if the function is marked so (`slimx.rewards.needs`), or its module imports rules of `rm_hub`, which can
-        be interrupted in the main thread of a process alone."""
+        be interrupted only in the main thread of a process."""
         names = getattr(self.function, "__globals__", {}).values()
-        ruled = any(getattr(value, "__module__", None) == grading.__name__ for value in names)
-        return ruled or getattr(self.function, "needs_process", False)
+        uses_rules = any(getattr(value, "__module__", None) == grading.__name__ for value in names)
+        return uses_rules or getattr(self.function, "needs_process", False)
 
     @classmethod
     def load(
         cls, key: str, path: str, options: Mapping[str, Any], *, group: bool, facts: Mapping[str, Any]
     ) -> RewardHook:
-        """`key`: of the configuration; `facts`: fields of a RunFacts. SlimxError as `load`."""
+        """Returns the hook at `path`. `key`: of the configuration; `facts`: fields of RunFacts. Raises SlimxError as
+        the function `load` does."""
         function = load(f"{key}.function", path, "rewards" if group else "reward")
         return cls(function, path, options, group, RunFacts(**facts))
 
     async def __call__(self, ctx: Any, judged: Trajectory | Group) -> float | list[float]:
-        """ctx: RewardContext. What the generate hook set as `sample.reward` already is the reward."""
+        """Returns rewards. A `sample.reward` set by the generate hook takes precedence. ctx: RewardContext."""
         values = {**self.run.values, **addresses(ctx)}
         values |= {"reward_key": None, "rm_type": None, "group_rm": self.group, "custom_rm_path": self.path}
-        scene = Scene(Arguments(values | self.options), ctx.tokenizer, ctx.engines)
+        call = HookCall(Arguments({**values, **self.options}), ctx.tokenizer, ctx.engines)
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
-        samples = [to_sample(each, ctx.prompt, lambda: ctx.tokenizer, self.run) for each in trajectories]
-        if left := [sample for sample in samples if sample.reward is None]:
-            with _set(scene):
-                said = await grading.ask(self.function, self.path, scene.args, left if self.group else left[0])
-            if self.group and (not isinstance(said, Sequence) or len(said) != len(left)):
+        samples = [to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer, self.run) for trajectory in trajectories]
+        unscored = [sample for sample in samples if sample.reward is None]
+        if unscored:
+            with _set(call):
+                argument = unscored if self.group else unscored[0]
+                result = await grading.ask(self.function, self.path, call.args, argument)
+            if self.group and (not isinstance(result, Sequence) or len(result) != len(unscored)):
                 raise SlimxError(
-                    f"{self.path} returned {said!r} for {len(left)} samples; return a list with one reward each",
+                    f"{self.path} returned {result!r} for {len(unscored)} samples; return a list with one reward each",
                     code="slime.returned",
                     about=self.path,
                 )
-            for sample, value in zip(left, said if self.group else [said], strict=True):
+            for sample, value in zip(unscored, result if self.group else [result], strict=True):
                 sample.reward = value
-        numbers = [_number(sample, scene.args, self.path) for sample in samples]
-        return numbers if self.group else numbers[0]
+        numbers = [_number(sample, call.args, self.path) for sample in samples]
+        if self.group:
+            return numbers
+        return numbers[0]
 
 
 async def reward(ctx: Any, trajectory: Trajectory, *, reward_key: str | None = None) -> float:
-    """A reward hook for slime generate hooks that set `sample.reward` themselves. `reward_key`: the entry of a dict."""
+    """Returns the `sample.reward` that a slime generate hook set. `reward_key`: the entry of a dict."""
     sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer, RunFacts())
     return _number(sample, Arguments({"reward_key": reward_key}), "the generate hook")
 
 
 @dataclass(frozen=True)
 class KeepHook:
-    """A slime dynamic filter as slimx calls it."""
+    """A slime dynamic filter in slimx's form."""
 
     function: Callable[..., Any]
     path: str
     options: Mapping[str, Any]
     run: RunFacts
     model: str
-    """Directory of the tokenizer, for samples that slimx's own hooks generated."""
+    """Directory of the tokenizer, for samples generated by slimx's hooks."""
 
     @classmethod
     def load(cls, path: str, config: Config) -> KeepHook:
-        """The hook at `path`, of `rollout.filter`. Errors are those of `load`."""
+        """Returns the hook at `path`, of `rollout.filter`. Raises SlimxError as the function `load` does."""
         run = RunFacts.of(config)
         return cls(load("rollout.filter", path, "keep"), path, config.rollout.options, run, config.model.path)
 
     def __call__(self, group: Group) -> bool | str:
-        """True, or the reason why the group is dropped."""
-        samples = [to_sample(each, group.prompt, lambda: self._tokenizer, self.run) for each in group.trajectories]
-        # A trajectory's reward is one number, of which no entry is to be taken.
+        """Returns True, or the reason why the group is dropped."""
+        samples = [to_sample(item, group.prompt, lambda: self._tokenizer, self.run) for item in group.trajectories]
+        # A trajectory's reward is a number, so reward_key does not apply.
         verdict = self.function(Arguments({**self.run.values, **self.options, "reward_key": None}), samples)
         keep = getattr(verdict, "keep", verdict)
         if not keep and getattr(verdict, "keep_when_insufficient", False):
             raise SlimxError(
                 f"{self.path} sets keep_when_insufficient, which slimx does not serve: a group is kept or not",
             )
-        return True if keep else (getattr(verdict, "reason", None) or False)
+        if keep:
+            return True
+        return getattr(verdict, "reason", None) or False
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -254,20 +266,22 @@ class KeepHook:
 
 
 def prompt_text(tokenizer: Any, prompt: Prompt, *, template: bool) -> str | list[Json]:
-    """A prompt as slime hands it to hooks: in the chat template, or (`template` false) the words of a single user turn,
-    else the messages."""
+    """Returns a prompt as slime passes it to hooks: rendered by the chat template, or (`template` false) the text of a
+    single user turn, else the messages."""
     if prompt.messages is None:
         return tokenizer.decode(prompt.token_ids)
     if template:
-        encode_prompt(tokenizer, prompt)  # which refuses a prompt that the template cannot take, with its name
+        encode_prompt(tokenizer, prompt)  # raises an error naming a prompt that the template cannot render
         return tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
-    alone = len(prompt.messages) == 1 and isinstance(prompt.messages[0]["content"], str)
-    return prompt.messages[0]["content"] if alone else [dict(message) for message in prompt.messages]
+    single = len(prompt.messages) == 1 and isinstance(prompt.messages[0]["content"], str)
+    if single:
+        return prompt.messages[0]["content"]
+    return [dict(message) for message in prompt.messages]
 
 
 @contextmanager
-def _set(scene: Scene) -> Iterator[None]:
-    token = CURRENT.set(scene)
+def _set(call: HookCall) -> Iterator[None]:
+    token = CURRENT.set(call)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The modules of slime and Miles that hooks import, by name; a finder serves them in place of the packages themselves.
+"""The modules of slime and Miles that hooks import, by name; a finder provides them in place of the packages.
 
-Miles (github.com/radixark/miles, read at 31f1ca9, August 2026) began as slime; what it has of these modules under the
-same names is served for its hooks too.
+Miles (github.com/radixark/miles, read at 31f1ca9, August 2026) began as slime; the modules that it has under the same
+names are provided for its hooks, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SLIME: dict[str, dict[str, Any]] = {
     "slime.utils.processing_utils": {"load_tokenizer": served.load_tokenizer},
     "slime.utils.types": {"Sample": Sample},
 }
-MODULES = SLIME | {"miles" + name.removeprefix("slime"): held for name, held in SLIME.items()}
+MODULES = SLIME | {"miles" + name.removeprefix("slime"): contents for name, contents in SLIME.items()}
 PROJECTS = {"slime": "slime", "miles": "Miles"}
 
 
@@ -62,7 +62,8 @@ class _Finder(MetaPathFinder, Loader):
             return None
         if fullname not in MODULES:
             root = fullname.partition(".")[0].removesuffix("_plugins")
-            names = ", ".join(name for name, held in MODULES.items() if held and name.startswith(f"{root}."))
+            served_names = [name for name, contents in MODULES.items() if contents]
+            names = ", ".join(name for name in served_names if name.startswith(f"{root}."))
             raise NotServed(
                 f"the module {fullname} of {PROJECTS[root]}, which slimx does not serve; served are {names}",
                 name=fullname,
@@ -71,15 +72,15 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=inner)
 
     def exec_module(self, module: ModuleType) -> None:
-        held = MODULES[module.__name__]
-        vars(module).update(held)
+        contents = MODULES[module.__name__]
+        vars(module).update(contents)
 
         def missing(name: str) -> Any:
             if name.startswith("__") or f"{module.__name__}.{name}" in MODULES:
                 raise AttributeError(name)
             raise NotServed(
                 f"{name} of the module {module.__name__}, which slimx does not serve; it has "
-                f"{', '.join(sorted(held)) or 'nothing by itself'}",
+                f"{', '.join(sorted(contents)) or 'nothing by itself'}",
                 name=f"{module.__name__}.{name}",
             )
 
@@ -87,8 +88,8 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def serve() -> None:
-    """Have `import slime` and `import miles` find the modules above, from the first such hook that is loaded to the end
-    of the process: a hook may import in its functions too. Raises SlimxError if one of them is imported already."""
+    """Makes `import slime` and `import miles` find the modules above until the process ends, since hooks may import
+    within functions. Raises SlimxError if one of the packages is imported already."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     for root in ROOTS:

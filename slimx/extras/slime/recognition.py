@@ -1,4 +1,4 @@
-"""Recognises hooks that are written for slime or Miles."""
+"""Recognises hooks written for slime or Miles."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ROOTS = ("slime", "slime_plugins", "miles", "miles_plugins")
 
 
 class NotServed(ImportError):
-    """Something of slime's, or of Miles', that slimx does not have."""
+    """A module or name of slime or Miles that slimx does not provide."""
 
 
 def is_form_of(path: str) -> bool:
-    """Returns True if the function at a path without the prefix is of slime or Miles, imports them, or begins with
-    (args, sample)."""
+    """Returns True if the function at a path (without the prefix) is part of slime or Miles, imports them, or has the
+    first parameters (args, sample)."""
     if path.partition(".")[0] in ROOTS:
         return True
     try:
@@ -29,7 +29,7 @@ def is_form_of(path: str) -> bool:
 
 
 def not_served(error: BaseException) -> NotServed | None:
-    """The NotServed for which an import failed, at any depth of its causes; None where it failed for something else."""
+    """Returns the NotServed among an error's causes, at any depth; None if the import failed for another reason."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, NotServed):
         cause = cause.__cause__

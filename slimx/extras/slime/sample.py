@@ -1,4 +1,4 @@
-"""`slime.utils.types.Sample`: what a slime hook receives and fills."""
+"""`slime.utils.types.Sample`, which a slime hook receives and fills."""
 
 from __future__ import annotations
 
@@ -13,26 +13,18 @@ import numpy as np
 from slimx.data.whole import Json
 
 
-class Status(Enum):
-    """The ending of a sample."""
-
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
-ENDS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""By the `finish_reason` of a request."""
-
-
 @dataclass
 class Sample:
-    """One sequence, prompt and response; the response is its last `response_length` tokens. Hooks add attributes of
-    their own."""
+    """One sequence, prompt and response; the response is its last `response_length` tokens. Hooks may add fields."""
 
-    Status = Status
+    class Status(Enum):
+        """Final status of a sample."""
+
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
 
     group_index: int | None = None
     index: int | None = None
@@ -46,7 +38,7 @@ class Sample:
     """`metadata["label"]` of the prompt if it has one, else its answer."""
     reward: Any = None
     loss_mask: list[int] | None = None
-    """[response_length]: 1 where a token is trained; None: everywhere."""
+    """[response_length]: 1 for trained tokens; None: all tokens are trained."""
     weight_versions: list[str] = field(default_factory=list)
     """Weight version of each request."""
     rollout_log_probs: list[float] | None = None
@@ -56,7 +48,7 @@ class Sample:
     rollout_routed_experts: np.ndarray | None = None
     """int32 [tokens - 1, layers, k]."""
     remove_sample: bool = False
-    """Nothing of it is trained."""
+    """True if none of its tokens are trained."""
     status: Status = Status.PENDING
     metadata: Json = field(default_factory=dict)
     train_metadata: Json | None = None
@@ -71,11 +63,11 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Trained tokens."""
+        """Number of trained tokens."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """The reward, or the entry of it that `args.reward_key` names."""
+        """Returns the reward, or its entry under `args.reward_key`."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key else self.reward
 
@@ -90,27 +82,33 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens to the response: what an engine sampled (trainable, with its log-probs and the answer's
-        `meta_info`), or what a tool said (not trainable, without). Raises ValueError for another combination."""
-        # What is no whole number stays as it is, and is refused once the sample becomes a trajectory.
-        new = [token if token % 1 else int(token) for token in tokens] if tokens is not None else []
-        given = None if log_probs is None else [float(value) for value in log_probs]
-        if given is not None and len(given) != len(new):
-            raise ValueError(f"append_response_tokens got {len(given)} log-probs for {len(new)} tokens")
-        if new and trainable == (given is None):
+        """Appends tokens to the response: sampled ones (trainable, with log-probs and the response's `meta_info`) or
+        those of a tool (not trainable, without). Raises ValueError for another combination."""
+        # A fractional token stays as it is, and is refused once the sample becomes a trajectory.
+        new: list[int] = []
+        if tokens is not None:
+            new = [token if token % 1 else int(token) for token in tokens]
+        new_log_probs = None
+        if log_probs is not None:
+            new_log_probs = [float(value) for value in log_probs]
+        if new_log_probs is not None and len(new_log_probs) != len(new):
+            raise ValueError(f"append_response_tokens got {len(new_log_probs)} log-probs for {len(new)} tokens")
+        if new and trainable == (new_log_probs is None):
             raise ValueError(
-                "append_response_tokens wants log-probs of trainable tokens, and of these alone; "
-                f"got {'none' if given is None else 'some'} with trainable={trainable}"
+                "append_response_tokens needs log-probs of trainable tokens, and only of these; "
+                f"got {'none' if new_log_probs is None else 'some'} with trainable={trainable}"
             )
         if new:
             before = self.response_length
             if self.rollout_log_probs is None and before and trainable:
                 raise ValueError("append_response_tokens: the response so far has no log-probs")
-            # In place: published hooks hold on to these lists and read them again.
-            self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+            # In place: published hooks keep references to these lists.
+            if self.loss_mask is None:
+                self.loss_mask = [1] * before
             self.loss_mask += [int(trainable)] * len(new)
-            self.rollout_log_probs = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
-            self.rollout_log_probs += given or [0.0] * len(new)
+            if self.rollout_log_probs is None:
+                self.rollout_log_probs = [0.0] * before
+            self.rollout_log_probs += new_log_probs or [0.0] * len(new)
             self.tokens += new
             self.response_length += len(new)
         self.response += text or ""
@@ -126,5 +124,8 @@ class Sample:
             self.status = ENDS[meta["finish_reason"]["type"]]
 
 
-OWN = frozenset(item.name for item in fields(Sample))
-"""Names of a sample's fields; what else a hook puts on it is the hook's."""
+Status = Sample.Status
+ENDS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""`finish_reason` of a request -> status."""
+FIELDS = frozenset(item.name for item in fields(Sample))
+"""Names of a sample's fields; other attributes are the hook's."""

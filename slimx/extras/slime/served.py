@@ -1,4 +1,4 @@
-"""The content of slime's modules for a hook: functions of the same names, which work on the running rollout."""
+"""Contents of slime's modules for hooks: functions of the same names that work on the running rollout."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from slimx.data.whole import Json
 from slimx.dotted import imported
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared import http
+from slimx.extras.slime.call import current
 from slimx.extras.slime.sample import Sample
-from slimx.extras.slime.scene import current
 
 TIMEOUT_S = 120.0
-"""For one request to a server that is not the run's."""
+"""Deadline of a request to an external server, in seconds."""
 RETRIES = 5
-"""Retries of such a request. slime's own number is 60."""
+"""Maximum number of retries of such a request; slime's default is 60."""
 
 
 async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict[str, str] | None = None) -> Any:
-    """`http_utils.post`. To the policy's /generate it is a request of this rollout, with all that slimx knows of one:
-    deadline, retries on other engines, versions. To a frozen engine or elsewhere it is plain HTTP with a deadline, sent
-    again at most `RETRIES` times. `headers` go with plain HTTP only: which engine serves a rollout is
-    `rollout.affinity`'s."""
-    scene = current("slime.utils.http_utils.post")
+    """Implements `http_utils.post`. A request to the policy's /generate is one of this rollout, with slimx's deadline,
+    retries on other engines, and versions. Requests to frozen engines and external servers are plain HTTP with a
+    deadline and at most `RETRIES` retries. `headers` apply only to plain HTTP: `rollout.affinity` chooses the engine of
+    a rollout."""
+    call = current("slime.utils.http_utils.post")
     parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc}"
-    if scene.address and base == scene.address:
+    if call.address and base == call.address:
         if parts.path != "/generate":
             raise SlimxError(
                 f"a slime hook posts to {parts.path} of the policy's router; only /generate is served, whose tokens "
@@ -42,41 +42,42 @@ async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict
                 code="slime.path",
                 about=parts.path,
             )
-        return await scene.request(payload)
-    for frozen in scene.engines.values():
+        return await call.request(payload)
+    for frozen in call.engines.values():
         if base == frozen.url:
             return await frozen.post(parts.path, payload)
     return await http.post(url, payload, timeout_s=TIMEOUT_S, retries=min(max_retries, RETRIES), headers=headers)
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """`sglang_rollout.get_model_url`: of a frozen engine by its name, else of the policy's router."""
-    scene = current("slime.rollout.sglang_rollout.get_model_url")
-    frozen = scene.engines.get(model_name)
-    return (scene.address if frozen is None else frozen.url) + endpoint
+    """Returns the URL of a frozen engine by its name, else of the policy's router (`sglang_rollout.get_model_url`)."""
+    call = current("slime.rollout.sglang_rollout.get_model_url")
+    frozen = call.engines.get(model_name)
+    return (call.address if frozen is None else frozen.url) + endpoint
 
 
 class GenerateState:
-    """`sglang_rollout.GenerateState`: what the run gives to all rollouts."""
+    """`sglang_rollout.GenerateState`: state shared by all rollouts of a run."""
 
     processor = None
     aborted = False
 
     def __init__(self, args: Any) -> None:
-        scene = current("slime.rollout.sglang_rollout.GenerateState")
-        self.args, self.tokenizer = args, scene.tokenizer
-        self.sampling_params = dict(scene.sampling)
-        self.semaphore = scene.semaphore
-        """Semaphore of slimx's own limit, which requests obey without it."""
+        call = current("slime.rollout.sglang_rollout.GenerateState")
+        self.args = args
+        self.tokenizer = call.tokenizer
+        self.sampling_params = dict(call.sampling)
+        self.semaphore = call.semaphore
+        """Semaphore with slimx's own limit, which requests obey anyway."""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
-    """`sglang_rollout.generate`: one request."""
-    scene = current("slime.rollout.sglang_rollout.generate")
+    """Sends one request for `sample` and appends its response (`sglang_rollout.generate`)."""
+    call = current("slime.rollout.sglang_rollout.generate")
     if not sample.tokens:
-        sample.tokens = list(scene.tokenizer(sample.prompt, add_special_tokens=False).input_ids)
+        sample.tokens = list(call.tokenizer(sample.prompt, add_special_tokens=False).input_ids)
     payload = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_routed_experts": True}
-    output = await scene.request(payload)
+    output = await call.request(payload)
     meta = output["meta_info"]
     sample.append_response_tokens(
         args,
@@ -89,7 +90,7 @@ async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """`async_utils.run`: the result of a coroutine, from a thread without an event loop (`asyncio.to_thread`)."""
+    """Runs a coroutine in a thread without an event loop, such as one of `asyncio.to_thread` (`async_utils.run`)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -109,23 +110,23 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         except BaseException as error:
             result.set_exception(error)
 
-    # A pool's thread would keep the process alive as long as the coroutine hangs.
+    # A daemon thread: a pool's thread would keep the process alive while the coroutine hangs.
     threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
     return result.result()
 
 
 def load_function(path: str) -> Any:
-    """`misc.load_function`: the object at a dotted path."""
+    """Returns the object at a dotted path (`misc.load_function`)."""
     return imported("slime.utils.misc.load_function", path)
 
 
 def load_tokenizer(name_or_path: str, **_: Any) -> Any:
-    """`processing_utils.load_tokenizer`."""
+    """Returns a tokenizer (`processing_utils.load_tokenizer`)."""
     return load_from_directory(name_or_path)
 
 
 class SingletonMeta(type):
-    """`misc.SingletonMeta`: a class has one instance."""
+    """`misc.SingletonMeta`: a class with a single instance."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "_instance" not in cls.__dict__:
@@ -143,7 +144,7 @@ class DynamicFilterOutput:
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
-    """`dynamic_sampling_filters.check_reward_nonzero_std`: groups whose rewards are all equal teach nothing."""
+    """Drops groups of equal rewards, which have no gradient (`dynamic_sampling_filters.check_reward_nonzero_std`)."""
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     keep = len(rewards) > 1 and statistics.stdev(rewards) > 1e-6
     return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")

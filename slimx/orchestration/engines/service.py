@@ -1,4 +1,4 @@
-"""Puts engines, client, proxy, frozen engines and roster together: whatever answers the rollouts of a command.
+"""Assembly of engines, clients, agent server and frozen engines: everything that serves a command's rollouts.
 
 GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fixed at the weights they start with;
     |                                                             a client, a router and engines for each policy)
@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -40,40 +40,43 @@ from slimx.rollout.flow.rollouts import GroupMaker, Score, Speaker
 from slimx.rollout.hooks import AgentServer
 from slimx.runtime.tasks import while_served
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 FROZEN = "slimx.frozen_engines"
-"""Entry points: classes derived from `FrozenEngines`, made with the arguments of
-`slimx.engines.fleet.group.EngineGroup` that all groups share."""
+"""Entry points: subclasses of `FrozenEngines`, called with the arguments that all groups share
+(`slimx.engines.fleet.group.EngineGroup`)."""
 
 
 class FrozenEngines:
-    """Frozen groups of `rollout.engines`, models that are never published to: none."""
+    """Frozen groups of `rollout.engines`, whose models are never published to. This base class has none."""
 
     def __init__(self, config: Config):
         self.config = config
         self.groups: dict[str, EngineGroup] = {}
         self.clients: dict[str, Any] = {}
-        """Clients by group, which hooks ask."""
+        """Clients for hooks by group."""
 
     async def start(self) -> None:
-        """Start all servers; they answer when this returns, and are watched from then on."""
+        """Starts all servers; they serve when this returns, and are watched from then on."""
 
-    async def check(self, tokenizer: Any) -> None:
-        """Raise SlimxError for a started model that cannot do its work beside a policy with `tokenizer`."""
+    async def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises SlimxError for a started model that cannot be used with a policy that has `tokenizer`."""
 
     def scorer(self) -> Score | None:
-        """Return what scores finished rollouts; None: nothing does."""
+        """Returns the function that scores finished rollouts; None if nothing does."""
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Return `engines/GROUP/serving` and the like."""
+        """Returns `engines/GROUP/serving` and similar metrics."""
         return {}
 
     async def stop(self) -> None:
-        """End routers and servers; servers that run elsewhere are left alone."""
+        """Stops routers and servers; external servers keep running."""
 
 
 class EngineService:
-    """The engines of a command and everything in front of them.
+    """The engines of a command and their clients and servers for agents.
 
         async with EngineService(...) as service:
             groups = service.place()
@@ -81,7 +84,7 @@ class EngineService:
             await service.open(context)
             maker = service.make_maker()
 
-    Leaving the block ends everything in the reverse order; a failure to stop does not hide the error that ended the
+    The end of the block stops everything in reverse order; a failure to stop does not hide the error that ended the
     block."""
 
     def __init__(
@@ -94,19 +97,24 @@ class EngineService:
         record: Callable[[Restart], None] = lambda restart: None,
         lost: Callable[[str, SlimxError], None] = lambda name, error: None,
     ):
-        """`directory` gets `logs/` and `engines.json`. `note` takes a line about anything that happens to engines,
-        `record` every restart, `lost` every engine that is taken out."""
-        self.config, self.sources, self.directory = config, sources, directory
-        self.device, self.logs = device_of(config), directory / "logs"
-        self.note, self._record, self._lost = note, record, lost
+        """Prepares the service. `directory` gets `logs/` and `engines.json`. `note` gets a line per event of an engine,
+        `record` every restart, `lost` every engine that is taken out of service."""
+        self.config = config
+        self.sources = sources
+        self.directory = directory
+        self.device = device_of(config)
+        self.logs = directory / "logs"
+        self.note = note
+        self._record = record
+        self._lost = lost
         self.frozen = FrozenEngines(config)
         if config.rollout.frozen_engines:
             served = entry_points.load(FROZEN, "routers")
             self.frozen = served(config, self.device, self.logs, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
-        """Engines by policy; {} where nothing is sampled."""
+        """Engines by policy; {} if nothing is sampled."""
         self.clients: dict[str, GenerationClient] = {}
-        """Ways to them, once they are open."""
+        """Clients of the engines, once they are open."""
         self.proxy: AgentServer | None = None
         self._stack = AsyncExitStack()
 
@@ -120,16 +128,18 @@ class EngineService:
         await self._stack.__aexit__(kind, error, trace)
 
     def engines_of(self, policy: str) -> EngineGroup | None:
-        """Engines that generate for `policy`, its own or another's; None where nothing is sampled."""
-        return self.groups.get(ACTOR if policy in self.config.served_beside else policy)
+        """Returns the engines that generate for `policy`, possibly another policy's; None if nothing is sampled."""
+        if policy in self.config.served_beside:
+            policy = ACTOR
+        return self.groups.get(policy)
 
     def place(self, shared: Sequence[Placement] = ()) -> dict[str, EngineGroup]:
-        """Create the engines of each policy, without starting them; {} where the configuration has none.
+        """Creates the engines of each policy without starting them; returns {} if the configuration has none.
 
-        `shared`: the places of the actor's trainer ranks with which they take turns, see `EngineGroup`."""
+        `shared`: placements of the actor's trainer ranks for colocated engines, see `EngineGroup`."""
         for name, policy in self.sources.policies.items():
             if policy.config.rollout.policy_engines and name not in self.config.served_beside:
-                self.groups[name] = group = EngineGroup(
+                group = EngineGroup(
                     policy.config,
                     self.device,
                     self.logs,
@@ -139,13 +149,14 @@ class EngineService:
                     note=self.note,
                     record=self._record,
                 )
+                self.groups[name] = group
                 self._stack.push_async_exit(stopping(group.stop, self.note))
         return self.groups
 
     async def open(self, context: int) -> None:
-        """Connect client and proxy to engines that have all started. `context`: tokens of the longest trajectory.
+        """Connects clients and agent server to the started engines. `context`: tokens of the longest trajectory.
 
-        Raises SlimxError for a frozen model that cannot do its work."""
+        Raises SlimxError for an unusable frozen model."""
         await self.frozen.check(self.sources.policies[ACTOR].tokenizer)
         groups = [*self.groups.values(), *self.frozen.groups.values()]
         self._stack.callback(tell_restarts, groups, self.note)
@@ -155,31 +166,32 @@ class EngineService:
             group.members.before_ending = partial(keep_stacks, self.directory, self.note)
         rollout = self.config.rollout
         for name, policy in self.sources.policies.items():
-            if (group := self.engines_of(name)) is None:
+            engines = self.engines_of(name)
+            if engines is None:
                 continue
-            client = self.clients[name] = GenerationClient(
-                group.router.url,
+            client = GenerationClient(
+                engines.router.url,
                 ModelShape.of(policy.spec),
                 rollout.request_deadline,
-                # While no engine serves, a request waits for one as long as the run does.
+                # While no engine serves, a request waits as long as the run does.
                 retry_s=rollout.request_deadline,
                 retries=rollout.request_retries,
-                on_lost=group.members.look,
-                outage=group.members.outage,
-                api_key=group.keys.api_key,
+                on_lost=engines.members.look,
+                outage=engines.members.outage,
+                api_key=engines.keys.api_key,
                 adapters=name if self.config.served_beside else None,
             )
+            self.clients[name] = client
             await self._stack.enter_async_context(client)
-            group.members.probe = prober(client.shape, self.config, client.adapters)
+            engines.members.probe = prober(client.shape, self.config, client.adapters)
         self.proxy = make_agent_server(self.config.rollout.proxy, context)
         self._stack.push_async_callback(self.proxy.stop)
 
     def make_maker(self) -> GroupMaker:
-        """A maker of groups with these engines; its owner closes it."""
-        speakers = {
-            name: Speaker(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
-            for name, policy in self.sources.policies.items()
-        }
+        """Returns a maker of groups that uses these engines; the caller closes it."""
+        speakers = {}
+        for name, policy in self.sources.policies.items():
+            speakers[name] = Speaker(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
         outage = Outages(tuple(group.members.outage for group in self.groups.values()))
         return GroupMaker(
             self.config,
@@ -192,22 +204,22 @@ class EngineService:
         )
 
     async def watched[T](self, work: Awaitable[T]) -> T:
-        """The result of `work`. Raises SlimxError when no engine is left that could come back."""
+        """Returns the result of `work`. Raises SlimxError when no engine is left that could come back."""
         return await while_served(work, self.groups[ACTOR].members.failed)
 
 
 def make_agent_server(settings: Proxy, context: int) -> AgentServer:
-    """The server through which agents sample, an entry point. `context`: tokens of the longest trajectory."""
+    """Returns the server through which agents sample, an entry point. `context`: tokens of the longest trajectory."""
     return entry_points.load("slimx.agent_servers", "http")(settings.host, settings.port, context=context)
 
 
 def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Callable[[EngineHandle], Awaitable[None]]:
-    """A probe that asks one engine itself, past the router, once for a token, with all that rollouts ask for.
-    `adapters`: as for the client."""
+    """Returns a probe that requests one token directly from an engine, with all options of rollouts. `adapters`: as for
+    the client."""
     rollout = config.rollout
 
     async def probe(engine: EngineHandle) -> None:
-        asked = GenerationClient(
+        probing = GenerationClient(
             engine.url,
             shape,
             rollout.health.timeout,
@@ -216,21 +228,22 @@ def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Ca
             api_key=engine.spec.keys.api_key,
             adapters=adapters,
         )
-        async with asked as client:
+        async with probing as client:
             await client.generate(GenerationRequest([0], {"max_new_tokens": 1}, 0, rollout.routed_experts))
 
     return probe
 
 
 async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
-    """Raise SlimxError naming an engine on another machine than the publisher if the transport reaches one machine.
-    Called as soon as Ray has placed them, before a weight is loaded."""
+    """Raises SlimxError naming an engine on another machine than the publisher if the transport is limited to one
+    machine. Called as soon as Ray has placed the actors, before weights are loaded."""
     config = engines.config
     if not config.publish.one_machine:
         return
-    hosts, deadline_s = config.rollout.external_hosts, engines.start_deadline_s
+    hosts = config.rollout.external_hosts
+    deadline_s = engines.start_deadline_s
     started = [engine for engine in engines.engines if engine.name not in hosts]
-    (publisher,) = await gather(
+    ((publisher_node, publisher_hosts),) = await gather(
         [trainers.actors[PUBLISHER].__ray_call__.remote(place_among, list(hosts.values()))],
         what="the look for the publisher's machine",
         holders=[trainers.holder(PUBLISHER)],
@@ -245,19 +258,23 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
         logs=[engine.log for engine in started],
     )
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    here, beside = publisher
-    found = {engine.name: place.node for engine, place in zip(started, places, strict=True)}
-    elsewhere = {name: addresses.get(node, node) for name, node in found.items() if node != here}
-    elsewhere |= {name: host for name, host in hosts.items() if host not in beside}
-    refuse_elsewhere(config.publish.transport, addresses.get(here, here), elsewhere)
+    remote: dict[str, str] = {}
+    for engine, placement in zip(started, places, strict=True):
+        node = placement.node or ""
+        if node != publisher_node:
+            remote[engine.name] = addresses.get(node, node)
+    for name, host in hosts.items():
+        if host not in publisher_hosts:
+            remote[name] = host
+    refuse_elsewhere(config.publish.transport, addresses.get(publisher_node, publisher_node), remote)
 
 
-def refuse_elsewhere(transport: str, here: str, elsewhere: Mapping[str, str]) -> None:
-    """Raise SlimxError if there are engines `elsewhere` (address by name) than at the publisher's address `here`."""
-    for name, where in elsewhere.items():
+def refuse_elsewhere(transport: str, publisher: str, remote: Mapping[str, str]) -> None:
+    """Raises SlimxError if engines are at `remote` addresses (by name), not at the address of the `publisher`."""
+    for name, engine in remote.items():
         raise SlimxError(
             f"publish.transport {transport} reaches one machine, and trainer rank {PUBLISHER}, which packs the weights,"
-            f" is on {here}, engine {name} on {where}; set it to nixl or disk, or keep the run on one "
+            f" is on {publisher}, engine {name} on {engine}; set it to nixl or disk, or keep the run on one "
             "machine",
             code="publish.reach",
             about=name,

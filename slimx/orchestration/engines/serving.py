@@ -1,6 +1,6 @@
-"""Engines without trainers: what `slimx generate` and `slimx eval` start.
+"""Engines without trainers, for `slimx generate` and `slimx eval`.
 
-The servers keep the weights that they start with, and call them version 0."""
+The servers keep their initial weights as version 0."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from slimx.models.files.index import INDEX, SINGLE
 from slimx.models.files.reader import CheckpointReader
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.orchestration.lifetime.lifetime import together
 from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.parties import ReceiverLost
 
 READING = 8
-"""Threads that read the weights of a directory: servers of hundreds of GB must not wait for one."""
+"""Threads that read weights from a directory: one thread would delay servers of hundreds of GB."""
 
 
 @asynccontextmanager
 async def serving(
     config: Config, sources: Sources, directory: Path, note: Callable[[str], None]
 ) -> AsyncIterator[EngineService]:
-    """All engines of `config` (see slimx.orchestration.start.early), started, and ended afterwards. Ray is
-    there already.
+    """Starts all engines of `config` (see slimx.orchestration.start.checks) and stops them after the block. Ray must be
+    running.
 
-    `directory`: gets `logs/` and `engines.json`. `note` is told in one line what happens to engines."""
+    `directory` gets `logs/` and `engines.json`. `note` gets a line per event of an engine."""
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
         (engines,) = service.place().values()
         check = partial(check_stored, config.model.path, config.rollout.policy_engines)
         await together([service.frozen.start, engines.start, check])
-        # As long as what training on the same configuration could take.
+        # The same length that training with this configuration allows.
         await service.open(longest_trajectory(config, sources.policies[ACTOR].spec, sizes_of(config.trainer)))
-        await admit_joining(engines, _call_version_0)
+        await admit_joining(engines, _stamp_version_0)
         engines.members.watch()
-        readmitting = asyncio.create_task(keep_admitting(engines, _call_version_0))
+        readmitting = asyncio.create_task(keep_admitting(engines, _stamp_version_0))
         try:
-            with settled_heap():
+            with frozen_heap():
                 yield service
         finally:
             readmitting.cancel()
@@ -57,14 +57,14 @@ async def serving(
                 await readmitting
 
 
-async def _call_version_0(engine: EngineHandle) -> None:
-    """Stamp what the server started with: tokens without a version are refused."""
+async def _stamp_version_0(engine: EngineHandle) -> None:
+    """Stamps the server's weights with version 0: tokens without a version are refused."""
     await engine.perform("stamp", None, "0")
 
 
 async def check_stored(model: str, groups: Iterable[Engines]) -> None:
-    """Read the safetensors files that servers of `groups` start from, of `model` where a group names no other, while
-    these start. Raises SlimxError for weights that are NaN or infinite: SGLang answers with them all the same."""
+    """Checks the safetensors files that servers of `groups` start from, by default those of `model`, while they start.
+    Raises SlimxError for weights that are NaN or infinite: SGLang would serve them without an error."""
     for path in sorted({Path(group.model or model) for group in groups if not group.urls}):
         if not (path / SINGLE).is_file() and not (path / INDEX).is_file():
             continue
@@ -79,16 +79,16 @@ async def _check(reader: CheckpointReader, names: Iterator[str]) -> None:
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Let engines that have started serve what they started with. `prepare` is awaited for each before."""
+    """Admits started engines with the weights they started with. `prepare` is awaited for each before."""
     for engine in group.members.joining():
-        with suppress(ReceiverLost):  # lost meanwhile: it comes back here if it may
+        with suppress(ReceiverLost):  # lost again; it may come back
             if prepare is not None:
                 await prepare(engine)
             await group.members.admit(engine)
 
 
 async def keep_admitting(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Let engines that came back serve again. Ends when none is left: whoever asks this group is told so."""
+    """Admits engines that come back. Ends when none is left: requests to the group then raise the error."""
     with suppress(SlimxError):
         while True:
             await group.members.back()

@@ -1,1 +1,1 @@
-"""Beginning and end of a run: signals, watchdog, and what a killed run leaves behind."""
+"""Start and end of a run's driver: signals, watchdog, and cleanup after a killed run."""

@@ -1,10 +1,10 @@
-"""Runs and ends the parts that a command starts: in order, whatever happens, and in bounded time.
+"""Runs and ends the parts that a command starts: in order, in bounded time, after any failure.
 
-main thread        start_ray --> event loop: work ........ clean-up --> stop_ray --> the process ends
+main thread        start_ray --> event loop: work ........ clean-up --> stop_ray --> the process exits
 signals' thread                       | SIGTERM: cancels `work`, arms the watchdog
-an alarm                              | a part that cannot be replaced was lost: likewise
-watchdog's thread                     |------- cluster.stop_deadline ------> ends the process if it is still there
-pulse's thread                    looks at the event loop; ends the process if that stands still
+an alarm                              | a part that cannot be replaced was lost: the same
+watchdog's thread                     |------- cluster.stop_deadline ------> kills the process if it is still running
+pulse's thread                    checks the event loop; ends the process if it is blocked
 """
 
 from __future__ import annotations
@@ -18,63 +18,65 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import psutil
 
 from slimx.cluster.connection import start_ray, stop_ray
-from slimx.cluster.watch import has_ended, own_processes, probes, watch_ray
+from slimx.cluster.watch import has_ended, local_processes, probes, watch_ray
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, Interrupted, Preempted, SlimxError, ending_of
 from slimx.orchestration.lifetime.hangs import Pulse, Watchdog, keep_stacks, pulse_deadline
-from slimx.orchestration.lifetime.remains import watch_over_this_process
+from slimx.orchestration.lifetime.leftovers import watch_over_this_process
 from slimx.orchestration.lifetime.signals import Signals
 from slimx.runtime.children import bypass_proxies
 from slimx.runtime.clocks import RunningClock, RunningLoop
+from slimx.runtime.tasks import AnyFuture
 
 SAVING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals by which a machine or terminal is taken away, for which `checkpoint.grace` is."""
+"""Signals that announce the loss of a machine or terminal; `checkpoint.grace` applies to them."""
 START_END_S = 5.0
-"""Seconds that a process whose Ray is still starting gets to end after a signal: Ray's library may hear none."""
+"""Deadline after a signal for a process whose Ray is still starting, in seconds: Ray's library may ignore signals."""
 LINGER_S = 10.0
-"""Seconds that tasks get to end when nothing waits for them any more."""
+"""Deadline for tasks to end when nothing waits for them any more, in seconds."""
 
 
 class Alarm:
-    """An alarm for whoever finds that the run cannot go on; SIGUSR1 asks it to leave. Belongs to the event loop."""
+    """Ends a run that cannot go on, and asks it to leave on SIGUSR1. Belongs to the event loop."""
 
     def __init__(self, ending: Callable[[BaseException | None], None] = lambda error: None) -> None:
-        """`ending` is told as soon as it is known how the run ends."""
+        """Creates an alarm; `ending` is called as soon as it is known how the run ends."""
         self.ending = ending
         self.leaving = asyncio.Event()
-        """Set when the run shall save and end."""
+        """Set when the run must save and end."""
         self.rung: asyncio.Future[SlimxError] = asyncio.get_running_loop().create_future()
+        """Error that ends the run."""
 
         self._watches: set[asyncio.Task[SlimxError]] = set()
 
     def ring(self, error: SlimxError) -> None:
-        """End the run because of `error`; the first one counts."""
+        """Ends the run with `error`; only the first call counts."""
         if not self.rung.done():
             self.rung.set_result(error)
 
-    def ring_after(self, watch: Coroutine[Any, Any, SlimxError]) -> None:
-        """End the run with what `watch` returns, when it does."""
+    def ring_after(self, watch: Coroutine[object, None, SlimxError]) -> None:
+        """Ends the run with the error that `watch` returns, once it does."""
 
         def ring(watched: asyncio.Task[SlimxError]) -> None:
             if watched.cancelled():
                 return
-            if (error := watched.exception()) is None:
+            error = watched.exception()
+            if error is None:
                 self.ring(watched.result())
-            else:  # a mistake of ours must not leave a run unwatched
+            else:  # a bug in a watch must not leave a run unwatched
                 self.ring(SlimxError(f"a watch of the run failed: {type(error).__name__}: {error}", code="watch"))
 
-        # `watch` itself is the task: a coroutine around it that is cancelled before it begins would never await it.
+        # `watch` is the task itself: a coroutine around it would never await it if cancelled before it begins.
         task = asyncio.create_task(watch)
         task.add_done_callback(ring)
         self._watches.add(task)
 
     def quiet(self) -> None:
-        """End all watches: what ends now ends because it shall."""
+        """Stops all watches: exits are expected from here on."""
         for watch in self._watches:
             watch.cancel()
 
@@ -83,45 +85,49 @@ async def _nothing(error: BaseException) -> None: ...
 
 
 class EndingStack(AsyncExitStack):
-    """An exit stack that tells the alarm first: what it closes may hang, and closes what is watched."""
+    """An exit stack that notifies the alarm first: closing a part may hang, and ends parts that are watched."""
 
     def __init__(self, alarm: Alarm, failing: Callable[[BaseException], Awaitable[None]] = _nothing):
-        """`failing` is shown why the run ends while all parts are still there."""
+        """Creates the stack; `failing` is called with the reason of the end while all parts are still running."""
         super().__init__()
-        self._alarm, self._failing = alarm, failing
+        self._alarm = alarm
+        self._failing = failing
 
-    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         self._alarm.quiet()
-        if not isinstance(error, asyncio.CancelledError):  # whoever cancels knows why
+        if not isinstance(error, asyncio.CancelledError):  # after a cancellation, `interruptible` reports the reason
             self._alarm.ending(error)
         reason = self._alarm.rung.result() if self._alarm.rung.done() else error
         if reason is not None:
             await self._failing(reason)
-        return await super().__aexit__(kind, error, trace)
+        return bool(await super().__aexit__(kind, error, trace))
 
 
-Work = Callable[[Alarm], Coroutine[Any, Any, None]]
+Work = Callable[[Alarm], Coroutine[object, None, None]]
+"""Work of a command in the event loop."""
 
 
 def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = True) -> None:
-    """Start Ray, run `work` in an event loop, end everything.
+    """Starts Ray, runs `work` in an event loop, ends everything.
 
-    Raises what `work` raises, Interrupted after SIGINT or SIGTERM. If the end takes longer than
-    `cluster.stop_deadline`, the process ends without it."""
+    Raises the error of `work`, or Interrupted after SIGINT or SIGTERM. If the end takes longer than
+    `cluster.stop_deadline`, the watchdog ends the process."""
     bypass_proxies(os.environ)
     watch_over_this_process()
     with Watchdog() as watchdog, Signals() as signals:
-        seconds, grace = config.cluster.stop_deadline, config.checkpoint.grace or 0.0
-
+        seconds = config.cluster.stop_deadline
+        grace = config.checkpoint.grace or 0.0
         starting = True
 
         def bound(signum: int) -> None:
             if signum == signal.SIGUSR1:
                 return
-            if starting:  # nothing of the run is there, and what Ray has started ends with this process
-                watchdog.arm(START_END_S, *ending_of(Interrupted(signum)))
-            else:
-                watchdog.arm(seconds + grace * (signum in SAVING), *ending_of(Interrupted(signum)))
+            deadline = seconds + grace if signum in SAVING else seconds
+            if starting:  # no part of the run exists yet, and Ray's processes end with this one
+                deadline = START_END_S
+            watchdog.arm(deadline, *ending_of(Interrupted(signum)))
 
         def ending(error: BaseException | None) -> None:
             watchdog.arm(seconds, *ending_of(error))
@@ -129,21 +135,22 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
         signals.subscribe(bound)
         try:
             start_ray(config, device, trainers=trainers)
-            signals.install()  # Ray has put its own handlers there
+            signals.install()  # Ray has installed its own handlers
             starting = False
             if signals.received:
                 raise Interrupted(signals.received[0])
-            processes = own_processes()
+            processes = local_processes()
             try:
                 run_loop(interruptible(_watching(processes, config, work, watchdog), signals, ending, grace))
             except (Interrupted, Preempted):
                 raise
             except Exception as error:
-                # Whatever was missed first, and whoever said so: it is lost with Ray if Ray is.
-                if (lost := has_ended(processes)) is None:
+                # If Ray is lost, that is the cause of every other error.
+                lost = has_ended(processes)
+                if lost is None:
                     raise
                 raise lost from error
-        except SystemExit:  # how Ray's handler answers a signal while it starts
+        except SystemExit:  # raised by Ray's handler of a signal while it starts
             if not signals.received:
                 raise
             raise Interrupted(signals.received[0]) from None
@@ -153,7 +160,7 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
 
 
 def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Work, watchdog: Watchdog) -> Work:
-    """`work`, which ends when Ray is lost, and with the process when the event loop stands still."""
+    """Returns `work` with watches: it ends when Ray is lost, and with the process when the event loop is blocked."""
 
     def strike(error: DeadlineError) -> None:
         asyncio.run(keep_stacks(Path(config.run.dir), partial(print, file=sys.stderr), error))
@@ -170,14 +177,17 @@ def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Wor
 async def interruptible(
     work: Work, signals: Signals, ending: Callable[[BaseException | None], None], grace: float = 0.0
 ) -> None:
-    """Run `work`; SIGINT and SIGTERM cancel it, and so does its alarm; its clean-up is waited for. SIGUSR1 asks it to
-    leave, and so does the first SIGTERM, which cancels it `grace` seconds later. `ending` is told as soon as it is
-    known how the run ends."""
-    loop, alarm = asyncio.get_running_loop(), Alarm(ending)
-    task, stopped = asyncio.ensure_future(work(alarm)), asyncio.Event()
+    """Runs `work`. SIGINT, SIGTERM and its alarm cancel it and wait for its clean-up; SIGUSR1 asks it to leave.
+
+    With `grace`, the first SIGTERM asks it to leave and cancels it `grace` seconds later. `ending` is called as soon as
+    it is known how the run ends."""
+    loop = asyncio.get_running_loop()
+    alarm = Alarm(ending)
+    task = asyncio.ensure_future(work(alarm))
+    stopped = asyncio.Event()
 
     def heard(signum: int) -> None:
-        # A second signal while everything is being stopped changes nothing: the stop has its own deadlines.
+        # A second signal during the stop changes nothing: the stop has its own deadlines.
         with suppress(RuntimeError):  # the loop has closed
             if signum == signal.SIGUSR1:
                 loop.call_soon_threadsafe(alarm.leaving.set)
@@ -188,15 +198,16 @@ async def interruptible(
                 loop.call_soon_threadsafe(stopped.set)
 
     signals.subscribe(heard)
-    asked = asyncio.ensure_future(stopped.wait())
+    stop_requested = asyncio.ensure_future(stopped.wait())
+    futures: list[AnyFuture] = [task, stop_requested, alarm.rung]
     try:
-        await asyncio.wait({task, asked, alarm.rung}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             if alarm.rung.done():
                 ending(alarm.rung.result())
             task.cancel()
             await asyncio.wait({task})
-            if alarm.rung.done() and not asked.done():
+            if alarm.rung.done() and not stop_requested.done():
                 raise alarm.rung.result()
         await task
     except asyncio.CancelledError:
@@ -204,12 +215,12 @@ async def interruptible(
             raise Interrupted(signals.received[0]) from None
         raise
     finally:
-        asked.cancel()
+        stop_requested.cancel()
 
 
-def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """`asyncio.run` on a loop whose deadlines stand still while the process does, and which waits for nobody for ever:
-    tasks that will not be cancelled and threads of hooks that do not return are left to themselves."""
+def run_loop(main: Coroutine[object, None, None]) -> None:
+    """Runs `main` like `asyncio.run`, on a loop whose deadlines pause while the process is stopped, and abandons tasks
+    that resist cancellation and threads of hooks that do not return."""
     clock = RunningClock()
     clock.keep()
     loop = RunningLoop(clock)
@@ -222,7 +233,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
                     loop.run_until_complete(task)
                     break
                 except (SystemExit, KeyboardInterrupt):
-                    # The loop passes these on from any task or callback, of a hook say, whose error it stays.
+                    # The loop re-raises these from any task or callback, such as a hook's, which keeps the error.
                     if task.done():
                         raise
         finally:
@@ -232,7 +243,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         loop.close()  # which does not wait for the threads of its executor
 
 
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
     left = set(tasks) - {asyncio.current_task()}
     for task in left:
         task.cancel()
@@ -246,7 +257,7 @@ async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -> Callable[..., Awaitable[None]]:
-    """An exit callback for `stop`, whose own failure must not hide the error that ended the run."""
+    """Returns an exit callback for `stop` whose own failure does not hide the error that ended the run."""
 
     async def close(kind: type | None, error: BaseException | None, trace: object) -> None:
         try:
@@ -259,8 +270,8 @@ def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -
     return close
 
 
-async def together(starting: Sequence[Callable[[], Awaitable[Any]]]) -> None:
-    """Begin all and wait for them; the first failure ends the wait and cancels the rest."""
+async def together(starting: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    """Starts all and waits for them; the first failure ends the wait and cancels the rest."""
     tasks = [asyncio.ensure_future(work()) for work in starting]
     try:
         await asyncio.gather(*tasks)

@@ -1,9 +1,9 @@
-"""The parent of a driver: Ray's library ends the process that it is in, at once and with status 1, when it loses its
-raylet. The parent says so, and ends with the status by which the same command is started again. A driver that a hook
-ends with 0, by os._exit, it ends with 2.
+"""The parent process of a driver. Ray's library ends its process at once with status 1 when it loses its raylet: the
+parent reports that, and exits with the status for which the same command is started again. If a hook ends the driver
+with status 0 by os._exit, the parent exits with 2.
 
     launcher --signals--> parent --signals--> driver (everything else)
-                          parent <---status, a byte at the end of its work---
+                          parent <--status, a byte at the end of its work--
 """
 
 from __future__ import annotations
@@ -23,51 +23,52 @@ from slimx.runtime.logs import log_end
 from slimx.runtime.process import end_with_parent
 
 LOOK_S = 2.0
-"""Seconds between two looks for the log of Ray's library."""
+"""Seconds between two searches for the log of Ray's library."""
 SENT = (0, -1, -6)
-"""Codes of signals that a process sent (SI_USER, SI_QUEUE, SI_TKILL): those of a terminal reach the driver anyway."""
+"""Codes of signals sent by a process (SI_USER, SI_QUEUE, SI_TKILL). Signals of a terminal reach the driver directly."""
 ENDED = (1, -signal.SIGABRT)
-"""Statuses with which Ray's library ends a process."""
+"""Exit statuses with which Ray's library ends a process."""
 LOG = "/python-core-driver-"
-"""Part of the path of the log of Ray's library in a driver."""
+"""Part of the log's path of Ray's library in a driver."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
-"""Last words of ray 2.60's library in that log."""
+"""Last messages of ray 2.60's library in that log."""
 AGENT = re.compile(r"agent_name = (\w+)")
-"""Name of the agent for whose death a raylet ended itself, in its log."""
+"""Name of the agent in a raylet's log whose death ended the raylet."""
 RAYLET_LINES = 1000
 """Lines of a raylet's log that are searched for it, at most: its workers may end after the agent."""
 
 
 def supervised() -> Callable[[], object]:
-    """Go on in a child, the driver; returns what it calls when its work is over, whatever its status will be. The
-    process itself ends when the driver does, and never returns from here."""
-    myself = os.getpid()
+    """Forks: continues in the child, the driver, and returns the function that it calls when its work is done, whatever
+    its status. The parent exits when the driver does and never returns."""
+    parent = os.getpid()
     read, write = os.pipe()
     os.set_blocking(read, False)  # a child of the driver may keep the other end open
     signal.pthread_sigmask(signal.SIG_BLOCK, (*HEARD, signal.SIGCHLD))
     driver = os.fork()
     if driver == 0:
-        end_with_parent(myself)
+        end_with_parent(parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*HEARD, signal.SIGCHLD))
         return partial(os.write, write, b".")
     os.close(write)
     status, log = _wait(driver)
     if status == 0 and not _written(read):
         print(
-            "slimx: the driver was ended with status 0 before its work was over; take os._exit out of the hook, or the "
-            "library, that calls it",
+            "slimx: the driver was ended with status 0 before its work was over; take os._exit out of the hook or "
+            "library that calls it",
             file=sys.stderr,
             flush=True,
         )
         status = REFUSED
-    if status in ENDED and log is not None and (sentence := ended_by_ray(log)) is not None:
+    sentence = ended_by_ray(log) if status in ENDED and log is not None else None
+    if sentence is not None:
         print(f"slimx: {sentence}", file=sys.stderr, flush=True)
         status = LOST
-    if status < 0:  # end as the driver did
+    if status < 0:  # end in the same way as the driver
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
-        os.kill(myself, -status)
+        os.kill(parent, -status)
     os._exit(status if status >= 0 else 128 - status)
 
 
@@ -79,37 +80,40 @@ def _written(pipe: int) -> bool:
 
 
 def _wait(driver: int) -> tuple[int, Path | None]:
-    """Hand signals on until the driver ends; its status, and the log of Ray's library in it."""
-    log = None
+    """Forwards signals until the driver ends. Returns its status, and the log of Ray's library in it."""
+    log: Path | None = None
     while True:
         if log is None:
             log = _log_of(driver)
-            heard = signal.sigtimedwait((*HEARD, signal.SIGCHLD), LOOK_S)
+            received = signal.sigtimedwait((*HEARD, signal.SIGCHLD), LOOK_S)
         else:
-            heard = signal.sigwaitinfo((*HEARD, signal.SIGCHLD))
-        if heard is not None and heard.si_signo in HEARD and heard.si_code in SENT:
-            os.kill(driver, heard.si_signo)
+            received = signal.sigwaitinfo((*HEARD, signal.SIGCHLD))
+        if received is not None and received.si_signo in HEARD and received.si_code in SENT:
+            os.kill(driver, received.si_signo)
         ended, raw = os.waitpid(driver, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(raw), log
 
 
 def _log_of(driver: int) -> Path | None:
-    """The log that Ray's library holds open in the driver; None before Ray has started."""
+    """Returns the log that Ray's library has opened in the driver; None before Ray has started."""
     with contextlib.suppress(OSError):  # files are closed, and the driver may have ended
         for file in Path(f"/proc/{driver}/fd").iterdir():
-            if LOG in (path := os.readlink(file)):
+            path = os.readlink(file)
+            if LOG in path:
                 return Path(path)
     return None
 
 
 def ended_by_ray(log: Path) -> str | None:
-    """A sentence that names the lost part, if the last lines of `log` say that Ray's library ended its process."""
+    """Returns a sentence naming the lost part if the last lines of `log` say that Ray's library ended its process."""
     if not WORDS.search(log_end(log)):
         return None
     agents = AGENT.findall(log_end(log.with_name("raylet.out"), RAYLET_LINES))
-    lost = f"Ray's {agents[-1]} is lost, and Ray's raylet with it" if agents else "Ray's raylet is lost"
+    lost = "Ray's raylet is lost"
+    if agents:
+        lost = f"Ray's {agents[-1]} is lost, and Ray's raylet with it"
     return (
-        f"{lost}, for which Ray's library has ended this process; the logs in {log.parent} say why, and the same "
+        f"{lost}, so Ray's library has ended this process; the logs in {log.parent} say why, and the same "
         "command goes on from the newest checkpoint"
     )

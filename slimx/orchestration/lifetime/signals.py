@@ -1,4 +1,4 @@
-"""Signals of a driver, heard by a thread: the main thread may be in a call that does not return."""
+"""Signals of a driver, received in a thread: the main thread may be in a call that does not return."""
 
 from __future__ import annotations
 
@@ -8,63 +8,68 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
 
 TWICE_S = 1.0
-"""Seconds within which the same signal again is the same one: sent to all processes of a job, it comes from the
-launcher and by way of the driver's parent."""
+"""Seconds within which a repeated signal counts as the same: if it is sent to all processes of a job, it also arrives
+through the driver's parent."""
 HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Handled signals."""
+
+type Handler = Callable[[int, FrameType | None], object] | int | None
+"""Handler of a signal, as `signal.getsignal` returns it."""
 
 
 class Signals:
-    """While it is entered, the signals of HEARD do nothing but tell the subscribers, in a thread of its own. One that
-    is ignored stays so: nohup has a run outlive its terminal.
+    """Passes signals of HEARD to subscribers, in a thread, while it is entered; they have no other effect. Ignored
+    signals stay ignored: with nohup a run outlives its terminal.
 
-    Python's own handlers run in the main thread between two of its instructions, so not while that waits in a library;
-    what the interpreter's C handler writes into a pipe is there at once."""
+    Python runs its handlers in the main thread between two instructions, so not while that thread waits in a library;
+    the interpreter's C handler writes to a pipe at once."""
 
     def __init__(self) -> None:
         self._heard: list[int] = []
-        self._told: list[Callable[[int], None]] = []
+        self._subscribers: list[Callable[[int], None]] = []
         self._lock = threading.Lock()
-        self._before: dict[int, Any] = {}
+        self._previous: dict[signal.Signals, Handler] = {}
 
     @property
     def received(self) -> list[int]:
-        """Signals to end so far: all but SIGUSR1."""
+        """Signals so far that request the end: all but SIGUSR1."""
         return [signum for signum in self._heard if signum != signal.SIGUSR1]
 
-    def subscribe(self, tell: Callable[[int], None]) -> None:
-        """Call `tell` with every signal from now on, and with those that have come already; from another thread."""
+    def subscribe(self, callback: Callable[[int], None]) -> None:
+        """Calls `callback` with every signal from now on and with earlier ones; in another thread."""
         with self._lock:
-            self._told.append(tell)
+            self._subscribers.append(callback)
             for signum in self._heard:
-                tell(signum)
+                callback(signum)
 
     def __enter__(self) -> Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        before = {signum: signal.getsignal(signum) for signum in HEARD}
-        self._before = {signum: handler for signum, handler in before.items() if handler != signal.SIG_IGN}
+        for signum in HEARD:
+            handler = signal.getsignal(signum)
+            if handler != signal.SIG_IGN:
+                self._previous[signum] = handler
         self.install()
         threading.Thread(target=self._listen, name="slimx signals", daemon=True).start()
         return self
 
     def install(self) -> None:
-        """Handle the signals; again after a library has put its own handlers there."""
-        for signum in self._before:
+        """Installs the handlers; call it again after a library has installed its own."""
+        for signum in self._previous:
             signal.signal(signum, _nothing)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         signal.set_wakeup_fd(self._wakeup)
-        for signum, handler in self._before.items():
+        for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         os.close(self._write)  # which ends the thread
 
     def _listen(self) -> None:
-        last = dict.fromkeys(HEARD, -math.inf)
+        last: dict[int, float] = dict.fromkeys(HEARD, -math.inf)
         while data := os.read(self._read, 64):
             for signum in data:
                 now = time.monotonic()
@@ -73,8 +78,8 @@ class Signals:
                 last[signum] = now
                 with self._lock:
                     self._heard.append(signum)
-                    for tell in self._told:
-                        tell(signum)
+                    for callback in self._subscribers:
+                        callback(signum)
         os.close(self._read)
 
 

@@ -1,10 +1,11 @@
-"""The critic of a run, in the trainers' ranks or in ranks of its own."""
+"""The critic of a run, on the trainers' ranks or on dedicated ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,46 +19,51 @@ from slimx.orchestration.ranks.trainers import TrainerGroup
 
 
 class CriticGroup:
-    """Every rank that holds a part of the critic. Rows come and go in the order of the caller's; how they are packed
-    for the critic is its own matter, since its layout may be another than the policy's."""
+    """All ranks that hold a part of the critic. Rows are passed in the caller's order and packed for the critic's
+    layout, which may differ from the policy's."""
 
     def __init__(
         self, config: Config, sizes: Sizes, packer: Packer, *, trainers: TrainerGroup, log_dir: Path, device: str
     ):
-        """`sizes` and `packer`: of the critic."""
-        self.sizes, self.packer = sizes, packer
-        self.own: RankGroup | None = None
-        if config.critic.placement == "own":
-            self.own = RankGroup("critic", config.as_critic(), sizes, log_dir, device, ["critic"])
-        self.ranks: RankGroup = self.own or trainers
+        """Sets up the group. `sizes` and `packer`: of the critic."""
+        self.sizes = sizes
+        self.packer = packer
+        self.dedicated: RankGroup | None = None
+        if config.critic is not None and config.critic.placement == "own":
+            self.dedicated = RankGroup("critic", config.as_critic(), sizes, log_dir, device, ["critic"])
+        self.ranks: RankGroup = trainers if self.dedicated is None else self.dedicated
 
     async def start(self) -> None:
-        """Bring up the critic's own ranks; those of the trainers start with a critic in them."""
-        if self.own is not None:
-            await self.own.start()
+        """Starts the critic's dedicated ranks; the trainers' ranks start with a critic in them."""
+        if self.dedicated is not None:
+            await self.dedicated.start()
 
     async def stop(self) -> None:
-        if self.own is not None:
-            await self.own.stop()
+        if self.dedicated is not None:
+            await self.dedicated.stop()
 
     async def values(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        """Value at every position, one [n] per row."""
+        """Returns the value at every position, one [n] per row."""
         rows = _bare(rows)
         batch = self.packer(rows)
-        each = await self.ranks.sharded(batch.shards)
-        results = await self.ranks.call("critic.values", "the critic's values", each=each)
+        shards = await self.ranks.sharded(batch.shards)
+        results = await self.ranks.call("critic.values", "the critic's values", per_rank=shards)
         return batch.unpack(self.ranks.by_shard(results), rows)
 
     async def train_step(self, updates: Sequence[Sequence[TrainingRow]], *, step: int) -> dict[str, float]:
-        """One optimizer step per update on rows with `values` and `returns`; the metrics of them all."""
+        """Runs one optimizer step per update on rows with `values` and `returns`; returns the metrics of all."""
         batches = [self.packer(_bare(rows)) for rows in updates]
         shards = [list(shards) for shards in zip(*(batch.shards for batch in batches), strict=True)]
-        what, each = f"step {step} of the critic", await self.ranks.sharded(shards)
-        return self.ranks.metrics_of(await self.ranks.call("critic.train_updates", what, each=each, step=step))
+        per_rank = await self.ranks.sharded(shards)
+        results = await self.ranks.call(
+            "critic.train_updates", f"step {step} of the critic", per_rank=per_rank, step=step
+        )
+        return self.ranks.metrics_of(results)
 
 
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """Copies without columns for the policy alone: a teacher's, kept tokens, and the engine's experts (a critic has
-    routers of its own)."""
-    needed = [name for name, column in COLUMNS.items() if column.needed is not None]
-    return [replace(row, **dict.fromkeys((*needed, "routed_experts", "support"))) for row in rows]
+    """Returns copies without columns that only the policy needs: the teacher's, kept tokens, and the engine's experts
+    (a critic has its own routers)."""
+    names = [name for name, column in COLUMNS.items() if column.needed is not None]
+    emptied: dict[str, Any] = dict.fromkeys((*names, "routed_experts", "support"))
+    return [replace(row, **emptied) for row in rows]

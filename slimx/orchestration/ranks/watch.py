@@ -1,46 +1,48 @@
-"""Watches ranks that train while they wait: one that dies or stands still is named alone, and soon.
+"""Watches idle ranks: one that dies or stops responding is named alone, and soon.
 
-Inside a call all ranks wait for the one that is missing, so that its deadline names them all; outside of one each of
-them answers by itself. On this machine a stopped process shows in its state, whatever it is in.
+Inside a call all ranks wait for the missing one, so the call's deadline names all of them; outside of calls each rank
+responds by itself. On this machine a stopped process is visible in its state, even during a call.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import psutil
 
 from slimx.cluster.waiting import explain
-from slimx.errors import PartLost
+from slimx.errors import PartLost, SlimxError
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.runtime.ports import machine
 from slimx.runtime.tasks import first_of
 
 LOOK_S = 0.5
-"""Seconds between two looks at a rank that has not answered."""
+"""Seconds between two checks of a rank that has not responded."""
 PING_S = 1.0
-"""Seconds between two questions to a rank; a large group is asked less often, 100 ranks a second."""
+"""Seconds between two pings of a rank; in large groups longer, 100 ranks per second."""
 
 
-async def watch_ranks(group: RankGroup, deadline_s: float) -> PartLost:
-    """Watch the started ranks of `group`; returns why one of them is lost, as soon as that is known.
+async def watch_ranks(group: RankGroup, deadline_s: float) -> SlimxError:
+    """Watches the started ranks of `group`; returns why one of them is lost, as soon as that is detected.
 
     `deadline_s`: seconds that a rank may be silent outside of calls, or stopped."""
-    return await first_of(
-        [
-            *(_answers(group, rank, deadline_s) for rank in range(group.sizes.world)),
-            *(_runs(group, rank, pid, deadline_s) for rank, pid in local_pids(group).items()),
-        ]
-    )
+    watches = [_answers(group, rank, deadline_s) for rank in range(group.sizes.world)]
+    watches += [_runs(group, rank, pid, deadline_s) for rank, pid in local_pids(group).items()]
+    return await first_of(watches)
 
 
 def local_pids(group: RankGroup) -> dict[int, int]:
-    """Process ids by rank of those on this machine."""
-    here = machine()
-    return {rank: one["pid"] for rank, one in enumerate(group.started) if one["machine"] == here}
+    """Returns the process ids of ranks on this machine, by rank."""
+    this_machine = machine()
+    pids = {}
+    for rank, process in enumerate(group.started):
+        if process["machine"] == this_machine:
+            pids[rank] = process["pid"]
+    return pids
 
 
-async def _answers(group: RankGroup, rank: int, deadline_s: float) -> PartLost:
+async def _answers(group: RankGroup, rank: int, deadline_s: float) -> SlimxError:
     time = asyncio.get_running_loop().time
     while True:
         answer = asyncio.ensure_future(_result(group.actors[rank].ping.remote()))
@@ -60,7 +62,7 @@ async def _answers(group: RankGroup, rank: int, deadline_s: float) -> PartLost:
         await asyncio.sleep(max(PING_S, group.sizes.world / 100))
 
 
-async def _runs(group: RankGroup, rank: int, pid: int, deadline_s: float) -> PartLost:
+async def _runs(group: RankGroup, rank: int, pid: int, deadline_s: float) -> SlimxError:
     time = asyncio.get_running_loop().time
     ran = time()
     while True:
@@ -68,21 +70,21 @@ async def _runs(group: RankGroup, rank: int, pid: int, deadline_s: float) -> Par
         try:
             stopped = psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         except psutil.NoSuchProcess:
-            return await asyncio.Future()  # its next answer tells
+            return await asyncio.Future()  # `_answers` reports its end
         if not stopped:
             ran = time()
         elif time() - ran > deadline_s:
             return _lost(group, rank, f"(process {pid}) has been stopped for {deadline_s:g} s, as by SIGSTOP")
 
 
-async def _result(reference: object) -> object:
+async def _result(reference: Awaitable[object]) -> object:
     return await reference
 
 
-def _lost(group: RankGroup, rank: int, how: str) -> PartLost:
+def _lost(group: RankGroup, rank: int, reason: str) -> PartLost:
     name = group.holder(rank)
     return PartLost(
-        f"{name} {how}; its log is {group.logs[rank]}, and the same command goes on from the newest checkpoint",
+        f"{name} {reason}; its log is {group.logs[rank]}, and the same command goes on from the newest checkpoint",
         code="rank.silent",
         about=name,
     )

@@ -1,1 +1,1 @@
-"""Checks and readings before anything of a run is started."""
+"""Checks of a run, and reading of its inputs, before any part of it starts."""

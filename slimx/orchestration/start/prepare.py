@@ -1,11 +1,11 @@
-"""Everything about a run that can be known to be wrong before Ray, trainers or engines start."""
+"""All checks of a run that are possible before Ray, trainers or engines start."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slimx.adapters.transformers import import_transformers
 from slimx.algorithms.credit import load_credit
@@ -17,6 +17,7 @@ from slimx.config.sections.critic import critic_keys
 from slimx.config.sections.policies import ACTOR, Policy
 from slimx.data.records import Prompt
 from slimx.engines.server.spec import engine_spec, server_args
+from slimx.json_types import Json
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.numerics.mode import mode_of
@@ -32,70 +33,76 @@ from slimx.rollout.hook_loading import Hooks, check_answers, check_generated, ch
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 from slimx.trainer.model.check import check_transformer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
-    """A policy as engines generate for it."""
+    """A policy that engines serve."""
 
     config: Config
     spec: ModelSpec
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPolicy(ServedPolicy):
-    """Results of the checks of one trained policy, whose `config` (`Config.by_policy`) has its transport."""
+    """Results of the checks of one trained policy; its `config` (`Config.by_policy`) has the chosen transport."""
 
     sizes: Sizes
     plans: dict[str, Plan]
-    """By which weights leave the trainers: "export", with engines "publish", and "adapters" where those are published
-    alone."""
+    """Plans by use of the weights: "export", with engines "publish", and "adapters" if those are published alone."""
     backends: Backends
-    """The trainers' kernels, with the reason of each."""
+    """The trainers' kernels, with the reason for each."""
     encoding: Encoding
-    """Form in which the engines receive the weights."""
+    """Encoding in which the engines receive the weights."""
     transport: ChosenTransport
-    """`publish.transport`, and why."""
+    """`publish.transport`, with the reason for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources[P: ServedPolicy]:
-    """Everything that rollouts are made of."""
+    """Inputs of rollouts."""
 
     policies: Mapping[str, P]
-    """By name, first `actor`."""
+    """Policies by name, `actor` first."""
     hooks: Hooks
     by_source: dict[str, list[Prompt]]
-    """Prompts of each of `rollout.sources`, or all under ""; empty where rollouts are replayed, as `eval_prompts`."""
+    """Prompts of each of `rollout.sources`, or all under ""; like `eval_prompts`, empty if rollouts are replayed."""
     eval_prompts: dict[str, list[Prompt]]
-    """By name, as `eval.files`."""
+    """Held-out prompts by name, as in `eval.files`."""
 
     @property
     def prompts(self) -> list[Prompt]:
         """Prompts of all sources."""
-        return [prompt for several in self.by_source.values() for prompt in several]
+        return list(chain.from_iterable(self.by_source.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(Sources[PreparedPolicy]):
-    """Results of the checks of a whole run, which had to read them anyway."""
+    """Results of the checks of a whole run, and the inputs that they read."""
 
     critic: Sizes | None
-    """Parallel sizes of the critic, if there is one; those of the trainers where it shares their ranks."""
+    """Parallel sizes of the critic, if there is one; the trainers' if it shares their ranks."""
 
 
 def check_run(config: Config) -> Prepared:
-    """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first moment at which
-    something cannot work, with everything that cannot."""
+    """Checks the configuration against checkpoint, prompts and hooks. Raises SlimxError at the first stage that fails,
+    with all of its problems."""
     check_reachable(config.cluster.ray_address)
     device = device_of(config)
-    checked = {name: _check_model(of_policy, device, config.policies) for name, of_policy in config.by_policy.items()}
+    checked = {}
+    for name, view in config.by_policy.items():
+        checked[name] = _check_model(view, device, config.policies)
     actor = checked[ACTOR]
     sources = _sources(actor.config, actor.facts["spec"], device, actor.facts)
-    tokenizers = {ACTOR: sources.policies[ACTOR].tokenizer}
-    tokenizers |= {name: _tokenizer(each, device) for name, each in checked.items() if name != ACTOR}
+    policies: dict[str, PreparedPolicy] = {}
+    for name, policy in checked.items():
+        tokenizer = sources.policies[ACTOR].tokenizer if name == ACTOR else _tokenizer(policy, device)
+        policies[name] = _policy(policy, device, tokenizer)
     return Prepared(
-        policies={name: _policy(each, device, tokenizers[name]) for name, each in checked.items()},
+        policies=policies,
         hooks=sources.hooks,
         by_source=sources.by_source,
         eval_prompts=sources.eval_prompts,
@@ -105,21 +112,21 @@ def check_run(config: Config) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A policy whose model, layout and weights were found to fit."""
+    """A policy whose model, layout and weights are consistent."""
 
     config: Config
     transport: ChosenTransport
     backends: Backends
-    facts: dict[str, Any]
+    facts: Json
 
 
 def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) -> _Checked:
-    """Check one policy's configuration against its model and its weights. `policies`: of the run."""
+    """Checks one policy's configuration against its model and its weights. `policies`: the policies of the run."""
     transport = choose_transport(config, device)
     config = transport.applied(config)
     spec = configured_model(config)
     facts = model_facts(config, spec) | {"device": device, "local_device": device}
-    facts["policies"] = policies  # the configuration of a further one has none
+    facts["policies"] = policies  # the configuration of a further policy has none
     refuse(broken(all_rules(), facts, before=config.sections))
     backends = choose_backends(
         config.trainer,
@@ -138,8 +145,9 @@ def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) ->
     return _Checked(config, transport, backends, files)
 
 
-def _policy(checked: _Checked, device: str, tokenizer: Any) -> PreparedPolicy:
-    spec, sizes = checked.facts["spec"], checked.facts["sizes"]
+def _policy(checked: _Checked, device: str, tokenizer: PreTrainedTokenizerBase) -> PreparedPolicy:
+    spec = checked.facts["spec"]
+    sizes = checked.facts["sizes"]
     plans, encoding = make_plans(checked.config, spec, sizes, device)
     return PreparedPolicy(
         config=checked.config,
@@ -153,9 +161,10 @@ def _policy(checked: _Checked, device: str, tokenizer: Any) -> PreparedPolicy:
     )
 
 
-def _tokenizer(checked: _Checked, device: str) -> Any:
-    """The tokenizer of a policy whose rollouts are another's, with engines whose arguments SGLang takes."""
-    config, facts = checked.config, checked.facts
+def _tokenizer(checked: _Checked, device: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a further policy, and checks the arguments of its engines."""
+    config = checked.config
+    facts = checked.facts
     _check_engines(config, facts["spec"], device)
     tokenizer = run_tokenizer(config)
     refuse(broken(all_rules(), facts | {"tokenizer": tokenizer}, before=facts))
@@ -163,25 +172,27 @@ def _tokenizer(checked: _Checked, device: str) -> Any:
 
 
 def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tuple[dict[str, Plan], Encoding]:
-    """The plans by which weights leave trainers of `sizes`, and the form in which engines get them."""
+    """Returns the plans by which weights leave trainers of `sizes`, and the encoding in which engines get them."""
     plans = {"export": export_plan(config, spec, sizes)}
     published = publication_plan(config, spec, sizes, device)
     if published is None:
         return plans, "hf"
-    alone = {} if published.adapters is None else {"adapters": published.adapters}
-    return plans | {"publish": published.plan} | alone, published.encoding
+    plans["publish"] = published.plan
+    if published.adapters is not None:
+        plans["adapters"] = published.adapters
+    return plans, published.encoding
 
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
-    """Check and read the sources of rollouts, for a command without trainers. Raises SlimxError as `check_run` does."""
+    """Checks and reads the inputs of rollouts for a command without trainers. Raises SlimxError as `check_run` does."""
     check_reachable(config.cluster.ray_address)
     facts = config.sections | {"device": device, "local_device": device}
     refuse(broken(all_rules(), facts, before=config.sections))
     return _sources(config, spec, device, facts)
 
 
-def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]) -> Sources:
-    """Hooks, tokenizer and prompts, with engines whose arguments SGLang takes; `facts` have been asked for."""
+def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sources:
+    """Reads hooks, tokenizer and prompts, and checks the engines' arguments; `facts` have passed the rules already."""
     hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     load_credit(config.algorithm.credit)
     _check_engines(config, spec, device)
@@ -195,12 +206,11 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         known = facts | {"tokenizer": tokenizer}
         prompts = list(chain.from_iterable(by_source.values()))
         refuse(broken(all_rules(), known | {"prompts": prompts}, before=known))
-        make_source(config, by_source)  # that of the user is refused now
-        eval_prompts = {
-            name: heldout_prompts(config, name, path, tokenizer, spec) for name, path in config.eval.files.items()
-        }
-    for several in (by_source, eval_prompts):
-        prompts = list(chain.from_iterable(several.values()))
+        make_source(config, by_source)  # refuses a user's source that cannot be created
+        for name, path in config.eval.files.items():
+            eval_prompts[name] = heldout_prompts(config, name, path, tokenizer, spec)
+    for by_name in (by_source, eval_prompts):
+        prompts = list(chain.from_iterable(by_name.values()))
         check_generated(hooks.generate, prompts, tokenizer)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
@@ -212,6 +222,6 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
 
 
 def _check_engines(config: Config, spec: ModelSpec, device: str) -> None:
-    """Raise SlimxError for an argument of a server that SGLang refuses."""
+    """Raises SlimxError for a server argument that SGLang refuses."""
     for group in config.rollout.served:
         server_args(engine_spec(config, group, group.name, device=device, moe=spec.experts > 0))

@@ -1,1 +1,1 @@
-"""State that outlives a process: checkpoints and the record of a run."""
+"""Persistent state of a run: checkpoints and records."""

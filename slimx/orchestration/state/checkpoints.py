@@ -1,4 +1,4 @@
-"""The checkpoints of a running run: saving while it goes on, loading, exporting."""
+"""Checkpoints of a running run: asynchronous saves, loading, export."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from slimx.config.sections.policies import ACTOR
 from slimx.errors import DeadlineError, SlimxError
+from slimx.json_types import Json
 from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.phases import Timeline
 from slimx.orchestration.ranks.critic import CriticGroup
@@ -22,17 +22,17 @@ from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord
 
 STOP_S = 10.0
-"""Seconds in which a save that is being written when the run is stopped may still become complete."""
+"""Deadline for an unfinished save to complete when the run is stopped, in seconds."""
 CRITIC = "critic"
 """Path of the critic's part in a checkpoint."""
 _POLL_S = 0.1
 _PORTION = 8 * 2**30
-"""Bytes that one rank reads before it tells how far it is."""
+"""Bytes that a rank verifies between two progress notes."""
 
 
 class Checkpointer:
-    """Has the ranks of a running run save, load and export, and `Saves` keep what they wrote. At most one save is being
-    written: the next one waits for it."""
+    """Saves, loads and exports through the ranks of a running run; `Saves` manages the directories. At most one save is
+    being written: the next one waits for it."""
 
     def __init__(
         self,
@@ -42,36 +42,39 @@ class Checkpointer:
         note: Callable[[str], None],
         critic: CriticGroup | None = None,
     ):
-        self.policies, self.saves, self.critic = policies, saves, critic
+        self.policies = policies
+        self.saves = saves
+        self.critic = critic
         self.config = policies[ACTOR].config
         self.sizes = {name: trainers.sizes for name, trainers in policies.items()}
         self._parts = {part_of(name): (trainers.name, trainers.sizes.world) for name, trainers in policies.items()}
-        """Name and number of the ranks that write each part, by its path in the checkpoint."""
+        """Name and number of the ranks that write each part, by the part's path in the checkpoint."""
         if critic is not None:
             self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
-        self.timeline, self.note = timeline, note
+        self.timeline = timeline
+        self.note = note
         self.on_failure: Callable[[SlimxError], None] = lambda error: None
-        """Called at once with the error when a save in the background fails."""
+        """Called with the error as soon as an asynchronous save fails."""
         self.on_saved: Callable[[int, Path], None] = lambda step, path: None
-        """Told the step and the directory of every checkpoint that is complete."""
+        """Called with step and directory of every complete checkpoint."""
         self._writing: asyncio.Task[None] | None = None
         self._unwritten: tuple[int, dict[str, bytes]] | None = None
-        """Step and own files of a save that is not complete, while its ranks may be replaced."""
+        """Step and the driver's files of a save that is not complete, while its ranks may be replaced."""
         self._committing = False
         self.saved_step = -1
-        """Step of the newest checkpoint that this run wrote or went on from; -1: none."""
+        """Step of the newest checkpoint that this run wrote or resumed from; -1: none."""
         self._saved_at = time.monotonic()
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """True where the steps or the time that `checkpoint` says are over after `step` steps."""
+        """Returns True if a checkpoint is due after `step` steps, by the steps or the time in `checkpoint`."""
         options = self.config.checkpoint
         late = options.every_seconds is not None and time.monotonic() - self._saved_at >= options.every_seconds
         return late or (options.every > 0 and step > 0 and step % options.every == 0)
 
-    def state(self, step: int, version: int, rollouts: dict[str, Any]) -> RunState:
-        """The state of a run that has done `step` steps; `rollouts` is that of its manager."""
+    def state(self, step: int, version: int, rollouts: Json) -> RunState:
+        """Returns the state of a run after `step` steps; `rollouts`: state of its rollout manager."""
         return RunState(
             step=step,
             version=version,
@@ -81,22 +84,22 @@ class Checkpointer:
         )
 
     async def save(self, state: RunState) -> None:
-        """Write a checkpoint of `state` and of the trainers as they are now; returns when both may change again.
+        """Writes a checkpoint of `state` and of the trainers as they are now; returns when both may change again.
 
-        With `checkpoint.asynchronous` the files are written behind the run's back; `check` and `settle` tell how that
-        went."""
+        With `checkpoint.asynchronous` the files are written in the background; `check` and `settle` raise errors."""
         await self.settle()
         partial = await self._begin(state.step)
-        # Bytes of this moment: groups go on arriving while the files are written.
-        own = await in_thread(state.files)
+        # Serialized now: groups keep arriving while the files are written.
+        driver_files = await in_thread(state.files)
         for name, trainers in self.policies.items():
             await trainers.save(partial / part_of(name), step=state.step)
         if self.critic is not None:
             await self.critic.ranks.save(partial / CRITIC, step=state.step, role="critic")
-        self._await_files(partial, state.step, own)
+        self._await_files(partial, state.step, driver_files)
         if not self.config.checkpoint.asynchronous:
             await self.settle()
-        self.saved_step, self._saved_at = state.step, time.monotonic()
+        self.saved_step = state.step
+        self._saved_at = time.monotonic()
 
     async def _begin(self, step: int) -> Path:
         try:
@@ -104,9 +107,9 @@ class Checkpointer:
         except OSError as error:
             raise files.unwritten(self.saves.directory, "the driver", str(error)) from error
 
-    def _await_files(self, partial: Path, step: int, own: dict[str, bytes]) -> None:
-        self._unwritten = step, own
-        self._writing = asyncio.create_task(self._write(partial, step, own))
+    def _await_files(self, partial: Path, step: int, driver_files: dict[str, bytes]) -> None:
+        self._unwritten = step, driver_files
+        self._writing = asyncio.create_task(self._write(partial, step, driver_files))
         self._writing.add_done_callback(self._written)
 
     @property
@@ -115,17 +118,18 @@ class Checkpointer:
         return None if self._unwritten is None else self._unwritten[0]
 
     def resize(self, sizes: Sizes) -> None:
-        """Go on with ranks of the actor of other parallel sizes; a save that was interrupted will be theirs."""
+        """Continues with actor ranks of other parallel sizes, which will also write an interrupted save."""
         self.sizes[ACTOR] = sizes
         self._parts["."] = self.policies[ACTOR].name, sizes.world
         if self._unwritten is not None:
-            step, own = self._unwritten
-            self._unwritten = step, relaid(own, ACTOR, layout_of(sizes))
+            step, driver_files = self._unwritten
+            self._unwritten = step, relaid(driver_files, ACTOR, layout_of(sizes))
 
     async def interrupt(self) -> None:
-        """Wait no more for files of ranks that have ended: `write_again` has other ranks write them. A checkpoint of
-        which all files are there becomes complete."""
-        if (writing := self._writing) is None:
+        """Stops waiting for files of ranks that have ended; `write_again` makes other ranks write them. If all files of
+        a checkpoint exist, it becomes complete."""
+        writing = self._writing
+        if writing is None:
             return
         if self._committing:
             await asyncio.wait([writing])
@@ -134,7 +138,7 @@ class Checkpointer:
             await cancelled(writing)
 
     async def write_again(self, trainers: TrainerGroup, step: int) -> None:
-        """Have `trainers`, which are in the state after `step` steps, write what was interrupted, if it is of that
+        """Writes the interrupted save by `trainers`, which are in the state after `step` steps, if it is of that
         step."""
         if self._writing is None and self._unwritten is not None and self._unwritten[0] == step:
             partial = await self._begin(step)
@@ -142,27 +146,29 @@ class Checkpointer:
             self._await_files(partial, *self._unwritten)
 
     def _written(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and isinstance(error := task.exception(), SlimxError):
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, SlimxError):
             self.on_failure(error)
 
     def check(self) -> None:
-        """Raises what went wrong with the save in the background, if anything has."""
+        """Raises the error of a finished asynchronous save, if there was one."""
         if self._writing is not None and self._writing.done():
-            done, self._writing = self._writing, None
+            done = self._writing
+            self._writing = None
             self._unwritten = None
             done.result()
 
     async def settle(self) -> None:
-        """Wait until nothing is being written. Raises what went wrong."""
+        """Waits until no save is being written. Raises its error."""
         while self._unwritten is not None:
-            if self._writing is None:  # other ranks are about to write it: who replaces ranks has deadlines of its own
+            if self._writing is None:  # other ranks will write it; replacing ranks has its own deadlines
                 await asyncio.sleep(_POLL_S)
             else:
                 await asyncio.wait([self._writing])
                 self.check()
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """End a save; what is not on disk within `grace_s` never gets its name. Does not raise."""
+        """Ends a save: it is dropped if it is not complete within `grace_s`. Does not raise."""
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=grace_s)
             self._writing.cancel()
@@ -171,14 +177,14 @@ class Checkpointer:
             self._writing = None
         self._unwritten = None
 
-    async def _write(self, partial: Path, step: int, own: dict[str, bytes]) -> None:
+    async def _write(self, partial: Path, step: int, driver_files: dict[str, bytes]) -> None:
         with self.timeline.phase("checkpoint", track="checkpoint"):
             end = asyncio.get_running_loop().time() + self.config.checkpoint.deadline
             try:
                 for part, (holder, world) in self._parts.items():
                     await self._reported(partial / part, holder, world, end)
                 self._committing = True
-                path = await in_thread(self._commit, partial, own)
+                path = await in_thread(self._commit, partial, driver_files)
             except OSError as error:
                 raise files.unwritten(partial, "the driver", str(error)) from error
             finally:
@@ -187,25 +193,25 @@ class Checkpointer:
         self.note(f"checkpoint {path}")
 
     async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:
-        """Wait until all ranks have reported in `directory`, until `end` of the loop's clock."""
+        """Waits until all ranks have reported in `directory`, until `end` by the loop's clock."""
         while missing := await in_thread(files.unreported, directory, range(world), holder):
             if asyncio.get_running_loop().time() > end:
                 late = ", ".join(f"{holder} rank {rank}" for rank in missing)
                 raise DeadlineError(f"the files of {directory}", self.config.checkpoint.deadline, late)
             await asyncio.sleep(_POLL_S)
 
-    def _commit(self, partial: Path, own: dict[str, bytes]) -> Path:
+    def _commit(self, partial: Path, driver_files: dict[str, bytes]) -> Path:
         written: dict[str, FileRecord] = {}
         for part, (_, world) in self._parts.items():
             for rank in range(world):
-                of_rank = files.read_report(partial / part, rank).files
-                written |= {str(Path(part, name)): record for name, record in of_rank.items()}
-        return self.saves.commit(partial, own, written)
+                report = files.read_report(partial / part, rank)
+                written |= {str(Path(part, name)): record for name, record in report.files.items()}
+        return self.saves.commit(partial, driver_files, written)
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
     async def restore(self, path: Path, state: RunState) -> None:
-        """Bring the trainers to the checkpoint `path`, of which `check_resume` has found that it can be."""
+        """Restores the trainers from the checkpoint `path`, which `check_resume` has accepted."""
         options = self.config.checkpoint
         if options.verify == "full":
             await self._verify(path)
@@ -222,21 +228,23 @@ class Checkpointer:
         self.saved_step = state.step
 
     async def _verify(self, path: Path) -> None:
-        """Compare every byte with what was written; ranks read their shares at once."""
+        """Compares every byte with the digests of the save; the ranks read their parts in parallel."""
         records = files.read_manifest(path)
-        total, done = sum(record.size for record in records.values()), 0
+        total = sum(record.size for record in records.values())
+        done = 0
         trainers = self.policies[ACTOR]
-        for shares in _portions(records, trainers.sizes.world):
-            await trainers.check_files(path, [files.encode_records(share) for share in shares])
-            done += sum(record.size for share in shares for record in share.values())
+        for parts in _portions(records, trainers.sizes.world):
+            await trainers.check_files(path, [files.encode_records(part) for part in parts])
+            for part in parts:
+                done += sum(record.size for record in part.values())
             if total > _PORTION:
                 self.note(f"verified {done / 2**30:.0f} of {total / 2**30:.0f} GiB of {path}")
 
     # Exports ----------------------------------------------------------------------------------------------------------
 
     async def export(self, target: Path) -> None:
-        """Write the present weights as the Hugging Face directory `target`, those of a further policy into one in it
-        (policies/NAME); it is complete or it does not exist."""
+        """Exports the current weights as the Hugging Face directory `target`, further policies below it
+        (policies/NAME). `target` is either complete or missing."""
         partial = self.saves.begin_export(target)
         for name, trainers in self.policies.items():
             directory = partial / part_of(name)
@@ -247,25 +255,27 @@ class Checkpointer:
 
 
 def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[str, FileRecord]]]:
-    """Per round one share for each rank, of about `_PORTION` bytes; the largest files first, to the rank with least."""
-    shares: list[list[str]] = [[] for _ in range(ranks)]
+    """Yields rounds with one portion per rank of about `_PORTION` bytes. Assigns the largest files first, each to the
+    rank with the smallest load."""
+    remaining: list[list[str]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for name in sorted(records, key=lambda name: (-records[name].size, name)):
         rank = load.index(min(load))
-        shares[rank].append(name)
+        remaining[rank].append(name)
         load[rank] += records[name].size
-    while any(shares):
-        round_: list[dict[str, FileRecord]] = []
-        for names in shares:
-            taken, size = {}, 0
+    while any(remaining):
+        portions: list[dict[str, FileRecord]] = []
+        for names in remaining:
+            portion: dict[str, FileRecord] = {}
+            size = 0
             while names and size < _PORTION:
                 name = names.pop(0)
-                taken[name] = records[name]
+                portion[name] = records[name]
                 size += records[name].size
-            round_.append(taken)
-        yield round_
+            portions.append(portion)
+        yield portions
 
 
 def part_of(policy: str) -> str:
-    """Path of a policy's part in a checkpoint, and in an export."""
+    """Returns the path of a policy's part in a checkpoint and in an export."""
     return "." if policy == ACTOR else f"policies/{policy}"

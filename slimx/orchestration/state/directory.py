@@ -1,4 +1,4 @@
-"""Looks at what a run's directory holds before the run begins in it, or goes on."""
+"""Checks of a run's directory before the run starts or resumes in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slimx.config.schema import Config
 from slimx.data.chat.tokens import copy_tokenizer
@@ -21,15 +20,15 @@ from slimx.orchestration.state.saves import CURSOR, RunState, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
 
 EVALUATIONS = "eval"
-"""Folder of a run directory: logs of the engines of `slimx eval`, and a line in `results.jsonl` for each."""
+"""Folder of a run directory with the engines' logs of `slimx eval` and a line per evaluation in `results.jsonl`."""
 
 NAMED = 4
-"""Keys that a sentence names, at most."""
+"""Keys listed in a sentence, at most."""
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
-    """Raise SlimxError where `run.resume` forbids to go on from what the directory holds, or to begin; where
-    `slimx generate` has written into it; or where `run.fork` would begin from what is no checkpoint."""
+    """Raises SlimxError if `run.resume` forbids to resume from the directory or to start in it, if `slimx generate` has
+    written into it, or if `run.fork` is not a checkpoint."""
     if (directory / CURSOR).exists():
         raise SlimxError(
             f"{directory} holds rollouts of slimx generate, which training would replace; choose another run.dir, with "
@@ -37,7 +36,8 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
             code="run.dir",
             about=str(directory),
         )
-    newest, fork = saves.newest(), config.run.fork
+    newest = saves.newest()
+    fork = config.run.fork
     if config.run.resume == "must" and newest is None and fork is None:
         raise SlimxError(
             f"run.resume is must, but {saves.directory} holds no complete checkpoint; set it to auto to begin",
@@ -52,13 +52,15 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
         )
     begins = newest is None or config.run.resume == "never"
     if begins and fork is not None and not (Path(fork) / MANIFEST).is_file():
-        there = Saves(Path(fork) / "checkpoints", keep=1).newest()
-        hint = f"its newest is {there}" if there is not None else "name a RUN/checkpoints/iter_NNNNNNN"
-        raise SlimxError(f"run.fork: {fork} is no complete checkpoint; {hint}", code="run.fork", about=fork)
+        checkpoint = Saves(Path(fork) / "checkpoints", keep=1).newest()
+        hint = "name a RUN/checkpoints/iter_NNNNNNN"
+        if checkpoint is not None:
+            hint = f"its newest is {checkpoint}"
+        raise SlimxError(f"run.fork: {fork} is not a complete checkpoint; {hint}", code="run.fork", about=fork)
 
 
 def check_generation(config: Config, directory: Path, saves: Saves) -> None:
-    """Raise SlimxError where `slimx generate` cannot begin in a directory, or go on from its position, the newest of
+    """Raises SlimxError if `slimx generate` cannot start in a directory, or resume from its position, the newest of
     `saves`."""
     if config.run.fork:
         raise SlimxError(
@@ -68,7 +70,7 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
         )
     if (directory / "checkpoints").exists():
         raise SlimxError(
-            f"{directory} holds a training run; slimx generate needs a run.dir of its own",
+            f"{directory} holds a training run; slimx generate needs another run.dir",
             code="run.dir",
             about=str(directory),
         )
@@ -87,7 +89,7 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
 
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
-    """The checkpoint that a run goes on from; None: it begins. Raises SlimxError as `check_start` does."""
+    """Returns the checkpoint that a run resumes from; None for a new run. Raises SlimxError as `check_start` does."""
     check_start(config, directory, saves)
     newest = saves.newest()
     if newest is not None and config.run.resume != "never":
@@ -96,25 +98,30 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
 
 
 def finished(config: Config, directory: Path, state: RunState) -> bool:
-    """Returns True if nothing is left to be done after `state`."""
+    """Returns True if nothing remains to be done after `state`."""
     exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
     return state.step >= config.schedule.steps and exported
 
 
 def unused(config: Config) -> str:
-    """The end of a sentence about a finished run: the keys of `config` that differ from what the run was done with, and
-    change nothing now; "" if none does."""
+    """Returns the end of a sentence about a finished run: keys of `config` that differ from the run's configuration and
+    have no effect now; "" if there are none."""
     directory = Path(config.run.dir)
-    if not (directory / "config.yaml").is_file():  # it forks from a run that is further
+    if not (directory / "config.yaml").is_file():  # a fork of a run that is already further
         return ""
     before = dict(_leaves(read_config(directory)))
     now = dict(_leaves(config.model_dump(mode="json")))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    named = ", ".join(keys[:NAMED]) + (f" and {len(keys) - NAMED} more" if len(keys) > NAMED else "")
-    return f" (not used, as nothing was trained: the new {named})" if keys else ""
+    if not keys:
+        return ""
+    listed = ", ".join(keys[:NAMED])
+    if len(keys) > NAMED:
+        listed += f" and {len(keys) - NAMED} more"
+    return f" (not used, as nothing was trained: the new {listed})"
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Yields dotted key and value of every leaf of a nested dict."""
     if not isinstance(value, dict) or not value:
         yield key, value
         return
@@ -123,8 +130,8 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def write_config(config: Config, directory: Path) -> None:
-    """Write the configuration into a run's directory, and with it the tokenizer by which its rollouts are read, where
-    the model need not be. Raises SlimxError where that cannot be."""
+    """Writes the configuration and the tokenizer into a run's directory; the tokenizer decodes the rollouts after the
+    model's directory is gone. Raises SlimxError if that fails."""
     replace_synced(directory / "config.yaml", config.to_text().encode())
     if config.rollout.policy_engines:
         copy_tokenizer(config.model.path, directory / TOKENIZER)
@@ -132,9 +139,9 @@ def write_config(config: Config, directory: Path) -> None:
 
 @contextmanager
 def begun(directory: Path) -> Iterator[None]:
-    """Hold the directory of a run that begins. A start that is refused before any part of the run has a log leaves
-    what was there as it was, and nothing new. Raises SlimxError as `held` does."""
-    before = _Contents.of(directory)
+    """Locks the directory of a starting run. If the start is refused before any part has logged, restores the previous
+    contents. Raises SlimxError as `held` does."""
+    before = _DirectoryContents.of(directory)
     with held(directory):
         try:
             yield
@@ -145,36 +152,44 @@ def begun(directory: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Contents:
-    """The contents of a run's directory before a start."""
+class _DirectoryContents:
+    """Contents of a run's directory before a start."""
 
     missing: list[Path]
-    """The directory and its parents that were not there, innermost first."""
+    """The directory and its parents that did not exist, innermost first."""
     names: set[str]
     written: dict[str, bytes]
-    """Contents of the files that each start writes anew."""
+    """Contents of the files that every start overwrites."""
     logs: dict[Path, int]
 
     @classmethod
-    def of(cls, directory: Path) -> _Contents:
+    def of(cls, directory: Path) -> _DirectoryContents:
+        written: dict[str, bytes] = {}
+        for name in ("config.yaml", FILE):
+            if (directory / name).is_file():
+                written[name] = (directory / name).read_bytes()
         return cls(
             missing=[path for path in (directory, *directory.parents) if not path.exists()],
             names={path.name for path in directory.iterdir()} if directory.is_dir() else set(),
-            written={name: path.read_bytes() for name in ("config.yaml", FILE) if (path := directory / name).is_file()},
+            written=written,
             logs=_logs(directory),
         )
 
     def restore(self, directory: Path) -> None:
         for path in directory.iterdir():
-            if path.name not in self.names:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.name in self.names:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         for name, content in self.written.items():
             (directory / name).write_bytes(content)
-        with suppress(OSError):  # somebody has put something else there
+        with suppress(OSError):  # another process has created a file there
             for path in self.missing:
                 path.rmdir()
 
 
 def _logs(directory: Path) -> dict[Path, int]:
-    """Bytes of each log of the run's parts."""
+    """Returns the size of each log of the run's parts, in bytes."""
     return {path: path.stat().st_size for path in (directory / "logs").glob("*")}

@@ -1,4 +1,4 @@
-"""Records of a run: the files of its directory that grow with every step, and the headline of a finished run."""
+"""Records of a run: the files of its directory that grow with every step, and the summary of a finished run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from slimx.data.records import Group, Prompt
 from slimx.data.saved.step_files import StepFiles
 from slimx.data.saved.trained_tokens import TrainedTokens
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.observability.events import Events, Kind
 from slimx.observability.live.table import LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
@@ -29,38 +30,47 @@ from slimx.observability.tracking.metrics import Signal
 from slimx.observability.tracking.phases import Phase, Timeline
 from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.tracker import Tracker, make_tracker
+from slimx.orchestration.batches import trajectories_of
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import in_thread
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class Records:
-    """The files of a run directory that grow with every step, and the table on the terminal."""
+    """Files of a run directory that grow with every step, and the live table on the terminal."""
 
     def __init__(
         self,
         config: Config,
         table: LiveTable,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         events: Events,
         *,
         resume_step: int = 0,
     ):
-        """Open the files of `config.run.dir`, without what they hold of `resume_step` and later steps; 0 keeps all.
-        `events`: told of restarts, lost engines and skipped steps."""
+        """Opens the files of `config.run.dir` without their entries of `resume_step` and later steps; 0 keeps all.
+        `events` gets restarts, lost engines and skipped steps."""
         directory = Path(config.run.dir)
-        self.config, self.table, self.tokenizer = config, table, tokenizer
+        self.config = config
+        self.table = table
+        self.tokenizer = tokenizer
         self.rollouts: StepFiles | None = None
-        """Files of the groups of each step; None: they are not kept."""
+        """Files with the groups of each step; None: groups are not saved."""
         self.events = events
         self.tracker = open_tracker(config, resume_step, table.note)
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
         self.samples = JsonlFile(directory / "samples.jsonl", resume_step=resume_step)
         self.drops = JsonlFile(directory / "dropped.jsonl", resume_step=resume_step)
-        self._signal = Signal({prefix_of(name): policy.algorithm.compares for name, policy in config.by_policy.items()})
-        self._keeping: asyncio.Task[Path] | None = None
+        compares = {prefix_of(name): policy.algorithm.compares for name, policy in config.by_policy.items()}
+        self._signal = Signal(compares)
+        self._saving: asyncio.Task[Path] | None = None
         self.entered: Callable[[str, int], None] = lambda name, step: None
-        """Told of every phase of a step that begins."""
-        self._phase, self._phases, self._began = "start", 0, time.monotonic()
+        """Called at the start of every phase of a step."""
+        self._phase = "start"
+        self._phases = 0
+        self._began = time.monotonic()
 
     def close(self) -> None:
         self.tracker.close()
@@ -69,60 +79,66 @@ class Records:
         self.drops.close()
 
     def engine_lost(self, name: str, error: SlimxError) -> None:
-        """Tell of an engine that is taken out."""
+        """Reports an engine that is taken out of service."""
         self.events.tell("engine_lost", f"engine {name} is lost: {first_line(error)}", about=name)
 
     def restarted(self, restart: Restart) -> None:
-        """Tell of a restart, and put it into the timeline, on a track of the part that was started again."""
+        """Reports a restart, and adds it to the timeline on a track of the restarted part."""
         self._tell_restart("restart_failed" if restart.error else "restarted", restart)
 
     def trainers_replaced(self, restart: Restart) -> None:
-        """Tell of trainer ranks that were all started again, as `restarted` does."""
+        """Reports trainer ranks that were all restarted, as `restarted` does."""
         self._tell_restart("restart_failed" if restart.error else "trainers_replaced", restart)
 
-    def trainers_shrunk(self, why: str) -> None:
-        """Tell of fewer trainer ranks, with which the run goes on."""
-        self.table.note(why)
-        self.events.tell("trainers_shrunk", why, about="trainers")
+    def trainers_shrunk(self, reason: str) -> None:
+        """Reports that the run continues with fewer trainer ranks."""
+        self.table.note(reason)
+        self.events.tell("trainers_shrunk", reason, about="trainers")
 
     def _tell_restart(self, kind: Kind, restart: Restart) -> None:
         self.events.tell(kind, str(restart), about=restart.part)
-        name = "failed restart" if restart.error else "restart"
-        detail = f"{restart.reason}; {restart.error}" if restart.error else restart.reason
+        name = "restart"
+        detail = restart.reason
+        if restart.error:
+            name = "failed restart"
+            detail = f"{restart.reason}; {restart.error}"
         self.timeline.add(
             Phase(name=name, step=None, track=restart.part, start=restart.at, seconds=restart.seconds, detail=detail)
         )
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """A named part of `step`, in the timeline, the live table and the status."""
+        """Marks a phase of `step` in the timeline, the live table and the status."""
         self.table.phase(name)
-        self._phase, self._phases, self._began = name, self._phases + 1, time.monotonic()
+        self._phase = name
+        self._phases += 1
+        self._began = time.monotonic()
         self.events.step = step or None
         self.entered(name, step)
         with self.timeline.phase(name, step=step):
             yield
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Do the start of a part of the run, which goes into the timeline on a track of its own."""
-        since, clock = time.time(), time.perf_counter()
+        """Runs the start of a part of the run, and adds it to the timeline on its own track."""
+        since = time.time()
+        clock = time.perf_counter()
         await work()
         seconds = time.perf_counter() - clock
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
 
-    def activity(self) -> dict[str, Any]:
-        """The present phase, its number in this process, and when it began by the present clock of this machine, which
-        may have been set meanwhile."""
+    def activity(self) -> Json:
+        """Returns the current phase, its number in this process, and its start by the current wall clock, which may
+        have been set meanwhile."""
         since = time.time() - (time.monotonic() - self._began)
         return {"phase": self._phase, "number": self._phases, "since": since}
 
     def step(
         self, step: int, version: int | None, metrics: dict[str, float], groups: Sequence[Group], seconds: float
     ) -> None:
-        """Log a finished step with the seconds of its phases, show it, and keep a few of its samples. `version`: of the
-        engines; None: there are none."""
+        """Logs a finished step with the seconds of its phases, shows it, and saves some of its samples. `version`: of
+        the engines; None without engines."""
         phases = self.timeline.take(step)
-        times = {f"time/{name}": spent for name, spent in phases.items()} | {"time/step": seconds}
+        times = {f"time/{name}": duration for name, duration in phases.items()} | {"time/step": seconds}
         metrics = metrics | self._signal.counted(metrics)
         self.tracker.log(step, metrics | times, version=version)
         self.table.row(step, metrics | times)
@@ -132,51 +148,51 @@ class Records:
             self._write_samples(groups, step=step, version=version, evaluation=False)
 
     def start(self, metrics: dict[str, float], version: int) -> None:
-        """Log what was measured before the first step, as step 0."""
+        """Logs measurements taken before the first step as step 0."""
         if metrics:
             self.tracker.log(0, metrics, version=version)
 
     def evaluation(self, step: int, version: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Keep samples of an evaluation and say its result."""
-        rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
-        right = self.config.algorithm.scores or all(reward in (0, 1) for reward in rewards)
-        self.table.note(f"step {step}: held-out {'accuracy' if right else 'reward'} {metrics['eval/accuracy']:.3f}")
+        """Saves samples of an evaluation and prints its result."""
+        rewards = [trajectory.reward for trajectory in trajectories_of(groups)]
+        binary = self.config.algorithm.scores or all(reward in (0, 1) for reward in rewards)
+        metric = "accuracy" if binary else "reward"
+        self.table.note(f"step {step}: held-out {metric} {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, step=step, version=version, evaluation=True)
 
     def drop(self, dropped: Dropped, step: int) -> None:
-        """Write down a group that is not trained, with its reason. `step`: the one whose metrics count it."""
+        """Records a group that is not trained, with its reason. `step`: the one whose metrics count it."""
         self.drops.write({"step": step, **asdict(dropped)})
 
     def keep(self, step: int, version: int, batch: Batch) -> None:
-        """Begin to write the groups of `step` down, before they are trained: they are what can be looked at, and
-        trained again, if that fails. `version`: of the trainers that train them."""
-        if self.keeps(step):
-            assert self.rollouts is not None
-            self._keep(in_thread(self.rollouts.write, step, version, batch.groups, batch.dropped))
+        """Starts saving the groups of `step` before they are trained, so that they can be inspected and replayed if
+        that fails. `version`: of the trainers that train them."""
+        if self.rollouts is not None and self.rollouts.due(step):
+            self._save(in_thread(self.rollouts.write, step, version, batch.groups, batch.dropped))
 
     def keeps(self, step: int) -> bool:
-        """Returns True if the groups of `step` are written down."""
+        """Returns True if the groups of `step` are saved."""
         return self.rollouts is not None and self.rollouts.due(step)
 
     async def keep_trained(self, step: int, tokens: Sequence[TrainedTokens]) -> None:
-        """Write what was computed of every token of `step`, when its groups are on disk."""
+        """Saves the values computed for every token of `step`, once its groups are on disk."""
         await self.kept()
-        assert self.rollouts is not None
-        self._keep(in_thread(self.rollouts.write_trained, step, tokens))
+        if self.rollouts is not None:
+            self._save(in_thread(self.rollouts.write_trained, step, tokens))
 
-    def _keep(self, work: Coroutine[Any, Any, Path]) -> None:
-        self._keeping = asyncio.create_task(work)
-        # A run that something else ends never asks: a second failure of the same full disk is no news then.
-        self._keeping.add_done_callback(lambda task: task.cancelled() or task.exception())
+    def _save(self, work: Coroutine[object, None, Path]) -> None:
+        self._saving = asyncio.create_task(work)
+        # Retrieves the error of a run that ends for another reason: a second report of a full disk is not needed.
+        self._saving.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def kept(self) -> None:
-        """Wait until they, and what was computed of them, are on disk. Raises SlimxError if they cannot be written."""
-        if self._keeping is not None:
-            await self._keeping
-            self._keeping = None
+        """Waits until the groups and the values of their tokens are on disk. Raises SlimxError if that fails."""
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
 
     def _write_samples(self, groups: Sequence[Group], *, step: int, version: int, evaluation: bool) -> None:
-        """Keep the first rollout of a few groups as text."""
+        """Saves the first rollout of a few groups as text."""
         written = []
         for group in groups[: self.config.track.samples]:
             trajectory = group.trajectories[0]
@@ -195,7 +211,7 @@ class Records:
 
 
 def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) -> Tracker:
-    """The metrics' files and services as `track` says, in `run.dir`."""
+    """Opens the metrics' files in `run.dir` and the services in section `track`."""
     track = config.track
     return make_tracker(
         Path(config.run.dir),
@@ -214,36 +230,44 @@ def _text(prompt: Prompt) -> str:
     return "\n".join(str(message.get("content", "")) for message in prompt.messages)
 
 
-def summary(directory: Path) -> dict[str, Any]:
-    """The headline of a finished run, from its metrics.jsonl."""
-    rows = [
-        json.loads(line)["metrics"] | {"_step": json.loads(line)["step"]}
-        for line in (directory / "metrics.jsonl").open()
-    ]
+def summary(directory: Path) -> Json:
+    """Returns the summary of a finished run, computed from its metrics.jsonl."""
+    rows = []
+    with (directory / "metrics.jsonl").open() as file:
+        for line in file:
+            record = json.loads(line)
+            rows.append(record["metrics"] | {"_step": record["step"]})
 
     def series(key: str) -> list[float]:
         return [row[key] for row in rows if row.get(key) is not None]
 
-    out: dict[str, Any] = {"steps": max((row["_step"] for row in rows), default=0)}
-    rewards, accuracy, gap = series("reward/mean"), series("eval/accuracy"), series("gap/mean")
+    out: Json = {"steps": max((row["_step"] for row in rows), default=0)}
+    rewards = series("reward/mean")
+    accuracy = series("eval/accuracy")
+    gap = series("gap/mean")
     if rewards:
         out["sampled reward, first step"] = round(rewards[0], 3)
         out["sampled reward, mean of last 10 steps"] = round(float(np.mean(rewards[-10:])), 3)
     if accuracy:
-        what = "held-out accuracy" if series("preference/loss") else "held-out reward"
-        out[f"{what} before"] = round(accuracy[0], 3)
-        out[f"{what} after"] = round(accuracy[-1], 3)
+        metric = "held-out accuracy" if series("preference/loss") else "held-out reward"
+        out[f"{metric} before"] = round(accuracy[0], 3)
+        out[f"{metric} after"] = round(accuracy[-1], 3)
     if gap:
         out["log-prob gap trainer/engine, mean over steps"] = float(f"{np.mean(gap):.2e}")
         out["tokens with a gap above 1e-5 that no route explains"] = int(sum(series("gap/tokens_unexplained")))
     if series("loss/sft"):
         out["loss, last step"] = round(series("loss/sft")[-1], 4)
-    for phase in sorted({key for row in rows for key in row if key.startswith("memory/")}):
+    phases: set[str] = set()
+    for row in rows:
+        phases.update(key for key in row if key.startswith("memory/"))
+    for phase in sorted(phases):
         name = phase.removeprefix("memory/").removesuffix("_peak_mib")
         out[f"trainer memory at its peak, MiB ({name})"] = round(max(series(phase)), 1)
-    if skipped := int(sum(series("optim/skipped"))):
+    skipped = int(sum(series("optim/skipped")))
+    if skipped:
         out["optimizer steps skipped"] = skipped
-    if empty := int(sum(series("optim/zero_gradient"))):
-        out["optimizer steps without a gradient"] = empty
+    without_gradient = int(sum(series("optim/zero_gradient")))
+    if without_gradient:
+        out["optimizer steps without a gradient"] = without_gradient
     out["seconds of training"] = round(sum(series("time/step")), 1)
     return out

@@ -1,1 +1,1 @@
-"""Parts of a training step."""
+"""Parts of a training step: updates, evaluation, measurements, reference."""

@@ -1,5 +1,4 @@
-"""Metrics of a step's groups: rewards, lengths, drops, staleness; and the log-prob gap where no trained token can show
-it."""
+"""Metrics of a step's groups: rewards, lengths, drops, staleness; and the log-prob gap if no trained token shows it."""
 
 from __future__ import annotations
 
@@ -14,27 +13,28 @@ from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
+from slimx.orchestration.batches import trajectories_of
 from slimx.orchestration.run import Run
 from slimx.rollout.flow.tickets import Batch
 
 
 def group_metrics(batch: Batch, passing: float) -> dict[str, float]:
-    """Metrics of a batch's groups, and its counts."""
+    """Returns counts of a batch and metrics of its groups."""
     return batch_counts(batch) | trajectory_metrics(batch.groups, passing)
 
 
 def sample_metrics(run: Run, batch: Batch) -> dict[str, float]:
-    """Metrics of a step's groups: their counts, and of each policy its trajectories and their age in versions."""
+    """Returns counts of a step's batch and, by policy, metrics and staleness of its trajectories."""
     metrics = batch_counts(batch)
     for policy in run.policies.values():
-        groups = policy.own(batch.groups)
+        groups = policy.select(batch.groups)
         metrics |= policy.named(trajectory_metrics(groups, policy.config.eval.passing))
         metrics |= policy.named(staleness_metrics(groups, run.version))
     return metrics
 
 
 def batch_counts(batch: Batch) -> dict[str, float]:
-    """Dropped groups by reason, and those that were generated anew."""
+    """Returns the number of dropped groups by reason, and of regenerated ones."""
     metrics = {f"dropped/{reason.replace(' ', '_')}": float(count) for reason, count in batch.dropped.items()}
     metrics["dropped/total"] = float(batch.dropped.total())
     metrics["rollout/regenerated"] = float(batch.regenerated)
@@ -42,10 +42,10 @@ def batch_counts(batch: Batch) -> dict[str, float]:
 
 
 def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, float]:
-    """Rewards, response lengths (tokens), turns, and numbers that hooks logged.
+    """Returns rewards, response lengths (tokens), turns, and metrics that hooks logged.
 
-    `passing`: the reward from which an answer counts as right (`eval.passing`)."""
-    trajectories = [t for group in groups for t in group.trajectories]
+    `passing`: minimum reward of a right answer (`eval.passing`)."""
+    trajectories = trajectories_of(groups)
     metrics: dict[str, float] = {}
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
@@ -61,7 +61,7 @@ def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, flo
 
 
 def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") -> dict[str, float]:
-    """Mean, standard deviation and count of each part of the rewards, over the trajectories that have it."""
+    """Returns mean, standard deviation and count of each part of the rewards, over the trajectories that have it."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.reward_parts for trajectory in trajectories).items():
         prefix = f"{section}/part/{name}"
@@ -71,10 +71,11 @@ def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") ->
 
 
 def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> dict[str, float]:
-    """Mean, extremes and count of each number that hooks logged (`ctx.log`); what is not finite is only counted."""
+    """Returns mean, extremes and count of each metric that hooks logged (`ctx.log`); non-finite values only count."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.metrics for trajectory in trajectories).items():
-        prefix, finite = f"{section}/{name}", [value for value in values if math.isfinite(value)]
+        prefix = f"{section}/{name}"
+        finite = [value for value in values if math.isfinite(value)]
         out[f"{prefix}/count"] = float(len(values))
         if finite:
             out |= {
@@ -88,58 +89,75 @@ def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> d
 
 
 def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Reward and length by the data set of the prompt; {} where prompts name none."""
+    """Returns reward and length by the prompts' data set; {} if prompts name none."""
     by_source: dict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:
         if group.prompt.source is not None:
             by_source[group.prompt.source] += group.trajectories
     out: dict[str, float] = {}
     for source, trajectories in sorted(by_source.items()):
-        prefix, rewards = f"source/{source}", [t.reward for t in trajectories if t.reward is not None]
+        prefix = f"source/{source}"
+        rewards = [t.reward for t in trajectories if t.reward is not None]
+        lengths = [len(t.sampled_ids()) for t in trajectories]
         out[f"{prefix}/trajectories"] = float(len(trajectories))
         if rewards:
             out[f"{prefix}/reward"] = float(np.mean(rewards))
-        if any(lengths := [len(t.sampled_ids()) for t in trajectories]):
+        if any(lengths):
             out[f"{prefix}/mean_tokens"] = float(np.mean(lengths))
             out[f"{prefix}/truncated"] = float(np.mean([t.status == "truncated" for t in trajectories]))
     return out
 
 
 def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], passing: float) -> dict[str, float]:
-    """Mean response length by outcome; `lengths`: sampled tokens of each trajectory, `passing`: the reward of a right
-    answer. An outcome that no trajectory has is left out."""
+    """Returns the mean response length by outcome; outcomes without trajectories are left out. `lengths`: sampled
+    tokens of each trajectory; `passing`: minimum reward of a right answer."""
     outcomes = {
         "passed": [t.reward is not None and t.reward >= passing for t in trajectories],
         "failed": [t.reward is not None and t.reward < passing for t in trajectories],
         "completed": [t.status == "completed" for t in trajectories],
     }
-    chosen = {name: np.asarray(lengths)[np.array(mask, bool)] for name, mask in outcomes.items()}
-    return {f"response/{name}_mean_tokens": float(some.mean()) for name, some in chosen.items() if some.size}
+    metrics = {}
+    for name, mask in outcomes.items():
+        selected = np.asarray(lengths)[np.array(mask, bool)]
+        if selected.size:
+            metrics[f"response/{name}_mean_tokens"] = float(selected.mean())
+    return metrics
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean and largest number of turns of the model, over the trajectories that were sampled."""
-    turns = [len({span.turn for span in t.spans if span.source == "sampled"}) for t in trajectories]
-    turns = [count for count in turns if count]
-    return {"rollout/turns_mean": float(np.mean(turns)), "rollout/turns_max": float(max(turns))} if turns else {}
+    """Returns mean and maximum number of model turns, over the sampled trajectories."""
+    turns = []
+    for trajectory in trajectories:
+        sampled = {span.turn for span in trajectory.spans if span.source == "sampled"}
+        if sampled:
+            turns.append(len(sampled))
+    if not turns:
+        return {}
+    return {"rollout/turns_mean": float(np.mean(turns)), "rollout/turns_max": float(max(turns))}
 
 
-def _by_name(given: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """All values of each name, names in alphabetical order."""
+def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Returns all values of each name, in alphabetical order of the names."""
     out: dict[str, list[float]] = defaultdict(list)
-    for values in given:
+    for values in metrics:
         for name, value in values.items():
             out[name].append(value)
     return dict(sorted(out.items(), key=lambda item: str(item[0])))
 
 
 def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Trainer version minus each trajectory's oldest sampled version, and the share that several versions sampled."""
-    sampled = [t for group in groups for t in group.trajectories if t.oldest_version is not None]
-    if not sampled:
+    """Returns the trainers' version minus each trajectory's oldest sampled version, and the fraction of trajectories
+    sampled by several versions."""
+    ages = []
+    mixed = []
+    for trajectory in trajectories_of(groups):
+        oldest = trajectory.oldest_version
+        if oldest is not None:
+            versions = {span.version for span in trajectory.spans if span.version is not None}
+            ages.append(version - oldest)
+            mixed.append(len(versions) > 1)
+    if not ages:
         return {}
-    ages = [version - t.oldest_version for t in sampled]
-    mixed = [len({span.version for span in t.spans if span.version is not None}) > 1 for t in sampled]
     return {
         "staleness/mean": float(np.mean(ages)),
         "staleness/max": float(max(ages)),
@@ -148,34 +166,36 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
 
 
 async def measure_gap(run: Run, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
-    """The log-prob gap, probed after a step in whose `metrics` no trained token shows it. Raises SlimxError for a gap
-    in exact mode."""
+    """Returns the log-prob gap, probed after a step in whose `metrics` no trained token shows it. Raises SlimxError for
+    a gap in exact mode."""
     if not run.sampled:
         return {}
-    found: dict[str, float] = {}
+    probed: dict[str, float] = {}
     if not metrics["gap/tokens"]:
         with run.phase("probe"):
-            found = await run.watched(_probe_gap(run, groups))
-    check_gap(run.config, {**metrics, **found}, run.step)
-    return found
+            probed = await run.watched(_probe_gap(run, groups))
+    check_gap(run.config, {**metrics, **probed}, run.step)
+    return probed
 
 
 async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """Have an engine score a few of the step's rollouts under the present version, and compare with the trainers.
+    """Scores a few of the step's rollouts on an engine under the current version, and compares with the trainers.
 
-    For steps whose trained tokens were all sampled by an older version: trainer and engine are equal again only now,
-    after the publication."""
-    actor, options = run.policies[ACTOR], run.config.rollout
+    For steps whose trained tokens were all sampled by an older version: trainers and engines have equal weights again
+    only after the publication."""
+    actor = run.policies[ACTOR]
+    options = run.config.rollout
     count = max(options.gap_probe, actor.sizes.data)
-    trajectories = [t for group in actor.own(groups) for t in group.trajectories if t.oldest_version is not None]
-    trajectories = trajectories[:count]
-    if options.gap_probe == 0 or len(trajectories) < actor.sizes.data:
+    candidates = trajectories_of(actor.select(groups))
+    trajectories = [t for t in candidates if t.oldest_version is not None][:count]
+    if actor.client is None or options.gap_probe == 0 or len(trajectories) < actor.sizes.data:
         return {}
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
     for row, trajectory in zip(rows, trajectories, strict=True):
-        scores = await actor.client.score(trajectory.token_ids, routed_experts=options.routed_experts)
-        row.rollout_logprobs, row.routed_experts = scores.logprobs, scores.routed_experts
+        scores = await actor.client.score(trajectory.token_ids.tolist(), routed_experts=options.routed_experts)
+        row.rollout_logprobs = scores.logprobs
+        row.routed_experts = scores.routed_experts
         row.temperature = np.ones_like(row.temperature)
         row.support = None  # an engine scores over the whole vocabulary
         row.versions = np.where(row.weight > 0, scores.version, -1).astype(np.int64)
@@ -186,7 +206,7 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def check_gap(config: Config, metrics: Mapping[str, float], step: int) -> None:
-    """Raises SlimxError where numerics.mode promises that there is no gap and one was measured."""
+    """Raises SlimxError if a gap was measured although numerics.mode excludes one."""
     if config.exact and metrics.get("gap/tokens") and metrics["gap/max"] != 0.0:
         raise SlimxError(
             f"step {step}: numerics.mode is exact, but log-probs of trainer and engines differ by up to "

@@ -1,8 +1,9 @@
-"""The updates of a step: those of every policy, and at the same time the critic's."""
+"""The updates of a step: those of every policy and, concurrently, the critic's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -21,34 +22,38 @@ Batches = Mapping[str, list[TrainBatch]]
 
 
 async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[str, float]:
-    """Finish the advantages of a step's `rows`, pack them, and train on them; the metrics of all that."""
-    algorithm, metrics = run.config.algorithm, {}
+    """Finishes the advantages of a step's `rows`, packs the rows, and trains on them; returns all metrics."""
+    algorithm = run.config.algorithm
+    metrics: dict[str, float] = {}
     if algorithm.needs_whole_step:
         with run.phase("values"):
             metrics |= await run.watched(estimate_advantages(run, groups, rows[ACTOR]))
     with run.phase("prepare"):
-        batches = {name: [policy.packer(part) for part in rows[name]] for name, policy in run.policies.items()}
+        batches = {}
         for name, policy in run.policies.items():
+            batches[name] = [policy.packer(update) for update in rows[name]]
             metrics |= policy.named(batch_metrics(batches[name]))
     with run.phase("train"):
         learner = learner_of(algorithm)
-        work = _train(run, groups, rows, batches) if learner is None else learner.train(run, groups, rows[ACTOR])
-        return metrics | await run.watched(work, training=True)
+        if learner is not None:
+            return metrics | await run.watched(learner.train(run, groups, rows[ACTOR]), training=True)
+        return metrics | await run.watched(_train(run, groups, rows, batches), training=True)
 
 
 async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
-    """One step of every policy, at the same time, and, if there is one, of the critic: together where that has ranks of
-    its own.
+    """Runs one step of every policy concurrently, and of the critic if there is one, concurrently if it has dedicated
+    ranks.
 
-    `rows` and `batches` are the same updates of `groups`, by policy. While the critic warms up the policy is only
+    `rows` and `batches` are the same updates of `groups`, by policy. While the critic warms up, the policy is only
     measured."""
     critic = run.critic
     if critic is None:
-        step, version = run.step, run.version
+        step = run.step
+        version = run.version
         metrics = await run.recovery.lasting(lambda: _updates(run, groups, rows, batches))
         run.recovery.trained(step, version, batches[ACTOR], metrics)
         return metrics
-    if critic.own is None:
+    if critic.dedicated is None:
         metrics = await _policy_step(run, groups, rows, batches)
         return metrics | await critic.train_step(rows[ACTOR], step=run.step)
     works = [_policy_step(run, groups, rows, batches), critic.train_step(rows[ACTOR], step=run.step)]
@@ -57,7 +62,8 @@ async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Bat
 
 
 async def _policy_step(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
-    if run.step < run.config.critic.warmup_steps:
+    critic = run.config.critic
+    if critic is not None and run.step < critic.warmup_steps:
         trainers = run.policies[ACTOR].trainers
         return await trainers.measure_gap(batches[ACTOR][0], version=run.version, mismatch=True)
     return await _updates(run, groups, rows, batches)
@@ -70,10 +76,9 @@ async def _updates(run: Run, groups: Sequence[Group], rows: StepRows, batches: B
         lambda policy: policy.trainers.train_step(batches[policy.name], step=run.step, version=versions[policy.name]),
     )
     if run.records.keeps(run.current) and run.config.rollout.sampled:
-        tokens = {
-            name: await policy.trainers.trained_tokens(batches[name], rows[name])
-            for name, policy in run.policies.items()
-        }
+        tokens = {}
+        for name, policy in run.policies.items():
+            tokens[name] = await policy.trainers.trained_tokens(batches[name], rows[name])
         await run.records.keep_trained(run.current, in_order(groups, tokens))
     return metrics
 
@@ -81,12 +86,17 @@ async def _updates(run: Run, groups: Sequence[Group], rows: StepRows, batches: B
 async def estimate_advantages(
     run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
 ) -> dict[str, float]:
-    """Let trainers and critic score a step's rows, and finish the advantages of these (`finish_advantages`)."""
-    algorithm, rows = run.config.algorithm, [row for update in updates for row in update]
+    """Scores a step's rows on trainers and critic, and finishes their advantages (`finish_advantages`)."""
+    algorithm = run.config.algorithm
+    rows = list(chain.from_iterable(updates))
     pairs = algorithm.advantages.demonstrated
-    policy = await _logprobs(run, rows, "policy") if pairs else None
-    reference = await _logprobs(run, rows, "reference") if pairs or algorithm.kl_reward_coef else None
-    values = await run.critic.values(rows) if run.critic is not None else None
+    policy = reference = values = None
+    if pairs:
+        policy = await _logprobs(run, rows, "policy")
+    if pairs or algorithm.kl_reward_coef:
+        reference = await _logprobs(run, rows, "reference")
+    if run.critic is not None:
+        values = await run.critic.values(rows)
     step = Step(
         groups=groups,
         updates=updates,
@@ -95,11 +105,13 @@ async def estimate_advantages(
         values=values,
         seed=(run.config.run.seed, run.step),
     )
-    # A second for a million tokens, in which the loop has engines to watch.
+    # In a thread, as the event loop watches engines: it takes a second for a million tokens.
     return await in_thread(finish_advantages, algorithm, step)
 
 
 async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:
+    """Returns the log-probs of a step's rows under the policy or the reference."""
     actor = run.policies[ACTOR]
     batch = actor.packer(rows)
-    return batch.unpack(await run.recovery.lasting(lambda: actor.trainers.logprobs(batch, under=under)), rows)
+    logprobs = await run.recovery.lasting(lambda: actor.trainers.logprobs(batch, under=under))
+    return batch.unpack(logprobs, rows)

@@ -112,9 +112,9 @@ class Group:
             if self.world.writes:
                 files.write_report(path, rank, Report({}, []))
 
-    async def call(self, method: str, what: str, *, step: int, each: Any = ()) -> None:
+    async def call(self, method: str, what: str, *, step: int, per_rank: Any = ()) -> None:
         """Operations of the role that mirrors."""
-        stores = [store for (store,) in each]
+        stores = [store for (store,) in per_rank]
         match method:
             case "mirror.send":
                 await self._send(stores, step)

@@ -9,16 +9,16 @@ import pytest
 
 from slimx.data.records import Trajectory
 from slimx.extras.slime.arguments import RunFacts
+from slimx.extras.slime.call import Request
 from slimx.extras.slime.convert import begin, to_sample, to_trajectory
 from slimx.extras.slime.sample import Sample
-from slimx.extras.slime.scene import Call
 from slimx.rollout.client.completion import Completion
 from tests.extras.slime.slime_stand import PROMPT, Scripted, context
 from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import the_tokenizer
 
 
-def filled(engine_ids: list[list[int]], between: list[int], **changes: Any) -> tuple[Sample, list[Call]]:
+def filled(engine_ids: list[list[int]], between: list[int], **changes: Any) -> tuple[Sample, list[Request]]:
     """A sample of two answers with `between` inserted, and the requests that brought them."""
     prompt, calls, tokens = [10, 11], [], [10, 11]
     mask: list[int] = []
@@ -26,7 +26,7 @@ def filled(engine_ids: list[list[int]], between: list[int], **changes: Any) -> t
         completion = Completion(
             np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), [(0, len(ids), 7)], "stop", None, 0, 0.0
         )
-        calls.append(Call(list(tokens), completion, None))
+        calls.append(Request(list(tokens), completion, None))
         tokens, mask = tokens + ids, mask + [1] * len(ids)
         if number == 0:
             tokens, mask = tokens + between, mask + [0] * len(between)
@@ -38,7 +38,7 @@ def filled(engine_ids: list[list[int]], between: list[int], **changes: Any) -> t
     return sample, calls
 
 
-def converted(sample: Sample, calls: list[Call]) -> Trajectory:
+def converted(sample: Sample, calls: list[Request]) -> Trajectory:
     return to_trajectory(sample, context(Scripted()), calls)
 
 
@@ -105,35 +105,35 @@ def test_an_answer_that_was_cut_short_keeps_its_beginning():
     ]
 
 
-def retokenised(sample: Sample, calls: list[Call]) -> None:
+def retokenised(sample: Sample, calls: list[Request]) -> None:
     sample.tokens[2] = 40
 
 
-def another_context(sample: Sample, calls: list[Call]) -> None:
+def another_context(sample: Sample, calls: list[Request]) -> None:
     calls[1].prompt[0] = 9
 
 
-def other_logprob(sample: Sample, calls: list[Call]) -> None:
+def other_logprob(sample: Sample, calls: list[Request]) -> None:
     sample.rollout_log_probs = [-0.5, -0.25, 0.0, -0.5, -0.5]
 
 
-def trained_tool(sample: Sample, calls: list[Call]) -> None:
+def trained_tool(sample: Sample, calls: list[Request]) -> None:
     sample.loss_mask = [1, 1, 1, 1, 1]
 
 
-def short_mask(sample: Sample, calls: list[Call]) -> None:
+def short_mask(sample: Sample, calls: list[Request]) -> None:
     sample.loss_mask = [1]
 
 
-def aborted(sample: Sample, calls: list[Call]) -> None:
+def aborted(sample: Sample, calls: list[Request]) -> None:
     sample.status = Sample.Status.ABORTED
 
 
-def images(sample: Sample, calls: list[Call]) -> None:
+def images(sample: Sample, calls: list[Request]) -> None:
     sample.multimodal_inputs = {"images": ["x"]}
 
 
-def object_on_it(sample: Sample, calls: list[Call]) -> None:
+def object_on_it(sample: Sample, calls: list[Request]) -> None:
     sample.agent = object()
 
 

@@ -22,8 +22,8 @@ from slimx.errors import Preempted, SlimxError
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.session import run_training
-from slimx.orchestration.start import early
-from slimx.orchestration.start.early import without_trainers
+from slimx.orchestration.start import checks
+from slimx.orchestration.start.checks import without_trainers
 from slimx.orchestration.start.prepare import ServedPolicy, Sources
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout import single_turn
@@ -182,7 +182,7 @@ def test_what_engines_cannot_start_from_is_refused(model, tmp_path):
     with refused("engines.urls", about="far"):
         without_trainers(external, model)
     with refused("eval.prompts", about="eval.prompts"):
-        early.evaluating(config, model)
+        checks.evaluation_config(config, model)
     replaying = config_in(tmp_path, model, replay="elsewhere")
     with refused("engines.none", about="rollout.replay"):
         without_trainers(replaying, None)
@@ -202,4 +202,4 @@ def test_training_and_generation_do_not_share_a_directory(model, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir()
     with refused("run.fork", about="run.fork"):
         forked = config.model_copy(update={"run": config.run.model_copy(update={"fork": "there"})})
-        early.generating(forked, None)
+        checks.generation_config(forked, None)

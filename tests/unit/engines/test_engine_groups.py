@@ -33,7 +33,7 @@ from slimx.orchestration.engines.service import refuse_elsewhere
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.client.sending import AnswerError, input_logprobs
 from slimx.rules import engines, publish
-from slimx.runtime.ports import free_port, is_own
+from slimx.runtime.ports import free_port, is_local
 from tests.extras.rewards.reward_stand import context, trajectory
 from tests.refusals import invalid, refused
 
@@ -143,7 +143,12 @@ def test_nodes_that_one_machines_transport_would_leave_idle_are_refused(changes:
 
 def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine() -> None:
     """192.0.2.1 is nobody's (RFC 5737). With a Ray cluster only the publisher's machine knows whether it is its own."""
-    assert is_own("127.0.0.1") and is_own("localhost") and not is_own("192.0.2.1") and not is_own("no.such.invalid")
+    assert (
+        is_local("127.0.0.1")
+        and is_local("localhost")
+        and not is_local("192.0.2.1")
+        and not is_local("no.such.invalid")
+    )
     memory = {"publish.transport": "memory"}
     assert asked(config_of(**{"rollout.engines": [{"urls": ["http://127.0.0.1:8000"]}]}, **memory), "cpu") == []
     far: dict[str, Any] = {"rollout.engines": [{"urls": ["http://127.0.0.1:8000", "http://192.0.2.1:8000"]}]} | memory

@@ -258,13 +258,13 @@ async def test_a_member_that_a_restarted_router_cannot_add_is_lost_and_the_route
 async def test_a_router_that_does_not_come_back_ends_the_run_and_every_failed_restart_is_told():
     async with Stand() as stand:
         stand.router.starts = failures = [SlimxError("the port is taken"), SlimxError("it ended at once")]
-        told_of = list(map(str, failures))
+        describe_restarts = list(map(str, failures))
         stand.members.watch()
         stand.router.end = "the router ended with status 1"
         with pytest.raises(SlimxError) as told:
             await asyncio.wait_for(stand.members.failed(), 60)
         assert (told.value.code, told.value.about, told.value.status) == ("router.gone", "router", LOST)
-        assert [restart.error for restart in stand.restarts] == told_of
+        assert [restart.error for restart in stand.restarts] == describe_restarts
         assert all(restart.error in str(told.value) for restart in stand.restarts)
 
 

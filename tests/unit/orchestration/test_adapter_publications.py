@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from slimx.orchestration.publications import Publications
+from slimx.orchestration.publications import EnginePublications
 
 
 class Noted:
@@ -19,7 +19,7 @@ class Noted:
         return SimpleNamespace(engines=dict.fromkeys(names), lost=[name for name in names if name in self.run.failing])
 
 
-class Published(Publications):
+class Published(EnginePublications):
     """Only what chooses between publications; `present`: engines that run."""
 
     def __init__(self) -> None:

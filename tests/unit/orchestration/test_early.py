@@ -15,7 +15,7 @@ from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.observability.live.run_lock import held
-from slimx.orchestration.start import early
+from slimx.orchestration.start import checks
 from slimx.orchestration.start.prompts import make_source, source_prompts
 from slimx.orchestration.state.resume import trainer_state
 from slimx.orchestration.state.saves import RunState, Saves
@@ -96,9 +96,9 @@ def test_a_file_in_a_packages_place_is_refused_by_name(file: Path, tmp_path: Pat
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow" / "nosuchpackage.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path / "shadow"))
-    monkeypatch.setattr(early, "PACKAGES", ("nosuchpackage",))
+    monkeypatch.setattr(checks, "PACKAGES", ("nosuchpackage",))
     with refused("environment.shadowed", about="nosuchpackage"):
-        early.check_parts(load_config(file))
+        checks.check_parts(load_config(file))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_file_in_a_packages_place_is_refused_by_name(file: Path, tmp_path: Pat
 )
 def test_a_directory_of_weights_that_is_not_there_is_refused_by_its_key(file: Path, key: str, more: list[str]) -> None:
     with refused("weights.directory", about=key):
-        early.check_parts(load_config(file, [*more, f"{key}=/nosuch/weights"]))
+        checks.check_parts(load_config(file, [*more, f"{key}=/nosuch/weights"]))
 
 
 # A run that goes on ---------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def changed(file: Path, checkpoints: str) -> Iterator[tuple[list[str], str]]:
 
 @pytest.mark.parametrize(
     ("folder", "check"),
-    [("checkpoints", early.check_training), ("cursor", lambda config: early.generating(config, None))],
+    [("checkpoints", checks.check_training), ("cursor", lambda config: checks.generation_config(config, None))],
 )
 def test_what_a_checkpoint_does_not_fit_is_refused_and_nothing_of_the_run_changes(
     file: Path, tmp_path: Path, folder: str, check: Any
@@ -163,19 +163,19 @@ def test_what_a_checkpoint_does_not_fit_is_refused_and_nothing_of_the_run_change
 def test_a_damaged_checkpoint_is_left_to_the_start_which_passes_over_it(file: Path, tmp_path: Path) -> None:
     point = saved(load_config(file), tmp_path / "run" / "checkpoints")
     (point / "slimx" / "run.json").write_text("{")
-    early.check_training(load_config(file, ["run.seed=2"]))
+    checks.check_training(load_config(file, ["run.seed=2"]))
 
 
 def test_a_directory_that_another_process_has_or_nobody_can_write_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "afile").write_text("")
-    checks = (early.check_training, lambda config: early.generating(config, None))
+    commands = (checks.check_training, lambda config: checks.generation_config(config, None))
     for place in (tmp_path / "afile", tmp_path / "afile" / "run", Path("/proc/nosuch/run")):
-        for check in (*checks, lambda config: early.evaluating(config, None)):
+        for check in (*commands, lambda config: checks.evaluation_config(config, None)):
             with refused("run.unwritable", about=None):
                 check(load_config(file, [f"run.dir={place}"]))
     with held(tmp_path / "run"):
         before = contents(tmp_path / "run")
-        for check in checks:
+        for check in commands:
             with refused("run.locked", about=str(tmp_path / "run")):
                 check(load_config(file))
         assert contents(tmp_path / "run") == before

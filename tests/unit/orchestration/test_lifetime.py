@@ -15,8 +15,8 @@ import pytest
 
 from slimx.errors import LOST, DeadlineError, Interrupted, PartLost, Preempted, SlimxError, ending_of
 from slimx.orchestration.lifetime.hangs import Watchdog
+from slimx.orchestration.lifetime.leftovers import LOOK_S, POLL_S, unguarded
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, interruptible, run_loop
-from slimx.orchestration.lifetime.remains import LOOK_S, POLL_S, unguarded
 from slimx.orchestration.lifetime.signals import TWICE_S, Signals
 from slimx.runtime.tasks import in_thread
 from tests.processes import lives, wait_for
@@ -312,7 +312,7 @@ def test_a_disarmed_watchdog_ends_nothing_and_one_that_is_armed_twice_keeps_to_t
 # One process alone writes to the pipe: what two write there may mix.
 OWNER = """
 import os, subprocess, sys, time
-from slimx.orchestration.lifetime.remains import watch_over_this_process
+from slimx.orchestration.lifetime.leftovers import watch_over_this_process
 watch_over_this_process()
 child = subprocess.Popen([sys.executable, "-c", "import subprocess, time; "
     "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"], stdout=subprocess.PIPE, text=True,

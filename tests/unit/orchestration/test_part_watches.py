@@ -199,7 +199,7 @@ def test_whatever_is_missed_first_ray_is_named_if_it_is_rays_end(monkeypatch, pr
 
     for name, stand in (("start_ray", None), ("stop_ray", None), ("watch_over_this_process", None)):
         monkeypatch.setattr(lifetime, name, lambda *_, result=stand, **__: result)
-    monkeypatch.setattr(lifetime, "own_processes", lambda: {"raylet": process})
+    monkeypatch.setattr(lifetime, "local_processes", lambda: {"raylet": process})
     monkeypatch.setattr(lifetime, "probes", dict)
     cluster, checkpoint = SimpleNamespace(stop_deadline=HANG_S, ray_deadline=HANG_S), SimpleNamespace(grace=None)
     deadlines = SimpleNamespace(rollout_deadline=HANG_S, step_deadline=HANG_S, watch_deadline=HANG_S)

@@ -13,7 +13,7 @@ from slimx.config.sections.publish import Publish
 from slimx.engines.fleet.handle import Standing
 from slimx.errors import SlimxError
 from slimx.orchestration.engines.shared import SharedEngines
-from slimx.orchestration.publications import Publications
+from slimx.orchestration.publications import EnginePublications
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import refused
@@ -66,8 +66,8 @@ class Trainers(FakeTrainers):
             await work()
 
 
-class Policy(Publications):
-    """Publications of a policy whose trainers are not real."""
+class Policy(EnginePublications):
+    """EnginePublications of a policy whose trainers are not real."""
 
     def __init__(self, policy: str, stand: Stand, shared: SharedEngines, trainers: Trainers):
         self.policy, self._shared, self._based, self._brought = policy, shared, shared.based, False

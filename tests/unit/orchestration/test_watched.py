@@ -9,14 +9,14 @@ import pytest
 
 from slimx.engines.fleet.handle import Standing
 from slimx.errors import PartLost, SlimxError
-from slimx.orchestration.publications import Publications
+from slimx.orchestration.publications import EnginePublications, Publications
 from tests.refusals import refused
 from tests.unit.engines.recovery_stand import Stand, gone
 
 STEP = 7
 
 
-class Watched(Publications):
+class Watched(EnginePublications):
     """Only what `watched` needs; publications admit every engine that waits for one."""
 
     def __init__(self, stand: Stand, keeps: bool = False, stored: bool = True):
@@ -141,5 +141,4 @@ async def test_an_error_of_the_work_itself_is_told_and_a_run_without_engines_jus
         assert await run.watched(work(False), STEP) == 3
         with refused("test.mistake", about="hook"):
             await run.watched(work(True), STEP)
-        run.engines = None
-        assert await run.watched(work(False), STEP) == 3
+        assert await Publications().watched(work(False), STEP) == 3

@@ -14,8 +14,8 @@ from slimx.cluster.access import ADDRESS, local_options
 from slimx.config.sections.run import Cluster
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_env
 from slimx.errors import SlimxError
-from slimx.runtime.ports import LOOPBACK, free_port, meet, own_address
-from slimx.runtime.private import private_directory, private_token
+from slimx.runtime.ports import LOOPBACK, free_port, local_address, meet
+from slimx.runtime.user_files import private_directory, private_token
 from tests.refusals import invalid
 from tests.warm.sglang import run_with_sglang
 
@@ -68,12 +68,12 @@ def test_a_process_of_sglang_listens_on_loopback_only() -> None:
 
 
 def test_servers_take_their_address_in_the_named_network() -> None:
-    assert Cluster().network == LOOPBACK and own_address(LOOPBACK) == "127.0.0.1"
+    assert Cluster().network == LOOPBACK and local_address(LOOPBACK) == "127.0.0.1"
     assert Cluster(trusted_network="10.0.0.0/8").network == LOOPBACK, "one machine needs no network"
     assert Cluster(ray_address="auto", trusted_network=True).network is None
     assert Cluster(ray_address="auto", trusted_network="10.0.0.0/8").network == "10.0.0.0/8"
     with pytest.raises(SlimxError) as error:
-        own_address("203.0.113.0/24")
+        local_address("203.0.113.0/24")
     assert (error.value.code, error.value.about) == ("cluster.network", "203.0.113.0/24")
     with invalid("cluster.trusted_network", about="cluster.trusted_network"):
         Cluster(trusted_network="office")

@@ -1,1 +1,1 @@
-"""Files of prompts in other forms than JSON lines."""
+"""Files of prompts in other formats than JSON lines."""

@@ -1,4 +1,4 @@
-"""Files of a data set that is a directory: subsets and splits, shards, and columns that folders stand for."""
+"""Files of a data set in a directory: subsets and splits, shards, and columns encoded in folder names."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from urllib.parse import unquote
 from slimx.errors import SlimxError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-"""Endings of files of prompts."""
+"""Suffixes of files of prompts."""
 NAMED = 6
-"""Subsets and splits that a refusal names, at most."""
+"""Subsets and splits that an error lists, at most."""
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
-"""The value of a column that is null, in a folder's name."""
+"""Value of a null column in a folder's name."""
 _SHARD = r"-\d+-of-\d+$"
 _TABLE = r"\d+|data|part[-_.]?\d.*|data[-_.]\d+"
-"""Names that tell files of one table apart, as pandas, Spark, Dask and DuckDB give them, and no split."""
+"""Names that pandas, Spark, Dask and DuckDB give to files of one table; they are not splits."""
 
 
 def matching(pattern: Path) -> list[Path]:
-    """Files that a pattern with *, ? or [...] names, in the order of their names; [] for a path without any."""
+    """Returns the files that match a pattern with *, ? or [...], sorted by name; [] for a path without any."""
     if pattern.exists() or not glob.has_magic(str(pattern)):
         return []
-    return sorted(Path(file) for file in glob.glob(str(pattern), recursive=True) if Path(file).is_file())
+    matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
+    return sorted(path for path in matches if path.is_file())
 
 
 def chosen_files(directory: Path, subset: str | None, split: str | None) -> list[Path]:
-    """The data files of one subset and split in a directory, in the order of their names. Raises SlimxError where there
-    are none, or several subsets or splits to choose from."""
-    files = sorted(
-        file for file in directory.rglob("*") if file.suffix.lower() in SUFFIXES and not _is_note(file, directory)
-    )
+    """Returns the data files of one subset and split in a directory, sorted by name. Raises SlimxError if there are
+    none, or several subsets or splits to choose from."""
+    files = []
+    for file in sorted(directory.rglob("*")):
+        if file.suffix.lower() in SUFFIXES and not _is_note(file, directory):
+            files.append(file)
     if not files:
         raise SlimxError(
             f"{directory}: holds no file that ends in {', '.join(SUFFIXES)}; name a file or directory of prompts",
@@ -42,29 +44,37 @@ def chosen_files(directory: Path, subset: str | None, split: str | None) -> list
     parts: dict[tuple[str, ...], list[Path]] = {}
     for file in files:
         parts.setdefault(_part_of(file, directory), []).append(file)
-    fitting = {
-        names: found
-        for names, found in parts.items()
-        if (split is None or _is_split(names[-1], split)) and (subset is None or subset in names[:-1])
-    }
-    if len(fitting) != 1:
-        names = ["/".join(names) for names in (fitting or parts)]
-        there = ", ".join(names[:NAMED]) + f" and {len(names) - NAMED} more" * (len(names) > NAMED)
-        which = "several of" if fitting else "none of"
+    matches: dict[tuple[str, ...], list[Path]] = {}
+    for part, part_files in parts.items():
+        fits_split = split is None or _is_split(part[-1], split)
+        if fits_split and (subset is None or subset in part[:-1]):
+            matches[part] = part_files
+    if len(matches) != 1:
+        names = ["/".join(part) for part in (matches or parts)]
+        listed = ", ".join(names[:NAMED])
+        if len(names) > NAMED:
+            listed += f" and {len(names) - NAMED} more"
+        which = "several of" if matches else "none of"
         raise SlimxError(
-            f"{directory}: subset {subset or 'any'} and split {split or 'any'} mean {which} {there}; choose one with "
+            f"{directory}: subset {subset or 'any'} and split {split or 'any'} mean {which} {listed}; choose one with "
             "subset and split of an entry of rollout.sources, or name its files, such as "
-            f"{directory}/{next(iter(fitting or parts))[-1]}*",
+            f"{directory}/{next(iter(matches or parts))[-1]}*",
             code="prompts.split",
             about=str(directory),
         )
-    return next(iter(fitting.values()))
+    return next(iter(matches.values()))
 
 
 def folder_columns(file: Path, directory: Path) -> dict[str, str | None]:
-    """Columns whose value is in the name of a folder, as in level=hard/part-0.parquet; texts, and None for null."""
-    columns = dict(name.split("=", 1) for name in _folders(file, directory) if "=" in name)
-    return {name: None if value == NO_VALUE else unquote(value) for name, value in columns.items()}
+    """Returns columns encoded in folder names, as in level=hard/part-0.parquet; None for null."""
+    columns: dict[str, str | None] = {}
+    for folder in _folders(file, directory):
+        name, equals, value = folder.partition("=")
+        if value == NO_VALUE:
+            columns[name] = None
+        elif equals:
+            columns[name] = unquote(value)
+    return columns
 
 
 def _folders(file: Path, directory: Path) -> tuple[str, ...]:
@@ -72,22 +82,22 @@ def _folders(file: Path, directory: Path) -> tuple[str, ...]:
 
 
 def _is_note(file: Path, directory: Path) -> bool:
-    """True for what a data set holds beside its rows, and for what is hidden."""
+    """Returns True for hidden files and for files that describe a data set instead of containing rows."""
     hidden = any(part.startswith((".", "_")) for part in file.relative_to(directory).parts)
     return hidden or file.name in ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
 
 
 def _part_of(file: Path, directory: Path) -> tuple[str, ...]:
-    """Folders of a file, and its split: test of test-00000-of-00001.parquet, the folder's name of 0000.parquet. Files
-    below folders named COLUMN=VALUE are one table, whatever their names."""
-    given = _folders(file, directory)
-    folders = [name for name in given if name != "data" and "=" not in name]
+    """Returns a file's folders and its split: test for test-00000-of-00001.parquet, the folder's name for 0000.parquet.
+    Files below folders named COLUMN=VALUE are one table, whatever their names."""
+    named_folders = [name for name in _folders(file, directory) if name != "data"]
+    folders = [name for name in named_folders if "=" not in name]
     name = re.sub(_SHARD, "", file.stem)
-    if len(folders) < len([each for each in given if each != "data"]) or re.fullmatch(_TABLE, name):
+    if len(folders) < len(named_folders) or re.fullmatch(_TABLE, name):
         return tuple(folders) or (directory.name,)
     return (*folders, name)
 
 
 def _is_split(name: str, split: str) -> bool:
-    """True for train where the split is train, and for NAME-train, as the `datasets` package calls what it caches."""
+    """Returns True if `name` is the split, or NAME-SPLIT, as the `datasets` package names its cache files."""
     return name == split or name.endswith(f"-{split}")

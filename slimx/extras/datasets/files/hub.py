@@ -1,6 +1,6 @@
-"""Files of a data set of the Hugging Face Hub: downloaded, or from the caches where an earlier download left them.
+"""Files of a data set of the Hugging Face Hub: downloaded, or from the caches of earlier downloads.
 
-huggingface_hub is imported where it is needed; `datasets` only where it is installed and nothing else has the files.
+huggingface_hub is imported on use; `datasets` only if it is installed and no other cache has the files.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from slimx.extras.datasets.files.directories import chosen_files
 
 HUB = "hf://"
 CONVERTED = "refs/convert/parquet"
-"""Branch on which the Hub keeps any data set's parquet files, as SUBSET/SPLIT/NNNN.parquet."""
+"""Branch on which the Hub provides any data set's parquet files, as SUBSET/SPLIT/NNNN.parquet."""
 
 
 def hub_files(path: str, subset: str | None, split: str | None) -> list[Path]:
-    """Files of one subset and split of hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT, in order; split train where
-    none is named.
+    """Returns the files of one subset and split of hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT, in order; the
+    default split is train.
 
-    Without a network they come from a cache: that of huggingface_hub, with the Hub's parquet files or with the data set
-    as its owner stored it, or that of the `datasets` package. Raises SlimxError where none has them."""
+    Without a network they come from a cache: huggingface_hub's, with the Hub's parquet files or the owner's original
+    files, or that of the `datasets` package. Raises SlimxError if none has them."""
     name, subset, split = _hub_name(path, subset, split)
     try:
         return chosen_files(_downloaded(name, subset, split), subset, split)
@@ -31,25 +31,25 @@ def hub_files(path: str, subset: str | None, split: str | None) -> list[Path]:
         if error.code != "prompts.download":
             raise
         for cached in (_owners_files, _datasets_files):
-            if files := cached(name, subset, split):
+            files = cached(name, subset, split)
+            if files:
                 return files
         raise
 
 
 def _owners_files(name: str, subset: str | None, split: str) -> list[Path]:
-    """Files of the owner's own branch in huggingface_hub's cache; [] where they are not there or of no form that slimx
-    reads."""
+    """Returns the files of the owner's branch in huggingface_hub's cache; [] without any in a supported format."""
     from huggingface_hub import snapshot_download
 
-    folder = None if subset == "default" else subset  # the Hub's name for the subset of a data set that has none
+    folder = None if subset == "default" else subset  # the Hub's name for the only subset of a data set
     try:
         return chosen_files(Path(snapshot_download(name, repo_type="dataset", local_files_only=True)), folder, split)
-    except Exception:  # of many kinds; the failure of the download itself is what is told
+    except Exception:  # of any type; the caller reports the failed download instead
         return []
 
 
 def _datasets_files(name: str, subset: str | None, split: str) -> list[Path]:
-    """Arrow files that the `datasets` package keeps of an earlier load; [] where it is not installed or has none."""
+    """Returns Arrow files in the cache of the `datasets` package; [] if it is not installed or has none."""
     if importlib.util.find_spec("datasets") is None:
         return []
     from datasets import load_dataset
@@ -61,8 +61,8 @@ def _datasets_files(name: str, subset: str | None, split: str) -> list[Path]:
 
 
 def _hub_name(path: str, subset: str | None, split: str | None) -> tuple[str, str | None, str]:
-    """Owner and name, subset and split that hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT means; train where no split
-    is given."""
+    """Returns OWNER/NAME, subset and split of hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT; the default split is
+    train."""
     parts = path.removeprefix(HUB).split("/")
     if not all(re.fullmatch(r"[\w.-]+", part) for part in parts) or len(parts) not in (2, 4):
         raise SlimxError(f"{path}: not of the form {HUB}OWNER/NAME or {HUB}OWNER/NAME/SUBSET/SPLIT")
@@ -72,7 +72,7 @@ def _hub_name(path: str, subset: str | None, split: str | None) -> tuple[str, st
 
 
 def _downloaded(name: str, subset: str | None, split: str) -> Path:
-    """The directory of a data set of the Hub that has its parquet files, from the cache where they are there."""
+    """Returns the directory with the parquet files of a data set of the Hub, from the cache if they are there."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -82,10 +82,10 @@ def _downloaded(name: str, subset: str | None, split: str) -> Path:
     patterns = f"{subset or '*'}/{split}/*.parquet"
     try:
         return Path(snapshot_download(name, repo_type="dataset", revision=CONVERTED, allow_patterns=patterns))
-    except Exception as error:  # of many kinds: no network, no such data set, one that asks for a token
-        told = textwrap.shorten(raised(error), 400, placeholder=" ...")
+    except Exception as error:  # of any type: no network, an unknown data set, one that needs a token
+        reason = textwrap.shorten(raised(error), 400, placeholder=" ...")
         raise SlimxError(
-            f"{HUB}{name}: cannot be downloaded ({told}); download it where there is a network and give its directory",
+            f"{HUB}{name}: cannot be downloaded ({reason}); download it elsewhere and give its directory",
             code="prompts.download",
             about=f"{HUB}{name}",
         ) from error

@@ -1,5 +1,5 @@
-"""Rows of JSON, CSV, TSV, parquet and Arrow files, of directories of them, and of data sets of the Hugging Face Hub.
-Nothing is downloaded but what `hf://` names."""
+"""Rows of JSON, CSV, TSV, parquet and Arrow files, of directories, and of data sets of the Hugging Face Hub. Only
+`hf://` paths are downloaded."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from slimx.extras.datasets.files.hub import HUB, hub_files
 from slimx.extras.datasets.files.tables import table_rows
 
 DATASETS = "slimx.datasets"
-"""Group of entry points: published data sets that a command writes as files of prompts, by name."""
+"""Entry point group: published data sets that a command writes as files of prompts, by name."""
 CELL = 2**26
-"""Characters of a cell of CSV, at most; Python's own bound of 2**17 is less than a long document."""
+"""Characters of a CSV cell, at most; Python's limit of 2**17 is too small for long documents."""
 
 
 def read(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
-    """Reads a file, the files that a pattern with * names, a directory or hf://OWNER/NAME, as `read_rows` returns it.
+    """Reads a file, the files that match a pattern with *, a directory or hf://OWNER/NAME, as `read_rows` returns it.
 
-    `subset` and `split` choose files of the last two. Folders named COLUMN=VALUE give their files' rows a column.
+    `subset` and `split` choose files of the last two. Folders named COLUMN=VALUE add a column to their files' rows.
     """
     if str(path).startswith(HUB):
         name = "/".join(str(path).removeprefix(HUB).split("/")[1:])
@@ -37,13 +37,14 @@ def read(path: str | Path, subset: str | None = None, split: str | None = None) 
     name = re.sub(r"\W*[*?\[].*", "", path.stem) or path.parent.name
     if path.is_dir():
         return name, _numbered(chosen_files(path, subset, split), path)
-    if files := matching(path):
+    files = matching(path)
+    if files:
         return name, _numbered(files, path)
     return name, _file_rows(path)
 
 
 def _numbered(files: Sequence[Path], folder: Path | None) -> Iterator[Row]:
-    """Rows of `files`, numbered on; below `folder` with the columns that folders stand for."""
+    """Yields rows of `files`, numbered continuously, with the columns encoded in folder names below `folder`."""
     number = 0
     for file in files:
         columns = folder_columns(file, folder) if folder is not None else {}
@@ -73,8 +74,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
         yield from json_lines(path)
     else:
         raise SlimxError(
-            f"{path}: files that end in {path.suffix} are not read, but those in {', '.join(SUFFIXES)}; convert or "
-            "rename it",
+            f"{path}: files that end in {path.suffix} are not read, only {', '.join(SUFFIXES)}; convert or rename it",
             code="prompts.ending",
             about=str(path),
         )
@@ -86,16 +86,18 @@ def _begins_array(path: Path) -> bool:
 
 
 def _instead_of(path: Path) -> str:
-    """A way to go on without a file that cannot be read: the one that was meant, or where prompts come from."""
-    beside = {file.stem: file for file in path.parent.glob("*") if file.suffix in SUFFIXES}
-    if near := difflib.get_close_matches(path.stem, beside, n=1):
-        return f"did you mean {beside[near[0]]}?"
+    """Returns a hint for a file that cannot be read: a similar name, or a source of prompts."""
+    neighbours = {file.stem: file for file in path.parent.glob("*") if file.suffix in SUFFIXES}
+    near = difflib.get_close_matches(path.stem, neighbours, n=1)
+    if near:
+        return f"did you mean {neighbours[near[0]]}?"
     known = next((name for name in entry_points.find(DATASETS) if path.name.startswith(name)), None)
     if known is not None:
         return f"`slimx data {known} {path}` writes it"
-    hub = f"; for a data set of the Hugging Face Hub write {HUB}{path}"
-    like_one = re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)) is not None
-    return f"name a file of prompts, or write one with slimx data{hub if like_one else ''}"
+    hint = "name a file of prompts, or write one with slimx data"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)):
+        hint += f"; for a data set of the Hugging Face Hub write {HUB}{path}"
+    return hint
 
 
 def _array_rows(path: Path) -> Iterator[Row]:
@@ -111,12 +113,13 @@ def _array_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Rows of text; None for an empty cell, which is how CSV writes null."""
+    """Yields rows of text; None for an empty cell, which is CSV's form of null."""
     csv.field_size_limit(CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, delimiter=delimiter, strict=True)
-            if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
+            twice = [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]
+            if twice:
                 raise SlimxError(
                     f"{path}: its header has {twice[0]!r} twice; rename one of the columns",
                     code="prompts.unreadable",
@@ -126,7 +129,9 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
                 where = f"{path}, row {number}"
                 if None in row or None in row.values():
                     raise SlimxError(
-                        f"{where}: has not as many cells as the header; correct it", code="prompts.line", about=where
+                        f"{where}: the number of cells differs from the header; correct it",
+                        code="prompts.line",
+                        about=where,
                     )
                 yield where, number, {name: cell or None for name, cell in row.items()}
     except (csv.Error, UnicodeDecodeError) as error:

@@ -11,7 +11,7 @@ from slimx.extras.direct.ends.sender import DirectSender
 from slimx.extras.direct.ends.sent_bucket import SentBucket
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import Plan
-from slimx.runtime.ports import own_address
+from slimx.runtime.ports import local_address
 from slimx.trainer.operation import operation
 from slimx.trainer.rank import TrainerRank
 from slimx.trainer.trained import TrainedModel
@@ -39,7 +39,7 @@ class DirectRole:
         dealt = Plan.from_bytes(plan)
         parameters, made = weights.attached.leaving("publish", dealt, self.rank, weights.parameters)
         packer = Packer(dealt, self.rank, parameters, made=made)
-        host = own_address(self.model.config.cluster.network)
+        host = local_address(self.model.config.cluster.network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
         self._sender = DirectSender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.runtime.private import private_directory
+from slimx.runtime.user_files import private_directory
 from tests.refusals import refused
 
 

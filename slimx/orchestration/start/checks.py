@@ -1,6 +1,6 @@
-"""Checks that need neither torch nor a model: a wrong path is refused before the imports of a run, which take seconds.
+"""Checks that need neither torch nor a model: a wrong path is refused before a run's slow imports.
 
-They change nothing, and a run asks all of this again, with everything else.
+They change nothing; the start of a run repeats them with all other checks.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slimx.algorithms.credit import load_credit
 from slimx.cluster.access import check_reachable, check_token
@@ -19,52 +17,43 @@ from slimx.config.schema import Config
 from slimx.data.prompts.mapping import make_mapping
 from slimx.data.prompts.read import iter_prompts
 from slimx.errors import SlimxError
-from slimx.layout.ranks import Sizes, sizes_of
+from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.models.files.formats import format_of
 from slimx.models.files.index import check_downloaded
 from slimx.observability.live.run_lock import check_usable
 from slimx.orchestration.start.prompts import check_order, first_prompt, source_prompts
 from slimx.orchestration.state.directory import EVALUATIONS, check_generation, finished, resume_point
-from slimx.orchestration.state.resume import check_resume
+from slimx.orchestration.state.resume import ComparedPolicy, check_resume
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.preflight.facts import weight_facts
 from slimx.rollout.hook_loading import load_hooks
-from slimx.runtime.private import private_directory
+from slimx.runtime.user_files import private_directory
 from slimx.trainer.checkpoint.files import Damaged
 
 
 def without_trainers(config: Config, checkpoint: Path | None) -> Config:
-    """`config` with engines that start from `checkpoint`, a Hugging Face directory, or from the weights that training
-    would start from. Raises SlimxError for weights that engines cannot load."""
+    """Returns `config` with engines that start from `checkpoint`, a Hugging Face directory, or from the weights that
+    training would start from. Raises SlimxError for weights that engines cannot load."""
     if any(policy.shares is None for policy in config.policies.values()):
         raise SlimxError(
             "slimx generate and slimx eval were never proven with several trained policies; use the held-out prompts "
             "of training (eval.prompts), or take the further ones out of policies",
         )
     if not config.rollout.policy_engines:
+        remedy = "rollout.engines is empty; add one"
+        if config.rollout.replay:
+            remedy = "rollout.replay is set; leave it out"
         raise SlimxError(
-            "there is no engine to generate with: "
-            + ("rollout.replay is set; leave it out" if config.rollout.replay else "rollout.engines is empty; add one"),
+            f"there is no engine to generate with: {remedy}",
             code="engines.none",
             about="rollout.replay" if config.rollout.replay else "rollout.engines",
         )
-    given = checkpoint or (Path(config.trainer.load) if config.trainer.load else None)
-    if given is not None:
-        name = "checkpoint" if checkpoint else "trainer.load"
-        if format_of(given) is not None:
-            raise SlimxError(
-                f"{name}: engines load Hugging Face directories, and {given} is none; convert it (slimx convert), or "
-                "export one while training (checkpoint.export_every)",
-                code="engines.weights",
-                about=name,
-            )
-        if not (given / "config.json").is_file():
-            raise SlimxError(
-                f"{name}: {given} holds no config.json; name a Hugging Face directory with weights",
-                code="engines.weights",
-                about=name,
-            )
+    weights = checkpoint
+    if weights is None and config.trainer.load:
+        weights = Path(config.trainer.load)
+    if weights is not None:
+        _check_loadable(weights, "checkpoint" if checkpoint else "trainer.load")
     groups = []
     for group in config.rollout.engines:
         if not group.frozen and group.urls:
@@ -74,21 +63,38 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
                 code="engines.urls",
                 about=group.name,
             )
-        if given is not None and not group.frozen and (checkpoint is not None or group.model is None):
-            # An export may come without its tokenizer.
+        if weights is not None and not group.frozen and (checkpoint is not None or group.model is None):
+            # An export may lack its tokenizer.
             sglang = {"tokenizer_path": config.model.path} | group.sglang
-            group = group.model_copy(update={"model": str(given), "sglang": sglang})
+            group = group.model_copy(update={"model": str(weights), "sglang": sglang})
         groups.append(group)
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"engines": tuple(groups)}),
-            "schedule": config.schedule.model_copy(update={"colocate": False}),  # no trainers take turns
+            "schedule": config.schedule.model_copy(update={"colocate": False}),  # there are no trainers
         }
     )
 
 
+def _check_loadable(weights: Path, key: str) -> None:
+    """Raises SlimxError if engines cannot load the directory `weights`, the value of `key`."""
+    if format_of(weights) is not None:
+        raise SlimxError(
+            f"{key}: engines load Hugging Face directories, and {weights} is not one; convert it (slimx convert), or "
+            "export one while training (checkpoint.export_every)",
+            code="engines.weights",
+            about=key,
+        )
+    if not (weights / "config.json").is_file():
+        raise SlimxError(
+            f"{key}: {weights} has no config.json; name a Hugging Face directory with weights",
+            code="engines.weights",
+            about=key,
+        )
+
+
 PACKAGES = ("torch", "ray", "sglang", "transformers", "pydantic", "numpy")
-"""Packages whose place a file of the same name would take."""
+"""Packages that a file of the same name would shadow."""
 
 LOADED = {
     "weights": "trainer.load",
@@ -100,7 +106,7 @@ LOADED = {
 
 
 def check_training(config: Config) -> None:
-    """Raise SlimxError for what keeps a run from starting, or from going on from its checkpoint."""
+    """Raises SlimxError for anything that keeps a run from starting, or from resuming from its checkpoint."""
     directory = Path(config.run.dir)
     saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
     point = resume_point(config, directory, saves)
@@ -108,18 +114,22 @@ def check_training(config: Config) -> None:
     check_parts(config)
 
     def check(state: RunState) -> None:
-        if not finished(config, directory, state):
-            policies = {name: _Sized(each, sizes_of(each.trainer)) for name, each in config.by_policy.items()}
-            critic = None if config.critic is None else sizes_of(config.as_critic().trainer)
+        if finished(config, directory, state):
+            return
+        policies = {}
+        for name, view in config.by_policy.items():
+            policies[name] = ComparedPolicy(view, sizes_of(view.trainer))
+        critic = None if config.critic is None else sizes_of(config.as_critic().trainer)
+        if point is not None:
             check_resume(point, state, policies, critic)
-            _check_order(config, state, own=point.parent == saves.directory)
+            _check_order(config, state, forked=point.parent != saves.directory)
 
     _check_state(point, check)
 
 
-def generating(config: Config, checkpoint: Path | None) -> Config:
-    """The configuration of a generation, whose engines start from `checkpoint`. Raises SlimxError for what keeps it
-    from starting, or from going on from its position."""
+def generation_config(config: Config, checkpoint: Path | None) -> Config:
+    """Returns the configuration of a generation whose engines start from `checkpoint`. Raises SlimxError for anything
+    that keeps it from starting, or from resuming from its position."""
     config = without_trainers(config, checkpoint)
     directory = Path(config.run.dir)
     saves = Saves(directory / CURSOR, keep=1)
@@ -129,16 +139,16 @@ def generating(config: Config, checkpoint: Path | None) -> Config:
 
     def check(state: RunState) -> None:
         if state.step < config.schedule.steps:
-            _check_order(config, state, own=True)
+            _check_order(config, state, forked=False)
 
     _check_state(saves.newest(), check)
     return config
 
 
-def evaluating(config: Config, checkpoint: Path | None) -> Config:
-    """The configuration of an evaluation, whose engines start from `checkpoint`. Raises SlimxError for what keeps it
-    from starting."""
-    options = config.eval.model_copy(update={"every": None})  # a run that evaluates nothing is evaluated here
+def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
+    """Returns the configuration of an evaluation whose engines start from `checkpoint`. Raises SlimxError for anything
+    that keeps it from starting."""
+    options = config.eval.model_copy(update={"every": None})  # also for runs whose training does not evaluate
     config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
     if not config.eval.files:
         raise SlimxError(
@@ -152,21 +162,21 @@ def evaluating(config: Config, checkpoint: Path | None) -> Config:
 
 
 def check_parts(config: Config) -> None:
-    """Raise SlimxError for the first of a run's packages, paths, hooks, prompts and addresses that cannot be used."""
+    """Raises SlimxError for the first of a run's packages, paths, hooks, prompts and addresses that is unusable."""
     for name in PACKAGES:
         _check_package(name)
     check_reachable(config.cluster.ray_address)
     if config.cluster.ray_address is None:
         check_token()
         private_directory()
-    device = "cuda" if config.cluster.device == "cuda" else "cpu"  # auto needs torch, and less is refused on a CPU
+    device = "cuda" if config.cluster.device == "cuda" else "cpu"  # "auto" needs torch, and the CPU has fewer refusals
     facts = config.sections
     refuse(broken(all_rules(), facts | {"local_device": device}, before=facts))
     for policy in config.by_policy.values():
         configured_model(policy)
         for name, directory in weight_facts(policy).items():
             if directory is not None:
-                _check_there(LOADED[name], directory)
+                _check_directory(LOADED[name], directory)
     if config.rollout.replay:
         return
     first_prompt(config)
@@ -177,43 +187,35 @@ def check_parts(config: Config) -> None:
     load_credit(config.algorithm.credit)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """A policy, as `check_resume` compares it."""
-
-    config: Config
-    sizes: Sizes
-
-
-def _check_state(point: Path | None, check: Callable[[RunState], Any]) -> None:
-    """Call `check` with the state at `point`, if there is one: what is damaged is the start's to pass over."""
+def _check_state(point: Path | None, check: Callable[[RunState], None]) -> None:
+    """Calls `check` with the state at `point`, if there is one; the start of the run handles a damaged checkpoint."""
     if point is not None:
         with suppress(Damaged):
             check(read_state(point))
 
 
-def _check_order(config: Config, state: RunState, *, own: bool) -> None:
+def _check_order(config: Config, state: RunState, *, forked: bool) -> None:
     prompts = {} if config.rollout.replay else source_prompts(config.rollout)
-    check_order(config, prompts, state.rollouts, own=own)
+    check_order(config, prompts, state.rollouts, forked=forked)
 
 
-def _check_there(key: str, directory: Path) -> None:
+def _check_directory(key: str, directory: Path) -> None:
     check_downloaded(directory)
     if not directory.is_dir():
-        begins = "" if directory.is_absolute() else f", which begins at {Path.cwd()}"
+        base = "" if directory.is_absolute() else f", which is relative to {Path.cwd()}"
         raise SlimxError(
-            f"{key}: {directory} is no directory; correct the path{begins}",
+            f"{key}: {directory} is not a directory; correct the path{base}",
             code="weights.directory",
             about=key,
         )
 
 
 def _check_package(name: str) -> None:
-    """Refuse a single file in a package's place."""
+    """Raises SlimxError for a single file that shadows a package."""
     spec = importlib.util.find_spec(name)
     origin = None if spec is None else spec.origin
     if origin is None or Path(origin).name == "__init__.py":
-        return  # absent, which others tell, or a package
+        return  # missing, which other checks report, or a package
     raise SlimxError(
         f"{origin} takes the place of the package {name}; rename it, or take its folder off PYTHONPATH",
         code="environment.shadowed",

@@ -1,4 +1,4 @@
-"""One rollout (or one reward) while a slime hook runs: what its `args` hold, and every request that it made."""
+"""One call of a slime hook (generate or reward): its `args`, and all requests that it makes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from slimx.errors import SlimxError
 from slimx.extras.slime.arguments import Arguments
 
 TEXT_ONLY = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"})
-"""Sampling parameters that say how an answer's text is written; its tokens are the same."""
+"""Sampling parameters that change only an answer's text, not its tokens."""
 PAYLOAD = frozenset(
     {"text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "stream", "rid"}
 )
 
 
 @dataclass(slots=True)
-class Call:
-    """One request to the policy's engines and what it brought."""
+class Request:
+    """A completed request to the policy's engines."""
 
     prompt: list[int]
     completion: Any
-    """As of `ctx.engine.generate`."""
+    """Result of `ctx.engine.generate`."""
     text: str | None
-    """Text of prompt and answer; None where the prompt was sent as ids."""
+    """Text of prompt and answer; None if the prompt was sent as ids."""
 
     @property
     def ids(self) -> list[int]:
@@ -36,27 +36,28 @@ class Call:
 
 
 @dataclass(slots=True)
-class Scene:
-    """The running hook, as the stand-in functions find it when it calls them."""
+class HookCall:
+    """The running call of a hook, as slime's functions find it."""
 
     args: Arguments
     tokenizer: Any
     engines: Mapping[str, Any]
-    """Frozen ones, by name."""
+    """Frozen engines by name."""
     engine: Any = None
-    """The policy's, as in RolloutContext; None in a reward."""
+    """The policy's engine, as in RolloutContext; None in a reward."""
     address: str = ""
     """URL of the policy's router."""
     sampling: Json = field(default_factory=dict)
-    """As a hook receives it."""
+    """Sampling parameters in the hook's form."""
     semaphore: asyncio.Semaphore | None = None
-    calls: list[Call] = field(default_factory=list)
-    asked: int = 0
-    """Requests that began: each has a number, which its seed depends on."""
+    requests: list[Request] = field(default_factory=list)
+    started: int = 0
+    """Number of started requests; a request's seed depends on its number."""
 
     async def request(self, payload: Json) -> Json:
-        """The answer of /generate, in SGLang's words. Raises SlimxError for what cannot be asked."""
-        if unknown := sorted(payload.keys() - PAYLOAD):
+        """Returns the response of /generate in SGLang's form. Raises SlimxError for an unsupported request."""
+        unknown = sorted(payload.keys() - PAYLOAD)
+        if unknown:
             raise SlimxError(
                 f"a slime hook posts {unknown[0]!r} to the engines; served are {', '.join(sorted(PAYLOAD))}",
                 code="slime.payload",
@@ -64,20 +65,25 @@ class Scene:
             )
         if payload.get("stream"):
             raise SlimxError(
-                "a slime hook posts stream=true to the engines; answers come whole here",
+                "a slime hook posts stream=true to the engines, which slimx does not stream to hooks; leave it out",
                 code="slime.payload",
                 about="stream",
             )
         parameters = {k: v for k, v in (payload.get("sampling_params") or {}).items() if v is not None}
         prompt = self._prompt(payload)
-        turn, self.asked = self.asked, self.asked + 1
-        asked = {key: value for key, value in parameters.items() if key not in TEXT_ONLY}
-        completion = await self.engine.generate(prompt, _listed(asked), turn=turn)
+        turn = self.started
+        self.started += 1
+        sampling = {key: value for key, value in parameters.items() if key not in TEXT_ONLY}
+        completion = await self.engine.generate(prompt, _listed(sampling), turn=turn)
         text = self._text(completion, parameters)
         before = payload.get("text")
         if completion.routed_experts is not None:
-            self.args.num_layers, self.args.moe_router_topk = completion.routed_experts.shape[1:]
-        self.calls.append(Call(prompt, completion, None if before is None else before + text))
+            _, layers, top_k = completion.routed_experts.shape
+            vars(self.args).update(num_layers=layers, moe_router_topk=top_k)
+        full_text = None
+        if before is not None:
+            full_text = before + text
+        self.requests.append(Request(prompt, completion, full_text))
         return {
             "text": text,
             "output_ids": completion.token_ids.tolist(),
@@ -85,9 +91,10 @@ class Scene:
         }
 
     def _prompt(self, payload: Json) -> list[int]:
-        """Ids to be continued. A text that goes on where an earlier answer ended keeps that answer's ids as they were
-        sampled; only the rest is tokenised."""
-        ids, text = payload.get("input_ids"), payload.get("text")
+        """Returns the prompt's token ids. If a text continues an earlier answer, that answer keeps its sampled ids and
+        only the rest is tokenized."""
+        ids = payload.get("input_ids")
+        text = payload.get("text")
         if isinstance(ids, list) and text is None and all(isinstance(as_whole(token), int) for token in ids):
             return as_ids(ids)
         if not isinstance(text, str) or ids is not None:
@@ -96,29 +103,37 @@ class Scene:
                 code="slime.payload",
                 about="input_ids",
             )
-        known = [call for call in self.calls if call.text is not None and text.startswith(call.text)]
-        longest = max(known, key=lambda call: len(call.text or ""), default=None)
-        begun, rest = ([], text) if longest is None else (longest.ids, text[len(longest.text or "") :])
-        return begun + list(self.tokenizer(rest, add_special_tokens=False).input_ids if rest else [])
+        prefix: list[int] = []
+        known = 0
+        for request in self.requests:
+            if request.text is not None and text.startswith(request.text) and len(request.text) > known:
+                prefix = request.ids
+                known = len(request.text)
+        if known == len(text):
+            return prefix
+        return prefix + list(self.tokenizer(text[known:], add_special_tokens=False).input_ids)
 
     def _text(self, completion: Any, parameters: Json) -> str:
-        """The answer as SGLang writes it: without what ended it, unless no_stop_trim says otherwise."""
-        ids, stops = completion.token_ids.tolist(), _listed(parameters).get("stop", [])
+        """Returns the answer's text as SGLang does: without the stop sequence or token, unless no_stop_trim is set."""
+        ids = completion.token_ids.tolist()
+        stops = _listed(parameters).get("stop", [])
         trim = completion.finish_reason == "stop" and not parameters.get("no_stop_trim", False)
         special = parameters.get("skip_special_tokens", True)
         text = self.tokenizer.decode(ids, skip_special_tokens=special)
-        found = [at for stop in stops if (at := text.find(stop)) >= 0]
-        if trim and found:
-            return text[: min(found)]
-        return self.tokenizer.decode(ids[:-1], skip_special_tokens=special) if trim else text
+        if not trim:
+            return text
+        positions = [text.find(stop) for stop in stops if stop in text]
+        if positions:
+            return text[: min(positions)]
+        return self.tokenizer.decode(ids[:-1], skip_special_tokens=special)
 
 
-CURRENT: ContextVar[Scene] = ContextVar("slime_scene")
-"""Scene of the hook that runs: set around each call, and seen by the tasks and threads that it starts."""
+CURRENT: ContextVar[HookCall] = ContextVar("slime_scene")
+"""The running call: set around each call of a hook, visible in the tasks and threads that it starts."""
 
 
-def current(what: str) -> Scene:
-    """The scene of the running hook; `what` needs it."""
+def current(what: str) -> HookCall:
+    """Returns the running call of a hook; `what` needs it."""
     try:
         return CURRENT.get()
     except LookupError:
@@ -128,14 +143,18 @@ def current(what: str) -> Scene:
 
 
 def _listed(parameters: Json) -> Json:
-    """`parameters` with `stop` as a list, and left out where it is empty."""
-    out = {key: value for key, value in parameters.items() if key not in ("stop", "stop_token_ids") or value}
+    """Returns `parameters` with `stop` as a list; empty stop conditions are left out."""
+    out = dict(parameters)
+    for key in ("stop", "stop_token_ids"):
+        if not out.get(key):
+            out.pop(key, None)
     if isinstance(out.get("stop"), str):
         out["stop"] = [out["stop"]]
     return out
 
 
 def _meta(prompt: list[int], completion: Any, payload: Json) -> Json:
+    """Returns the `meta_info` of a response."""
     versions = [{"start": a, "end": b, "version": str(version)} for a, b, version in completion.versions]
     ids = completion.token_ids.tolist()
     meta = {

@@ -11,39 +11,39 @@ from pathlib import Path
 from slimx.errors import SlimxError
 
 SOCKET_BYTES = 107
-"""Longest path of a Unix socket."""
-OF_A_SOCKET = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.00")
-"""Bytes of the longest path of a socket that parts of a run put into the private directory: Ray's."""
+"""Maximum length of a Unix socket's path, in bytes."""
+SOCKET_NAME_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.00")
+"""Bytes of the longest socket path that a run creates in the private directory: Ray's."""
 
 
 def private_directory() -> Path:
-    """Returns the directory in TMPDIR (else /tmp) that this user alone can enter; makes it where it is not there.
+    """Returns the directory in TMPDIR (else /tmp) that only this user can enter; creates it if it is missing.
 
-    Raises SlimxError where another user made it first, where nothing can be written, or where TMPDIR is so long that
-    paths of sockets in it would be too long."""
+    Raises SlimxError if another user created it first, if it cannot be created, or if TMPDIR is too long for the paths
+    of sockets in it."""
     directory = Path(tempfile.gettempdir(), f"slimx-{os.getuid()}")
-    room = SOCKET_BYTES - OF_A_SOCKET - len(os.fsencode(directory))
+    room = SOCKET_BYTES - SOCKET_NAME_BYTES - len(os.fsencode(directory))
     if room < 0:
         raise SlimxError(
-            f"TMPDIR is {directory.parent}, {-room} bytes too long: sockets are made in it, whose paths have at most "
+            f"TMPDIR is {directory.parent}, {-room} bytes too long: paths of sockets in it may have at most "
             f"{SOCKET_BYTES} bytes; set TMPDIR to a shorter path",
             code="tmpdir.length",
             about="TMPDIR",
         )
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-        if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and found.st_mode & 0o077:
+        status = directory.lstat()
+        if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
             directory.chmod(0o700)
     except OSError as error:
         raise SlimxError(
-            f"{directory} cannot be made ({error.strerror}); set TMPDIR to a directory in which you can write",
+            f"{directory} cannot be created ({error.strerror}); set TMPDIR to a writable directory",
             code="tmpdir.unwritable",
             about="TMPDIR",
         ) from error
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise SlimxError(
-            f"{directory} is not this user's own directory, so that others could exchange its files; remove it, or "
+            f"{directory} belongs to another user, who could replace its files; remove it, or "
             "set TMPDIR to another directory",
             code="tmpdir.owner",
             about=str(directory),
@@ -52,7 +52,7 @@ def private_directory() -> Path:
 
 
 def private_token(file: Path) -> str:
-    """Returns the token in `file`, which its owner alone can read; writes a random one where there is none. Raises
+    """Returns the token in `file`, which only its owner can read; writes a random one if the file is missing. Raises
     OSError if it cannot be read or written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -61,7 +61,7 @@ def private_token(file: Path) -> str:
         if file.stat().st_mode & 0o077:
             file.chmod(0o600)
     token = file.read_text().strip()
-    if not token:  # new, or left by a process that was killed here
+    if not token:  # new, or left empty by a process that was killed here
         token = secrets.token_hex(32)
         file.write_text(token)
     return token

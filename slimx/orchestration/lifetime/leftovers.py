@@ -1,0 +1,99 @@
+"""Kills what a driver leaves behind, however it ends: `python -m slimx.orchestration.lifetime.leftovers`, a child of
+the driver.
+
+Ray's agents outlive a killed raylet by a minute, and a stopped process of Ray lives forever. Servers under a guard are
+left to it: it detects that its owner is gone, ends them cleanly, and removes their files in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+
+from slimx.runtime import process as guarded
+from slimx.runtime.children import child_environment, python_argv
+
+LOOK_S = 2.0
+"""Seconds between two scans of the driver's descendants."""
+POLL_S = 0.2
+"""Seconds between two checks whether the driver lives."""
+KILL_S = 10.0
+"""Deadline for killed processes to disappear, in seconds."""
+
+
+def watch_over_this_process() -> None:
+    """Starts the process that kills what this one leaves behind."""
+    subprocess.Popen(
+        python_argv(__name__, str(os.getpid())),
+        env=child_environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the driver
+    )
+
+
+def unguarded(root: psutil.Process) -> set[psutil.Process]:
+    """Returns the descendants of `root`, without guards and the processes under them."""
+    try:
+        descendants = {process.pid: process for process in root.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
+    descendants.pop(os.getpid(), None)
+    parents = {pid: _parent(process) for pid, process in descendants.items()}
+    guards = {pid for pid, process in descendants.items() if _guards(process)}
+
+    def is_guarded(pid: int | None) -> bool:
+        return pid in guards or (pid in parents and is_guarded(parents[pid]))
+
+    return {process for pid, process in descendants.items() if not is_guarded(pid)}
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _guards(process: psutil.Process) -> bool:
+    try:
+        return guarded.__name__ in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def outlive(owner: int) -> None:
+    """Tracks the descendants of `owner` until it ends, then kills those that are left."""
+    driver = psutil.Process(owner)
+    known: set[psutil.Process] = set()
+    look_at = 0.0
+    while os.getppid() == owner:
+        if time.monotonic() >= look_at:
+            known = {process for process in known if process.is_running()} | unguarded(driver)
+            look_at = time.monotonic() + LOOK_S
+        time.sleep(POLL_S)
+    deadline = time.monotonic() + KILL_S
+    while (alive := {process for process in known if _lives(process)}) and time.monotonic() < deadline:
+        for process in alive:
+            known |= unguarded(process)
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(0.1)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    outlive(int(sys.argv[1]))
