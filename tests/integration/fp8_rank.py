@@ -120,7 +120,7 @@ class Fp8Rank(OptimizerRank):
             trainer.logprobs(self.demonstrated(1))
         trainer.logprobs(self.demonstrated(2))
         held = {number: set(each) for number, each in enumerate(copies) if each}
-        weights = sum(part.quantised for part in trainer.weights.held)
+        weights = sum(part.quantised for part in trainer.weights.parts)
         self.said["a_copy_of_each"] = sum(map(len, held.values())) == weights
         trainer.offload()
         self.said["copies_leave"] = not any(copies)

@@ -119,7 +119,7 @@ class OptimizerRank(Rank):
                 " + ".join(part.sources) in trainable,
                 getattr(trainer.weights.parameters[part.name], "main_grad", None) is not None,
             ]
-            for part in trainer.weights.held
+            for part in trainer.weights.parts
         }
         # Of the distributed optimizer each rank has a share.
         self.said["state_elements"] = sum(

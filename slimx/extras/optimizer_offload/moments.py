@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from slimx.trainer.device.offload import MOMENTS
-from slimx.trainer.step.optimizer import OwnState
+from slimx.trainer.step.optimizer import ExternalState
 
 PIECE_BYTES = 512 * 2**20
 """Moments on the device at once."""
 
 
-class HostMoments(OwnState):
+class HostMoments(ExternalState):
     """Takes the place of `inner`, an Adam whose state has the shape of apex's FusedAdam (moments per parameter, a step
     per group); all else is answered by `inner`."""
 

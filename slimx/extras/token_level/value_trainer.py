@@ -24,7 +24,7 @@ from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, reduce
 from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
-from slimx.trainer.trained import TrainedModel
+from slimx.trainer.trained_model import TrainedModel
 
 
 class ValuePipeline(Pipeline):
@@ -76,7 +76,7 @@ class ValueTrainer(TrainedModel):
         self.heads = [module.value_head for module in modules if module.post_process]
         """One on the last pipeline stage, none elsewhere."""
         layout = MegatronLayout(spec.table, parallel.sizes)
-        weights = Weights(modules, spec, layout, parallel.rank, beside=_heads(modules))
+        weights = Weights(modules, spec, layout, parallel.rank, excluded=_heads(modules))
         weights.load(config.initial_weights)
         trained_before = read_score(Path(config.initial_weights)) if self.heads else None
         for each in self.heads:
