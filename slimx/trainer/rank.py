@@ -111,6 +111,7 @@ class TrainerRank:
                 role.reload(training=conditions.needs == "training")
             if self.guard is not None and conditions.phase == "train" and isinstance(role, TrainedModel):
                 self.guard.check(role.device_bytes())
+            return function(*arguments, **named)
 
     def _role(self, name: str) -> Role:
         """Returns the role `name`; a role that this rank was not built with is an entry point of `slimx.roles`."""

@@ -125,10 +125,10 @@ def install_for_sinks(block: TransformerBlockSubmodules) -> None:
     """Has a decoder's spec build its layers with this attention.
 
     Transformer Engine's DotProductAttention supports `softmax_type` for packed sequences since 2.12, with cuDNN 9.18
-    (get_attention_backend; under context parallelism with cp_comm_type a2a only). It was
-    never compared with this class on a GPU. Its `softmax_offset` is fp32 and not marked as tensor parallel (2.20.2), so the gradient norm
-    would count the first rank's heads only. This class gives torch's memory-efficient kernel a shape that it supports:
-    no scores are stored, and windows cost as much as full sequences.
+    (get_attention_backend; under context parallelism with cp_comm_type a2a only). It was never compared with this class
+    on a GPU. Its `softmax_offset` is fp32 and not marked as tensor parallel (2.20.2), so the gradient norm would count
+    the first rank's heads only. This class gives torch's memory-efficient kernel a shape that it supports: no scores
+    are stored, and windows cost as much as full sequences.
     """
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
