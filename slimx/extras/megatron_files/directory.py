@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.layout.maps import Sections
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
@@ -219,6 +220,7 @@ def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:
     if not entry.row.sections:
         yield "", 0, part
         return
+    assert isinstance(entry.row.map, Sections)
     first = 0
     for ending, rows in zip(entry.row.sections, entry.row.map.rows, strict=True):
         section = [rect for rect in part.rects if first <= rect.local_row < first + rows]

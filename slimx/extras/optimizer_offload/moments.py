@@ -10,7 +10,8 @@ run, and without CUDA it moves nothing. Here results are those of the wrapped op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,11 +48,11 @@ class HostMoments(ExternalState):
         self.inner.param_groups = groups
 
     @property
-    def state(self) -> MutableMapping[torch.Tensor, dict[str, torch.Tensor]]:
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         return self.inner.state
 
     @state.setter
-    def state(self, state: MutableMapping[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         self.inner.state = state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -26,9 +26,9 @@ def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequ
 
     A trained token's covariance is (log p - mean log p)(A - mean A), with the means over all trained tokens of the
     update and the log-probs of the engine that sampled: known before packing, so the choice does not depend on packing
-    or layout (the paper's code uses the current policy's, micro-batch by micro-batch). Of n trained tokens
-    max(1, `share` x n) are selected: the highest (kl_cov), or at random between `covariance_low` and `covariance_high`
-    (clip_cov), where there may be fewer."""
+    or layout (the paper's code uses the current policy's, micro-batch by micro-batch). Selects
+    max(1, `share` x n) of n trained tokens: the highest (kl_cov), or at random between `covariance_low` and
+    `covariance_high` (clip_cov), where there may be fewer."""
     masks = [row.weight > 0 for row in rows]
     logprobs = _joined([row.rollout_logprobs for row in rows], masks)
     advantages = _joined([row.advantages for row in rows], masks)

@@ -31,7 +31,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_iden
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes by dimension."""
 
-Sharded = ShardedTensor | ShardedTensorFactory
+type Sharded = ShardedTensor | ShardedTensorFactory
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:

@@ -37,7 +37,6 @@ class _LocalRouter:
     row: int | None
     """Index among the routers that replay; None for those that do not."""
     name: str
-    name: str
     """Name of the router in messages."""
 
 

@@ -99,7 +99,7 @@ class Pipeline:
                 **{"old_logprobs": columns["rollout_logprobs"], **columns, **next(earlier)},
                 logprobs=logprobs,
                 entropy=entropy,
-                top=TopLogprobs(*top, teacher=self._tensor(batch.teacher_top_logprobs)) if top else None,
+                top=self._top_logprobs(batch, top),
                 sequence_sum=self._sum_over(batch.lengths),
             )
             total, metrics = loss(inputs)
@@ -108,7 +108,17 @@ class Pipeline:
         return self._schedule(batches, compute, packings, forward_only=False)
 
     def _sum_over(self, lengths: Sequence[int]) -> SequenceSum | None:
-        return None if self._sequence_sum is None else partial(self._sequence_sum, lengths=lengths)
+        sequence_sum = self._sequence_sum
+        if sequence_sum is None:
+            return None
+        return lambda values: sequence_sum(values, lengths)
+
+    def _top_logprobs(self, batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> TopLogprobs | None:
+        if not outputs:
+            return None
+        assert batch.teacher_top_logprobs is not None
+        policy, policy_rest = outputs
+        return TopLogprobs(policy, policy_rest, self._tensor(batch.teacher_top_logprobs))
 
     def _schedule[Output, Result](
         self,
