@@ -138,8 +138,12 @@ class LayerTally:
     def _balance(self, logits: torch.Tensor, tokens: CountedTokens, totals: Totals) -> torch.Tensor:
         scores = normalised_scores(logits, self.function)
         by_sequence = self.settings.aux_loss_type == "seq_aux_loss"
-        segments = tokens.segments if by_sequence else torch.zeros_like(tokens.segments)
-        count = tokens.sequences if by_sequence else 1
+        if by_sequence:
+            segments = tokens.segments
+            count = tokens.sequences
+        else:
+            segments = torch.zeros_like(tokens.segments)
+            count = 1
         counts = top_counts(scores.detach(), self.topk, tokens.counted, segments, count)
         if self.settings.aux_loss_type == "global_aux_loss":
             self._sum_over_data(counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +84,7 @@ class PolicyTrainer(TrainedModel):
         totals = [self.routing.totals(batches) for batches in updates]
         local = [self._local(batches) for batches in updates]
         # All of them before the first update: weights are switched once, and recomputed log-probs are the old policy's.
-        prior = self.passes.before_updates([batch for batches in local for batch in batches])
+        prior = self.passes.before_updates(list(chain(*local)))
         others = iter(prior.fields)
         routes = iter(prior.routes or ())
         packings = iter(prior.packings or ())
@@ -250,7 +250,8 @@ class PolicyTrainer(TrainedModel):
         values |= gap_metrics(logprobs, rollout, measured, differs, torch.cat(before), comparable)
         metrics = mismatch_metrics(reduce(values, self.parallel.token_group))
         tokens = metrics["gap/tokens"]
-        metrics["gap/mean"] = metrics.pop("gap/sum") / tokens if tokens else float("nan")
+        gap = metrics.pop("gap/sum")
+        metrics["gap/mean"] = gap / tokens if tokens else float("nan")
         return metrics
 
     def _concatenated(self, arrays: list[np.ndarray]) -> torch.Tensor:

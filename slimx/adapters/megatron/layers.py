@@ -186,12 +186,15 @@ class GroupedLinear(torch.nn.Module):
                 offsets = (*sharded_offsets, (len(sharded_offsets), global_index, expert_group.size() * count))
                 key = prefix
             state = {f"{index}.weight": expert.weight}
+            split_axes = {f"{index}.weight": self.axis}
+            if self.axis == 0:
+                split_axes[f"{index}.bias"] = 0
             if expert.bias is not None:
                 state[f"{index}.bias"] = expert.bias
             shards = make_sharded_tensors_for_checkpoint(
                 state,
                 "",
-                {f"{index}.weight": self.axis, **({f"{index}.bias": 0} if self.axis == 0 else {})},
+                split_axes,
                 offsets,
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],

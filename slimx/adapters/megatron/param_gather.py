@@ -25,9 +25,11 @@ def wait_by_layer(chunk: DistributedDataParallel, model: GPTModel) -> None:
     decoder = model.decoder
 
     def waiting(parts: list[torch.nn.Module]) -> Callable[..., None]:
-        parameters = [parameter for part in parts for parameter in part.parameters()]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        groups = dict.fromkeys(chunk.param_to_bucket_group[parameter] for parameter in trained)
+        groups = {}
+        for part in parts:
+            for parameter in part.parameters():
+                if parameter.requires_grad:
+                    groups[chunk.param_to_bucket_group[parameter]] = None
 
         def wait(*_: object) -> None:
             for group in groups:
@@ -35,11 +37,17 @@ def wait_by_layer(chunk: DistributedDataParallel, model: GPTModel) -> None:
 
         return wait
 
-    others = [part for name, part in decoder.named_children() if name != "layers"]
-    before = [part for name, part in model.named_children() if name == "embedding"]
-    for part in (*before, *decoder.layers, *others):
+    after = []
+    for name, part in model.named_children():
+        if name == "embedding":
+            part.register_forward_pre_hook(waiting([part]))
+        elif name != "decoder":
+            after.append(part)
+    for part in decoder.layers:
         part.register_forward_pre_hook(waiting([part]))
-    after = [part for name, part in model.named_children() if name not in ("embedding", "decoder")]
+    for name, part in decoder.named_children():
+        if name != "layers":
+            part.register_forward_pre_hook(waiting([part]))
     decoder.register_forward_hook(waiting(after))
 
 

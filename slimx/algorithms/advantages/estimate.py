@@ -49,7 +49,7 @@ class Estimator:
     def estimate(self, groups: Sequence[Group]) -> Sequence[float | np.ndarray]:
         """Returns the advantages of every trajectory, group after group: one number, or one per predicted token [L-1];
         initial values if they depend on the full step (`finish`)."""
-        return [0.0 for group in groups for _ in group.trajectories]
+        return [0.0] * sum(len(group.trajectories) for group in groups)
 
     def finish(self, step: Step) -> dict[str, float]:
         """Fills columns of the step's rows that depend on all of them; returns metrics of the step."""
@@ -113,10 +113,12 @@ def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[fl
         return [value / fraction for value in values]
     if not isinstance(estimator, Gdpo) or not estimator.whiten:
         return values
-    names = [(group.id, trajectory.rollout_id) for group in groups for trajectory in group.trajectories]
-    advantage = dict(zip(names, values, strict=True))
+    rollouts = []
+    for group in groups:
+        rollouts += [(group.id, trajectory.rollout_id) for trajectory in group.trajectories]
+    advantage = dict(zip(rollouts, values, strict=True))
     normal = dict(zip(advantage, standardise(np.array(list(advantage.values()))).tolist(), strict=True))
-    return [normal[name] for name in names]
+    return [normal[rollout] for rollout in rollouts]
 
 
 def finish_advantages(algorithm: Algorithm, step: Step) -> dict[str, float]:

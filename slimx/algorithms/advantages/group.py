@@ -60,8 +60,13 @@ def gradient_share(groups: Sequence[Sequence[float]]) -> float:
     """Returns the fraction of rollouts with a gradient, i.e. in groups whose rewards differ; 1 if there are none.
 
     GPG (2504.02546) divides by it, so a batch with many groups without a gradient does not make a smaller step."""
-    with_gradient = sum(len(rewards) for rewards in groups if len(set(rewards)) > 1)
-    return with_gradient / sum(map(len, groups)) if with_gradient else 1.0
+    total = 0
+    with_gradient = 0
+    for rewards in groups:
+        total += len(rewards)
+        if len(set(rewards)) > 1:
+            with_gradient += len(rewards)
+    return with_gradient / total if with_gradient else 1.0
 
 
 def remax(rewards: Sequence[float], baseline: float) -> np.ndarray:

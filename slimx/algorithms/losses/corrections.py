@@ -46,8 +46,9 @@ def correction(
     log_weight = _log_weight(log_gap, trained, sequence_sum, level)
     ratio = bounded_ratio(log_weight)
     outside = _outside(log_weight, low, high)
-    value = ratio.clamp(low, high) if kind == "truncate" else torch.where(outside, 0.0, ratio)
-    return value, trained & outside
+    if kind == "truncate":
+        return ratio.clamp(low, high), trained & outside
+    return torch.where(outside, 0.0, ratio), trained & outside
 
 
 def rejection(

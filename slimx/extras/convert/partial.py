@@ -59,7 +59,10 @@ class Partial:
         self._files = written | {self.writing(file) for file in written} | {self._plan}
         self._folders: set[Path] = set()
         for file in self._files:
-            self._folders |= {folder for folder in file.parents if self.path in folder.parents}
+            folder = file.parent
+            while folder != self.path:
+                self._folders.add(folder)
+                folder = folder.parent
 
     @property
     def _plan(self) -> Path:
@@ -107,8 +110,8 @@ class Partial:
         other = self._plan.is_file() and self._plan.read_bytes() != fingerprint.encode()
         for root, folders, files in os.walk(self.path):
             folder = Path(root)
-            unknown = [folder / name for name in folders if folder / name not in self._folders]
-            unknown += [folder / name for name in files if folder / name not in self._files]
+            unknown = {folder / name for name in folders} - self._folders
+            unknown |= {folder / name for name in files} - self._files
             if unknown and not other:
                 raise self._foreign(min(unknown))
         if not self._plan.exists():
@@ -147,8 +150,11 @@ class Partial:
             return file.is_file() and file.stat().st_size == expected.size and record(file) == expected
 
         with ThreadPoolExecutor(threads) as pool:
-            results = pool.map(intact, claimed)
-            return {name: claimed[name] for name, ok in zip(claimed, results, strict=True) if ok}
+            results = list(pool.map(intact, claimed))
+        for name, ok in zip(list(claimed), results, strict=True):
+            if not ok:
+                del claimed[name]
+        return claimed
 
     def mark_done(self, name: str, done: Done) -> None:
         """Records that file `name` is finished.

@@ -264,7 +264,11 @@ def _with_prediction(path: Path, layers: int, family: Family | None) -> ModelSpe
 def _prediction_layers(path: Path) -> int:
     """Counts the layers of multi-token prediction in a torch_dist checkpoint."""
     keys = read_metadata(path / ".metadata").state_dict_metadata
-    return len({key.removeprefix(_PREDICTION).split(".")[0] for key in keys if key.startswith(_PREDICTION)})
+    layers = set()
+    for key in keys:
+        if key.startswith(_PREDICTION):
+            layers.add(key.removeprefix(_PREDICTION).split(".")[0])
+    return len(layers)
 
 
 def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:

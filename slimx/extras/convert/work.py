@@ -164,8 +164,12 @@ def _fill(
     conversion: Conversion, partial: Partial, done: dict[str, Done], threads: int, progress: ProgressListener
 ) -> None:
     """Writes the files missing in `done`, adds them to it, and completes the output."""
-    total = sum(file.nbytes for file in conversion.files)
-    before = sum(file.nbytes for file in conversion.files if file.name in done)
+    total = 0
+    before = 0
+    for file in conversion.files:
+        total += file.nbytes
+        if file.name in done:
+            before += file.nbytes
     _check_space(partial.path, total - before)
     progress.begin("converting", total, before)
     with conversion.writing():

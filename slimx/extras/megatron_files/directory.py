@@ -113,7 +113,10 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
 
     path = find_checkpoint(path)
     entries = read_metadata(path / ".metadata").state_dict_metadata
-    shapes = {key: tuple(value.size) for key, value in entries.items() if hasattr(value, "size")}
+    shapes = {}
+    for key, value in entries.items():
+        if hasattr(value, "size"):
+            shapes[key] = tuple(value.size)
     if any(".experts.experts.0." in key for key in shapes):
         raise SlimxError(
             f"{path}: every expert is a separate tensor (singleton_local_shards); save it again with Megatron-LM's "
@@ -223,9 +226,11 @@ def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:
     assert isinstance(entry.row.map, Sections)
     first = 0
     for ending, rows in zip(entry.row.sections, entry.row.map.rows, strict=True):
-        section = [rect for rect in part.rects if first <= rect.local_row < first + rows]
-        rects = tuple(rect._replace(local_row=rect.local_row - first) for rect in section)
-        yield f".{ending}", first, part._replace(shape=(rows, *part.shape[1:]), rects=rects)
+        rects = []
+        for rect in part.rects:
+            if first <= rect.local_row < first + rows:
+                rects.append(rect._replace(local_row=rect.local_row - first))
+        yield f".{ending}", first, part._replace(shape=(rows, *part.shape[1:]), rects=tuple(rects))
         first += rows
 
 

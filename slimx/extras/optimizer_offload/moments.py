@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,9 +60,11 @@ class HostMoments(ExternalState):
         """Loads `state`; moments that belong on the host never move to the device.
 
         Transformer Engine's Adam copies loaded state to the device, and a second time into its own state."""
-        indices = [index for group in state["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        hosted = {index: p for index, p in zip(indices, parameters, strict=True) if p in self.moved}
+        hosted = {}
+        for saved, group in zip(state["param_groups"], self.inner.param_groups, strict=True):
+            for index, parameter in zip(saved["params"], group["params"], strict=True):
+                if parameter in self.moved:
+                    hosted[index] = parameter
         values = state["state"]
         on_device = {index: value for index, value in values.items() if index not in hosted}
         self.inner.load_state_dict({**state, "state": on_device})
@@ -94,7 +97,7 @@ class HostMoments(ExternalState):
                         group["step"] = count
                     else:
                         group.pop("step", None)
-                with self._visiting([p for members in piece for p in members if p in self.moved]):
+                with self._visiting(piece):
                     self.inner.step()
                 # A group counts its step once, in however many pieces its parameters came.
                 for index, members in enumerate(piece):
@@ -129,7 +132,9 @@ class HostMoments(ExternalState):
             yield piece
 
     @contextmanager
-    def _visiting(self, parameters: list[torch.Tensor]) -> Iterator[None]:
+    def _visiting(self, piece: list[list[torch.Tensor]]) -> Iterator[None]:
+        """Moves the moments of a piece to the device inside the block, if they belong on the host."""
+        parameters = [parameter for parameter in chain(*piece) if parameter in self.moved]
         for parameter in parameters:
             state = self.inner.state[parameter]
             for key in MOMENTS:
@@ -157,7 +162,7 @@ class HostMoments(ExternalState):
 
 
 def _first(groups: list[dict[str, Any]], fraction: float) -> dict[torch.Tensor, None]:
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = list(chain(*(group["params"] for group in groups)))
     room = fraction * sum(parameter.numel() for parameter in parameters)
     out: dict[torch.Tensor, None] = {}
     for parameter in parameters:

@@ -192,8 +192,14 @@ def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_
         return not tensors_only and (_EXTRA not in value.key or value.unique_key in metadata.state_dict_metadata)
 
     requested, _ = extract_matching_values(sharded, readable)
-    tensors = [value for value in nested_values(requested) if isinstance(value, ShardedTensor)]
-    resizable = {tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch}
+    fixed = []
+    resizable = {}
+    for value in nested_values(requested):
+        if isinstance(value, ShardedTensor):
+            if value.allow_shape_mismatch:
+                resizable[value.key] = value
+            else:
+                fixed.append(value)
     flat, flat_mapping, renamed = _replace_state_dict_keys_with_sharded_keys(requested)
     target = mcore_to_pyt_state_dict(flat, is_loading=True)
     torch_checkpoint.load(
@@ -201,7 +207,7 @@ def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_
         storage_reader=_Reader(path, metadata),
         planner=_Planner(
             flatten_state_dict=False,
-            shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
+            shapes_validation_sharded_tensors=fixed,
             allow_shape_mismatch_sharded_tensors=resizable,
         ),
     )

@@ -74,9 +74,10 @@ def sharded_optimizer(optimizer: ChainedOptimizer, model: ShardedStateDict) -> S
     parts = optimizer.chained_optimizers
     if len(parts) > 1:
         optimizer._synchronize_steps()
-    by_parameter = {
-        sharded.data: sharded for sharded in nested_values(model) if isinstance(sharded.data, torch.nn.Parameter)
-    }
+    by_parameter = {}
+    for sharded in nested_values(model):
+        if isinstance(sharded.data, torch.nn.Parameter):
+            by_parameter[sharded.data] = sharded
     states = [_sharded_part(part, by_parameter) for part in parts]
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
@@ -89,8 +90,9 @@ def load_groups(optimizer: ChainedOptimizer, saved: StateDict) -> None:
         saved_part = saved if len(parts) == 1 else saved[index]
         saved_groups = {_identity(group): group for group in saved_part["optimizer"]["param_groups"]}
         for group in part.param_groups:
-            values = saved_groups[_identity(group)]
-            group.update({key: value for key, value in values.items() if key != "params"})
+            for key, value in saved_groups[_identity(group)].items():
+                if key != "params":
+                    group[key] = value
     if len(parts) > 1:
         optimizer._synchronize_steps()
 
@@ -98,11 +100,10 @@ def load_groups(optimizer: ChainedOptimizer, saved: StateDict) -> None:
 def _sharded_part(part: DistributedOptimizer, by_parameter: dict[torch.nn.Parameter, Sharded]) -> StateDict:
     pieces: list[ShardedStateDict] = []
     for parameter, start, end in _local_ranges(part):
-        flat_states = {
-            kind: tensor.detach()
-            for kind, tensor in part._get_main_param_and_optimizer_states(parameter).items()
-            if tensor.dim()  # a step is kept with its group
-        }
+        flat_states = {}
+        for kind, tensor in part._get_main_param_and_optimizer_states(parameter).items():
+            if tensor.dim():  # a step is kept with its group
+                flat_states[kind] = tensor.detach()
         for sharded, region in _regions(by_parameter[parameter], parameter):
             pieces += _pieces(sharded, region, tuple(parameter.shape), start, end, flat_states)
     return {

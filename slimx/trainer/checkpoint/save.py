@@ -218,8 +218,10 @@ class _Contents:
 
 
 def _nbytes(contents: Mapping[MetadataIndex, Content]) -> int:
-    sizes = [c.nbytes if isinstance(c, torch.Tensor) else c.getbuffer().nbytes for c in contents.values()]
-    return sum(sizes)
+    total = 0
+    for content in contents.values():
+        total += content.nbytes if isinstance(content, torch.Tensor) else content.getbuffer().nbytes
+    return total
 
 
 def _item(result: WriteResult) -> files.Item:

@@ -37,7 +37,9 @@ def metadata(**flags: bool) -> dict[str, object]:
 
 def chunk_keys(chunks: Sequence[torch.nn.Module]) -> list[str]:
     """Returns the keys of the model chunks: `model` for one, `model0`, `model1`, ... for virtual pipeline stages."""
-    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    if len(chunks) == 1:
+        return ["model"]
+    return [f"model{index}" for index in range(len(chunks))]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], **flags: bool) -> ShardedStateDict:
@@ -113,7 +115,8 @@ def common_state(chunks: Sequence[torch.nn.Module], step: int, data_size: int) -
     It has no `rng_state` (ours is per rank, see `random_state`) and no `opt_param_scheduler` (ours is a function of the
     step): Megatron-LM loads the weights with --finetune, or with --no-load-optim at the same iteration."""
     model = unwrap(chunks[0])
-    content = {key: value for key, value in metadata().items() if key != "dp_cp_group"}
+    content = metadata()
+    del content["dp_cp_group"]
     return preloaded(
         vars(model.config),
         vocab_size=model.vocab_size,

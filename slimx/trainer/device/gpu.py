@@ -64,7 +64,9 @@ class NvmlGpu:
         mask = self._query(self._nvml.nvmlDeviceGetCpuAffinityWithinScope, words, scope, default=())
         cpus = set()
         for word, bits in enumerate(mask):
-            cpus |= {64 * word + bit for bit in range(64) if bits >> bit & 1}
+            for bit in range(64):
+                if bits >> bit & 1:
+                    cpus.add(64 * word + bit)
         return cpus
 
     def uncorrected_errors(self) -> int:
@@ -152,7 +154,9 @@ def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
         )
     refuse_xids(gpu)
     reasons = sorted(gpu.throttled())
-    return (f"{gpu.uuid} runs below its clocks: {', '.join(reasons)}",) if reasons else ()
+    if not reasons:
+        return ()
+    return (f"{gpu.uuid} runs below its clocks: {', '.join(reasons)}",)
 
 
 def refuse_xids(gpu: NvmlGpu) -> None:
@@ -209,7 +213,10 @@ class MemoryGuard:
         processes = sorted(self.gpu.processes(), key=lambda process: -(process.nbytes or 0))[:4]
         users = [f"{process.name} (pid {process.pid}) {_mib(process.nbytes)}" for process in processes]
         by_size = sorted(local.items(), key=lambda item: -item[1])
-        kinds = [f"{kind} {_mib(size)}" for kind, size in by_size if size]
+        kinds = []
+        for kind, size in by_size:
+            if size:
+                kinds.append(f"{kind} {_mib(size)}")
         raise SlimxError(
             f"{self.gpu.uuid} has {_mib(free)} of {_mib(total)} free, less than trainer.memory_margin_mib "
             f"{self.margin // MIB}, with caches freed; processes on it: {', '.join(users) or 'none that NVML shows'}; "

@@ -116,10 +116,15 @@ class Offload:
         return tuple(list(_distinct(tensors, seen)) for tensors in self._tensors())
 
     def _tensors(self) -> tuple[list[torch.Tensor], ...]:
-        weights = [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
-        buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        weights += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-        gradients = [buffer.grad_data for buffer in buffers]
+        weights: list[torch.Tensor] = []
+        buffered: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for chunk in self.chunks:
+            weights += [parameter.data for parameter in chunk.parameters()]
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                gradients.append(buffer.grad_data)
+                if buffer.param_data is not None:
+                    buffered.append(buffer.param_data)
         state: list[torch.Tensor] = []
         for part in self.optimizer.chained_optimizers:
             if part.optimizer is not None:
@@ -128,7 +133,7 @@ class Offload:
                 for values in part.optimizer.state.values():
                     state += [values[key] for key in STATE if key in values]
         # Moments that live on the host (trainer.optimizer.offload_fraction) do not move.
-        return weights, gradients, [tensor for tensor in state if tensor.device.type == self.device.type]
+        return weights + buffered, gradients, [tensor for tensor in state if tensor.device.type == self.device.type]
 
     def _out(self, group: StorageGroup) -> None:
         group.sizes = [storage.nbytes() for storage in group.storages]

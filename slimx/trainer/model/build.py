@@ -52,10 +52,8 @@ def build_model(
     make = partial(spec.layer_kind.model_class(kind, sizes_of(config.trainer)), **options)
     # Transformer Engine's layers round internally, see `transformer_config`.
     rounding = Rounding() if backends.transformer_engine else rounding_of(config.trainer)
-    chunks = [
-        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, mode, rounding)
-        for chunk in range(virtual)
-    ]
+    indices = range(virtual) if virtual > 1 else (None,)
+    chunks = [build_chunk(make, spec, transformer, index, device, mode, rounding) for index in indices]
     _freeze(chunks, spec, config)
     attached = form_of(config).attach(unwrap(chunks[0]), spec.table)
     # Buckets stay separate (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which

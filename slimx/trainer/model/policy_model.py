@@ -135,8 +135,13 @@ class PredictionLayer(MultiTokenPredictionLayer):
         if self.config.recompute_method == "block":
             # As upstream: only uniform recomputation covers these layers.
             return self._proj_and_transformer_layer(**inputs)
-        tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
-        others = {name: value for name, value in inputs.items() if name not in tensors}
+        tensors = {}
+        others = {}
+        for name, value in inputs.items():
+            if torch.is_tensor(value):
+                tensors[name] = value
+            else:
+                others[name] = value
 
         def run(*values: torch.Tensor) -> torch.Tensor:
             return self._proj_and_transformer_layer(**dict(zip(tensors, values, strict=True)), **others)
@@ -148,6 +153,7 @@ def with_prediction_layers(
     block: MultiTokenPredictionBlockSubmodules | None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Returns the block's spec with every layer built as a PredictionLayer; None (no such layers) stays None."""
-    for layer in block.layer_specs if block is not None else ():
-        layer.module = PredictionLayer
+    if block is not None:
+        for layer in block.layer_specs:
+            layer.module = PredictionLayer
     return block

@@ -83,8 +83,12 @@ class Weights:
     def matching(self, patterns: Sequence[str], key: str) -> list[torch.nn.Parameter]:
         """Returns parameters matching one of the globs `patterns` of configuration key `key`, see `select`."""
         names = names_of(select(self.spec.table, patterns, key), self.parts)
-        matches = (self.parameters[name] for name in names)
-        return [value for value in matches if isinstance(value, torch.nn.Parameter)]
+        matches = []
+        for name in names:
+            parameter = self.parameters[name]
+            if isinstance(parameter, torch.nn.Parameter):
+                matches.append(parameter)
+        return matches
 
     @torch.no_grad()
     def load(self, path: str) -> None:

@@ -92,11 +92,14 @@ def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
     """Reduces each value over `group` by its reduction; two collectives in total."""
     out: dict[str, float] = {}
     for kind, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
-        names = [name for name, (reduction, _) in values.items() if reduction == kind]
-        if names:
-            stacked = torch.stack([values[name][1].double() for name in names])
+        local = {}
+        for name, (reduction, value) in values.items():
+            if reduction == kind:
+                local[name] = value.double()
+        if local:
+            stacked = torch.stack(list(local.values()))
             dist.all_reduce(stacked, op=op, group=group)
-            out.update(zip(names, stacked.tolist(), strict=True))
+            out.update(zip(local, stacked.tolist(), strict=True))
     return out
 
 

@@ -225,16 +225,21 @@ def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.Process
     before it are affected by it. Ranks of later pipeline stages have higher numbers.
     """
     bad = [name for name, parameter in named.items() if not _finite(parameter)]
-    report = (bad[-1] if bad else None, len(bad), len(named))
+    last = bad[-1] if bad else None
+    report = (last, len(bad), len(named))
     reports: list[tuple[str | None, int, int]] = [report] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
-    affected = [(rank, *entry) for rank, entry in enumerate(reports) if entry[0] is not None]
+    affected = []
+    total = 0
+    for rank, (name, count, parameters) in enumerate(reports):
+        total += count
+        if name is not None:
+            affected.append(f"{name} on trainer rank {rank} ({count} of its {parameters} parameters")
     if not affected:
         return "every gradient is finite, but the sum of their squares is not"
-    rank, name, count, parameters = affected[-1]
-    total = sum(entry[1] for entry in reports)
-    ranks = f", {total} on {len(affected)} ranks" if len(affected) > 1 else ""
-    return f"first in {name} on trainer rank {rank} ({count} of its {parameters} parameters{ranks})"
+    if len(affected) == 1:
+        return f"first in {affected[0]})"
+    return f"first in {affected[-1]}, {total} on {len(affected)} ranks)"
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -108,10 +108,10 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
 
 def _endings(modules: set[str], spec: ModelSpec) -> dict[str, str]:
     """Returns for each of `modules` its shortest name suffix that no other matrix has."""
-    names = {name.removesuffix(".weight") for name, shape in spec.table.checkpoint_shapes().items() if len(shape) == 2}
     taken: set[str] = set()
-    for name in names - modules:
-        if ".experts." not in name:
+    for key, shape in spec.table.checkpoint_shapes().items():
+        name = key.removesuffix(".weight")
+        if len(shape) == 2 and name not in modules and ".experts." not in name:
             taken.update(_endings_of(name))
     return {module: next(end for end in _endings_of(module) if end not in taken) for module in modules}
 
