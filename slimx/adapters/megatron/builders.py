@@ -24,8 +24,12 @@ def submodules_of(builder: Builder) -> dict[str, Builder]:
     parts = get_submodules(builder) if isinstance(builder, ModuleSpec | partial) else None
     if parts is None:
         return {}
-    named = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
-    return {name: value for name, value in named.items() if callable(value)}
+    builders = {}
+    for field in dataclasses.fields(parts):
+        value = getattr(parts, field.name)
+        if callable(value):
+            builders[field.name] = value
+    return builders
 
 
 def exchange(builder: Builder, parts: Mapping[Callable[..., object], ModuleSpec]) -> Builder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Step:
 
     @property
     def rows(self) -> list[TrainingRow]:
-        return [row for update in self.updates for row in update]
+        return list(chain(*self.updates))
 
 
 class Estimator:
@@ -150,8 +151,8 @@ def _trained_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
     """Returns reward parts by name, one value per rollout. Raises SlimxError if a trajectory lacks one."""
-    trajectories = [trajectory for members in rollouts.values() for trajectory in members]
-    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.reward_parts)
+    trajectories = list(chain(*rollouts.values()))
+    names = dict.fromkeys(chain(*(trajectory.reward_parts for trajectory in trajectories)))
     for trajectory in trajectories:
         missing = sorted(names.keys() - trajectory.reward_parts.keys())
         if missing or not names:

@@ -283,10 +283,13 @@ def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:
 def _others(spec: ModelSpec, original: CheckpointReader, dtype: torch.dtype | None) -> list[Unit]:
     """Returns units for tensors of `original` that trainers do not have: aliases, and frozen tensors and buffers as
     stored."""
-    aliases = [name for name in spec.table.aliases if name in original.names]
-    frozen = [name for name in spec.table.frozen if name in original.names]
-    units = [copied(name, original.shape(name), dtype or original.dtype(name)) for name in aliases]
-    units += [copied(name, original.shape(name), original.dtype(name)) for name in (*frozen, *original.buffers)]
+    units = []
+    for name in spec.table.aliases:
+        if name in original.names:
+            units.append(copied(name, original.shape(name), dtype or original.dtype(name)))
+    for name in (*spec.table.frozen, *original.buffers):
+        if name in original.names:
+            units.append(copied(name, original.shape(name), original.dtype(name)))
     return units
 
 

@@ -93,8 +93,10 @@ class Target:
         sizes = self.sizes
         row = entry.row
         if row.stage == "layer":
+            stage = 0
             stages = stage_layers(sizes, self.table.layers)
-            stage = next(index for index, layers in enumerate(stages) if entry.layer in layers)
+            while entry.layer not in stages[stage]:
+                stage += 1
         else:
             stage = 0 if row.stage == "first" else sizes.pipeline - 1
         if row.per_expert:
@@ -108,8 +110,11 @@ class Target:
         return self.sizes.expert_tensor if row.per_expert else self.sizes.tensor
 
     def __str__(self) -> str:
-        named = [field.name for field in fields(self.sizes) if field.name in _NAMES]
-        return ",".join(f"{name}={getattr(self.sizes, name)}" for name in named)
+        parts = []
+        for field in fields(self.sizes):
+            if field.name in _NAMES:
+                parts.append(f"{field.name}={getattr(self.sizes, field.name)}")
+        return ",".join(parts)
 
 
 def cut(row: Row, ways: int) -> list[ShardBox]:

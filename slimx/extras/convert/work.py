@@ -212,8 +212,10 @@ def _write_all(
             pool.shutdown(cancel_futures=True)
             _collect(running, done)
             if isinstance(error, _Stopped):  # because of a file that failed and whose future may end later
-                failures = [_failure(future) for future in running]
-                error = next(failure for failure in failures if failure is not None)
+                for future in running:
+                    failure = _failure(future)
+                    if failure is not None:
+                        raise failure from None
             raise error
 
 

@@ -10,7 +10,7 @@ megatron/training/checkpointing.py of Megatron-LM, core_r0.16.0. `load.py` loads
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Keys whose rows Megatron-LM pads to a multiple of `make_vocab_size_divisible_by` x TP."""
-_PADDINGS = sorted({*(2**k for k in range(13)), *(192 * 2**k for k in range(6))})
+_POWERS = tuple(2**exponent for exponent in range(13))
+_PADDINGS = sorted({*_POWERS, *(192 * power for power in _POWERS[:6])})
 """Multiples of a padded vocabulary: divisors up to 128 times tensor-parallel sizes up to 48, in powers of two and three
 times them."""
 _NOT_WEIGHTS = re.compile(
@@ -130,7 +131,7 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
         if place.key in known:
             continue
         known |= {place.key, *place.also}
-        key = next((key for key in (*place.also, place.key) if key in shapes), None)
+        key = _present((*place.also, place.key), shapes)
         if key is None:
             raise _wrong(path, place.key, "missing", "is missing; the checkpoint is not of this model")
         if key != place.key:
@@ -145,6 +146,14 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
         lost = f"is not part of the model ({len(unknown)} such tensors), and would be lost"
         raise _wrong(path, unknown[0], "unknown", f"{lost}; give the config.json of the model that was saved")
     return Fit(path, per_layer, keys, frozenset(centred))
+
+
+def _present(keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Returns the first of `keys` that is in `shapes`."""
+    for key in keys:
+        if key in shapes:
+            return key
+    return None
 
 
 def _wrong(path: Path, key: str, code: str, problem: str) -> SlimxError:

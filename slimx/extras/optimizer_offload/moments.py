@@ -115,7 +115,10 @@ class HostMoments(ExternalState):
 
     def _pieces(self, groups: list[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
         """Yields parameters by group: first those whose moments stay on the device, then pieces of the others."""
-        yield [[p for p in parameters if p not in self.moved] for parameters in groups]
+        on_device: list[list[torch.Tensor]] = [[] for _ in groups]
+        for index, parameters in enumerate(groups):
+            on_device[index] += [parameter for parameter in parameters if parameter not in self.moved]
+        yield on_device
         piece: list[list[torch.Tensor]] = [[] for _ in groups]
         room = self.piece_bytes
         for index, parameters in enumerate(groups):

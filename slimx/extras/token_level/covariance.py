@@ -17,8 +17,11 @@ class Selection(Estimator):
 
     def finish(self, step: Step) -> dict[str, float]:
         loss = self.algorithm.loss
-        metrics = [select_tokens(loss, update, (*step.seed, index)) for index, update in enumerate(step.updates)]
-        return {name: float(np.mean([update[name] for update in metrics])) for name in metrics[0]}
+        metrics: dict[str, list[float]] = {}
+        for index, update in enumerate(step.updates):
+            for name, value in select_tokens(loss, update, (*step.seed, index)).items():
+                metrics.setdefault(name, []).append(value)
+        return {name: float(np.mean(values)) for name, values in metrics.items()}
 
 
 def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:

@@ -44,14 +44,16 @@ class Weights:
         names = {part.name for part in self.parts}
         # Several chunks form a list of modules, whose names begin with the chunk's index.
         module = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
-        buffers = {name: buffer for name, buffer in module.named_buffers() if name in names}
         self.attached = AttachedForm() if attached is None else attached
         others = {id(parameter) for parameter in self.attached.parameters().values()}
         parameters: dict[str, torch.Tensor] = {}
         for name, value in module.named_parameters():
             if name not in excluded and id(value) not in others:
                 parameters[name] = value
-        self.parameters: dict[str, torch.Tensor] = {**parameters, **buffers}
+        for name, buffer in module.named_buffers():
+            if name in names:
+                parameters[name] = buffer
+        self.parameters = parameters
         """Parameters, and the buffers that the table names (an expert bias)."""
         if names != set(self.parameters):
             odd = sorted(names ^ set(self.parameters))

@@ -105,7 +105,7 @@ def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
 
 LAST = frozenset({"optim/lr", "critic/lr"})
 """Metrics of a step that are those of its last update."""
-COUNTS = frozenset(f"{prefix}/{name}" for prefix in ("optim", "critic") for name in ("skipped", "zero_gradient"))
+COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "critic/zero_gradient"})
 """Metrics that are counts and add up."""
 
 

@@ -90,8 +90,9 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
         targets["target_parameters"].add(f"mlp.experts.{parameter}")
     for (layer, parameter), experts in stacks.items():
         prefix = f"{ADAPTER_PREFIX}{layer}.experts{WRAPPED[parameter]}"
-        tensors[f"{prefix}.lora_A.weight"] = torch.cat([a for a, _ in experts])
-        tensors[f"{prefix}.lora_B.weight"] = torch.stack([b for _, b in experts], 2).flatten(1)
+        stack_a, stack_b = zip(*experts, strict=True)
+        tensors[f"{prefix}.lora_A.weight"] = torch.cat(stack_a)
+        tensors[f"{prefix}.lora_B.weight"] = torch.stack(stack_b, 2).flatten(1)
     for module, ending in _endings(modules, spec).items():
         if spec.experts and module.endswith(PARAMETERS):
             targets["target_parameters"].add(f"{ending}.weight")
@@ -113,7 +114,11 @@ def _endings(modules: set[str], spec: ModelSpec) -> dict[str, str]:
         name = key.removesuffix(".weight")
         if len(shape) == 2 and name not in modules and ".experts." not in name:
             taken.update(_endings_of(name))
-    return {module: next(end for end in _endings_of(module) if end not in taken) for module in modules}
+    out = {}
+    for module in modules:
+        free = [ending for ending in _endings_of(module) if ending not in taken]
+        out[module] = free[0]
+    return out
 
 
 def _endings_of(name: str) -> list[str]:

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,7 +114,7 @@ class SafetensorsFile:
         reading = Reading(self.source)
         # Tensors follow each other without gaps, so tensors of odd sizes come last to keep the others aligned.
         units = sorted(self.units, key=lambda unit: any(tensor.nbytes % 8 for tensor in unit.tensors))
-        stream.write(_header([tensor for unit in units for tensor in unit.tensors]))
+        stream.write(_header(list(chain(*(unit.tensors for unit in units)))))
         for unit in units:
             for block in unit.blocks(reading):
                 stream.write(block.contiguous().reshape(-1).view(torch.uint8).numpy())

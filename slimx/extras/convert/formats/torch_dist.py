@@ -246,9 +246,9 @@ class ToMegatron:
                     chunks[key].append(ChunkStorageMetadata(offset, torch.Size(piece.sizes)))
                     stored[index] = _StorageInfo(Path(file.name).name, start, length)
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for key, place in {place.key: place for place in self._tensors}.items():
-            for name in (key, *place.also):
-                properties = TensorProperties(dtype=self._dtypes[key])
+        for place in self._tensors:
+            for name in (place.key, *place.also):
+                properties = TensorProperties(dtype=self._dtypes[place.key])
                 tensors[name] = TensorStorageMetadata(properties, torch.Size(place.shape), chunks[name])
         # Without path and random id: the same conversion gives the same bytes.
         return Metadata(tensors, {key: (key,) for key in tensors}, stored, StorageMeta())

@@ -108,7 +108,12 @@ class TorchDistReader:
     @cached_property
     def centred(self) -> frozenset[str]:
         """Norms whose factors were saved minus 1, and are computed in fp32, as in megatron-core."""
-        return frozenset(name for name, [(place, _), *_] in self._holders.items() if place.centred)
+        names = set()
+        for name, holders in self._holders.items():
+            first, _ = holders[0]
+            if first.centred:
+                names.add(name)
+        return frozenset(names)
 
     def reopened(self) -> TorchDistReader:
         """Returns the same reader with no file mapped."""
@@ -244,7 +249,11 @@ class _Pieces:
 
     def overlapping(self, index: Shape) -> list[_Stored]:
         """Returns the pieces that contain a part of the matrix at `index`."""
-        return self._by_index.get(index, []) + [piece for piece in self._others if _covers(piece, index)]
+        pieces = list(self._by_index.get(index, ()))
+        for piece in self._others:
+            if _covers(piece, index):
+                pieces.append(piece)
+        return pieces
 
 
 def _covers(piece: _Stored, index: Shape) -> bool:
