@@ -33,7 +33,7 @@ class ContextShard:
                 cut[field.name] = value[index]
         return replace(batch, **cut, support=None if batch.support is None else batch.support.take(index))
 
-    def whole(self, part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Joins all ranks' parts of a per-token tensor in the order of the pack: [T / size, ...] -> [T, ...].
 
         Collective, no gradient."""
@@ -59,11 +59,11 @@ class ContextShard:
             dist.all_reduce(sums, group=self._group)
         return sums[index].to(values.dtype)
 
-    def part(self, whole: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def local(self, full: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Returns this rank's tokens of a tensor over the pack: [T, ...] -> [T / size, ...]."""
         if self.size == 1:
-            return whole
-        return whole[torch.from_numpy(zigzag(lengths, self.size, self.rank)).to(whole.device)]
+            return full
+        return full[torch.from_numpy(zigzag(lengths, self.size, self.rank)).to(full.device)]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

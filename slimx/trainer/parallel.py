@@ -24,7 +24,7 @@ class ParallelState:
         self.sizes = sizes
         self.rank = rank
         self.device = device
-        self.place: Coordinates = coordinates(rank, sizes)
+        self.coordinates: Coordinates = coordinates(rank, sizes)
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=deadline_s)
         url = urlsplit(init_method)
@@ -62,7 +62,7 @@ class ParallelState:
     @property
     def last_stage(self) -> bool:
         """True on the ranks of the last pipeline stage, which compute logits."""
-        return self.place.pipeline == self.sizes.pipeline - 1
+        return self.coordinates.pipeline == self.sizes.pipeline - 1
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:

@@ -44,7 +44,7 @@ class TrainedModel:
         self.weights = weights
         self.optimizer = optimizer
         self.offloading = Offload(chunks, optimizer, parallel.device, rounding_of(config.trainer))
-        self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
+        self.context = ContextShard(parallel.sizes.context, parallel.coordinates.context, parallel.context_group)
         self.saver = Saver(
             rank=parallel.rank,
             world=parallel.sizes.world,

@@ -116,10 +116,10 @@ class PolicyTrainer(TrainedModel):
         for update in trained:
             batches = []
             for logprobs, differs, lengths in update:
-                differs = self.context.whole(differs.to(torch.uint8), lengths)
+                differs = self.context.gather(differs.to(torch.uint8), lengths)
                 batches.append(
                     {
-                        "logprobs": self.context.whole(logprobs, lengths).cpu().numpy(),
+                        "logprobs": self.context.gather(logprobs, lengths).cpu().numpy(),
                         "other_experts": differs.cpu().numpy().astype(bool),
                     }
                 )
@@ -176,7 +176,7 @@ class PolicyTrainer(TrainedModel):
         out = []
         for scores, batch in zip(values, batches, strict=True):
             named = scores._asdict().items()
-            out.append({name: self.context.whole(part, batch.lengths).cpu().numpy() for name, part in named})
+            out.append({name: self.context.gather(part, batch.lengths).cpu().numpy() for name, part in named})
         return out
 
     @operation("logprobs", needs="weights")
@@ -205,8 +205,8 @@ class PolicyTrainer(TrainedModel):
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """Marks this rank's tokens that differ, or follow a differing one in their sequence."""
-        full = self.context.whole(differs.to(torch.uint8), lengths)
-        return self.context.part(within_sequence(full, lengths), lengths)
+        full = self.context.gather(differs.to(torch.uint8), lengths)
+        return self.context.local(within_sequence(full, lengths), lengths)
 
     def _differing(self, batches: list[MicroBatch]) -> torch.Tensor:
         """Marks this rank's tokens, bool [sum of T], for which a layer of any pipeline stage used other experts than

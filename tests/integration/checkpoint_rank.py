@@ -70,7 +70,7 @@ class Rank:
             multiple_of=sizes.tensor * sizes.context,
             sequence_multiple=2 * sizes.context,
         )
-        return batch.shards[self.parallel.place.data]
+        return batch.shards[self.parallel.coordinates.data]
 
     def steps(self, trainer: Any, first: int, count: int) -> list[dict[str, float]]:
         return [trainer.train_step(self.batches(s), step=s, version=0) for s in range(first, first + count)]

@@ -35,7 +35,7 @@ class Fp8Rank(OptimizerRank):
         trajectories = demonstrations(step)[: self.job["sequences"]]
         rows = make_rows(trajectories, [1.0] * len(trajectories), loss_weights(trajectories, "token"))
         pack = make_packer(self.config(), self.spec, self.sizes)
-        return pack(rows).shards[self.parallel.place.data]
+        return pack(rows).shards[self.parallel.coordinates.data]
 
     def gradients_of(self, name: str, **options: Any) -> None:
         """Log-probs and gradients of one step."""

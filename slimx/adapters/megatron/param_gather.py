@@ -13,10 +13,14 @@ Only a forward pass may read weights before `gather`. All ranks of a pipeline st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 
 def wait_by_layer(chunk: DistributedDataParallel, model: GPTModel) -> None:
@@ -25,7 +29,7 @@ def wait_by_layer(chunk: DistributedDataParallel, model: GPTModel) -> None:
     decoder = model.decoder
 
     def waiting(parts: list[torch.nn.Module]) -> Callable[..., None]:
-        groups = {}
+        groups: dict[_ParamAndGradBucketGroup, None] = {}
         for part in parts:
             for parameter in part.parameters():
                 if parameter.requires_grad:

@@ -115,9 +115,9 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
     path = find_checkpoint(path)
     entries = read_metadata(path / ".metadata").state_dict_metadata
     shapes = {}
-    for key, value in entries.items():
+    for name, value in entries.items():
         if hasattr(value, "size"):
-            shapes[key] = tuple(value.size)
+            shapes[name] = tuple(value.size)
     if any(".experts.experts.0." in key for key in shapes):
         raise SlimxError(
             f"{path}: every expert is a separate tensor (singleton_local_shards); save it again with Megatron-LM's "

@@ -102,7 +102,7 @@ class ValueTrainer(TrainedModel):
         if not self.parallel.last_stage:
             return []
         pairs = zip(parts, batches, strict=True)
-        return [self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in pairs]
+        return [self.context.gather(part, batch.lengths).cpu().numpy() for part, batch in pairs]
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int) -> dict[str, float]:

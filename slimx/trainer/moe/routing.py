@@ -148,7 +148,7 @@ class Routing:
     def _tokens_of(self, batch: MicroBatch, replayed: torch.Tensor | None) -> RoutedTokens:
         sizes = self._parallel.sizes
         segments = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
-        segments = segments[zigzag(batch.lengths, sizes.context, self._parallel.place.context)]
+        segments = segments[zigzag(batch.lengths, sizes.context, self._parallel.coordinates.context)]
         return RoutedTokens(
             counted=self._shard(~batch.padding),
             segments=self._shard(segments),
@@ -158,7 +158,7 @@ class Routing:
 
     def _shard(self, values: np.ndarray, axis: int = 0) -> torch.Tensor:
         """Returns this tensor-parallel rank's part of a micro-batch's tokens (sequence parallelism), on its device."""
-        part = np.split(values, self._parallel.sizes.tensor, axis)[self._parallel.place.tensor]
+        part = np.split(values, self._parallel.sizes.tensor, axis)[self._parallel.coordinates.tensor]
         return to_device(np.ascontiguousarray(part), self._parallel.device)
 
     # Routes -----------------------------------------------------------------------------------------------------------
