@@ -123,15 +123,15 @@ def megatron_to_hf(
     units = []
     dtypes = set()
     for name, (shape, declared) in _tensors(spec).items():
-        place = stored(name)
+        tensor = stored(name)
         target = _target_dtype(trained, name, declared, dtype)
         if declared is None and name not in trained.centred:
             dtypes.add(target)
-        if place.index is None:
+        if tensor.index is None:
             units.append(copied(name, shape, target))
-        elif place.index == 0:
+        elif tensor.index == 0:
             experts = [name.replace("[0]", f"[{index}]") for index in range(table.experts)]
-            units.append(stacked(place.name, experts, place.shape(shape, table.experts), target))
+            units.append(stacked(tensor.name, experts, tensor.shape(shape, table.experts), target))
     if originals is not None:
         originals.check_copies(table)
         units += _others(spec, originals, dtype)

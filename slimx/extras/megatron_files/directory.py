@@ -127,19 +127,21 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
     known: set[str] = set()
     keys: dict[str, str] = {}
     centred: set[str] = set()
-    for place in places(table, per_layer=per_layer):
-        if place.key in known:
+    for location in locations(table, per_layer=per_layer):
+        if location.key in known:
             continue
-        known |= {place.key, *place.also}
-        key = _present((*place.also, place.key), shapes)
+        known |= {location.key, *location.also}
+        key = _present((*location.also, location.key), shapes)
         if key is None:
-            raise _wrong(path, place.key, "missing", "is missing; the checkpoint is not of this model")
-        if key != place.key:
-            keys[place.key] = key
-        elif place.centred and not (path / RUN_STATE).is_dir():  # a run's checkpoint without them predates these keys
+            raise _wrong(path, location.key, "missing", "is missing; the checkpoint is not of this model")
+        if key != location.key:
+            keys[location.key] = key
+        elif (
+            location.centred and not (path / RUN_STATE).is_dir()
+        ):  # a run's checkpoint without them predates these keys
             centred.add(key)
-        if shapes[key] != place.shape and not _padded(path, key, shapes[key], place.shape):
-            shape = f"has shape {list(shapes[key])}, the model has {list(place.shape)}"
+        if shapes[key] != location.shape and not _padded(path, key, shapes[key], location.shape):
+            shape = f"has shape {list(shapes[key])}, the model has {list(location.shape)}"
             raise _wrong(path, key, "shape", shape)
     unknown = sorted(key for key in shapes.keys() - known if not _ignored(key, table.mtp_layers, prediction))
     if unknown:
@@ -181,7 +183,7 @@ def _padded(path: Path, key: str, saved: tuple[int, ...], expected: tuple[int, .
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorLocation:
     """Location of one tensor of the model in a checkpoint: a matrix or vector of the tensor with key `key`."""
 
     key: str
@@ -200,7 +202,7 @@ class TensorPlace:
     """First row in the entry's tensor: checkpoints store the sections of a tensor separately."""
 
 
-def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
+def locations(table: Table, *, per_layer: bool) -> Iterator[TensorLocation]:
     """Yields every tensor of the model in the order of the Hugging Face checkpoint, keyed and stacked as Megatron-LM
     does."""
     for entry, part in zip(table.entries(), MegatronLayout(table, Sizes()).parts(), strict=True):
@@ -224,7 +226,7 @@ def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
             also = (_PROJECTION_NORM.sub("norm", name),)
         for ending, first, section in _sections(entry, part):
             shape = (*axes, *section.shape)
-            yield TensorPlace(name + ending, shape, index, section, entry, also, factor is not None, first)
+            yield TensorLocation(name + ending, shape, index, section, entry, also, factor is not None, first)
 
 
 def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:

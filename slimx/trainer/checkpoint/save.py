@@ -225,18 +225,18 @@ def _nbytes(contents: Mapping[MetadataIndex, Content]) -> int:
 
 
 def _item(result: WriteResult) -> files.Item:
-    place = result.storage_data
+    storage = result.storage_data
     offset = result.index.offset
     return files.Item(
         result.index.fqn,
         None if offset is None else list(offset),
-        place.relative_path,
-        place.offset,
-        place.length,
+        storage.relative_path,
+        storage.offset,
+        storage.length,
     )
 
 
 def _result(item: files.Item) -> WriteResult:
     offset = None if item.offset is None else torch.Size(item.offset)
-    place = _StorageInfo(item.file, item.position, item.length)
-    return WriteResult(index=MetadataIndex(item.key, offset), size_in_bytes=item.length, storage_data=place)
+    storage = _StorageInfo(item.file, item.position, item.length)
+    return WriteResult(index=MetadataIndex(item.key, offset), size_in_bytes=item.length, storage_data=storage)

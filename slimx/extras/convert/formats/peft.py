@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats.torch_dist_reader import read_whole
 from slimx.extras.lora.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
-from slimx.extras.megatron_files.directory import TensorPlace, find_checkpoint, places
+from slimx.extras.megatron_files.directory import TensorLocation, find_checkpoint, locations
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.manifest import ADAPTER_PREFIX
@@ -68,17 +68,17 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
     modules: set[str] = set()
     stacks: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     rank = 0
-    for place in places(spec.table, per_layer=per_layer):
-        names = [f"{place.key.removesuffix('.weight')}.lora_{letter}" for letter in "ab"]
-        if not place.key.endswith(".weight") or names[0] not in keys:
+    for location in locations(spec.table, per_layer=per_layer):
+        names = [f"{location.key.removesuffix('.weight')}.lora_{letter}" for letter in "ab"]
+        if not location.key.endswith(".weight") or names[0] not in keys:
             continue
         for name in names:
             if name not in complete:
                 complete[name] = read_whole(path, name, metadata)
-        a, b = (complete[name][place.index] for name in names)
+        a, b = (complete[name][location.index] for name in names)
         rank = len(a)
-        parts = _by_module(place, b)
-        if ".experts." not in place.part.sources[0]:
+        parts = _by_module(location, b)
+        if ".experts." not in location.part.sources[0]:
             for module, rows in parts.items():
                 tensors[f"{ADAPTER_PREFIX}{module}.lora_A.weight"] = a.clone()
                 tensors[f"{ADAPTER_PREFIX}{module}.lora_B.weight"] = rows
@@ -126,14 +126,14 @@ def _endings_of(name: str) -> list[str]:
     return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
-def _by_module(place: TensorPlace, b: torch.Tensor) -> dict[str, torch.Tensor]:
+def _by_module(location: TensorLocation, b: torch.Tensor) -> dict[str, torch.Tensor]:
     """Splits rows of B [out, r] by their module of transformers, in the order of the checkpoint's names."""
     rows: dict[int, dict[int, int]] = defaultdict(dict)
-    for rect in place.part.rects:
+    for rect in location.part.rects:
         for index in range(rect.rows):
             rows[rect.source][rect.row + index * rect.step] = rect.local_row + index
     out = {}
     for source, local_rows in sorted(rows.items()):
-        module = place.part.sources[source].removesuffix(".weight")
+        module = location.part.sources[source].removesuffix(".weight")
         out[module] = b[[local_rows[row] for row in sorted(local_rows)]].contiguous()
     return out

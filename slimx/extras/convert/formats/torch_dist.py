@@ -41,7 +41,7 @@ from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader, read
 from slimx.extras.convert.sources import BLOCK_BYTES, Advance, Reading, Shape, TensorSource
 from slimx.extras.convert.target import ShardBox, Target
 from slimx.extras.convert.work import Stream
-from slimx.extras.megatron_files.directory import TensorPlace, places
+from slimx.extras.megatron_files.directory import TensorLocation, locations
 from slimx.json_types import Json
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
@@ -59,52 +59,52 @@ _RELEASE = "release"
 class Piece:
     """A rectangle of one tensor, stored separately."""
 
-    place: TensorPlace
+    location: TensorLocation
     box: ShardBox
     dtype: torch.dtype
 
     @property
     def offsets(self) -> Shape:
         """Position of its first element in the full tensor."""
-        return (*self.place.index, *self._trim(self.box.row, self.box.col, (0,) * len(self._inner)))
+        return (*self.location.index, *self._trim(self.box.row, self.box.col, (0,) * len(self._inner)))
 
     @property
     def sizes(self) -> Shape:
-        return (*(1 for _ in self.place.index), *self._trim(self.box.rows, self.box.cols, self._inner))
+        return (*(1 for _ in self.location.index), *self._trim(self.box.rows, self.box.cols, self._inner))
 
     @property
     def _inner(self) -> Shape:
         """Axes between rows and columns, of length 1 in every model (a depthwise convolution's)."""
-        return self.place.part.shape[1:-1]
+        return self.location.part.shape[1:-1]
 
     @property
     def nbytes(self) -> int:
         return self.box.rows * self.box.cols * self.dtype.itemsize
 
     def _trim(self, row: int, col: int, inner: Shape) -> Shape:
-        return (row,) if len(self.place.part.shape) == 1 else (row, *inner, col)
+        return (row,) if len(self.location.part.shape) == 1 else (row, *inner, col)
 
     def make(self, reading: Reading) -> torch.Tensor:
         """Computes the piece's values, in the scratch memory of `reading`."""
         box = self.box
-        part = self.place.part
+        part = self.location.part
         out = reading.scratch.tensor((box.rows, box.cols), self.dtype)
         for rect in part.rects:
             overlap = clip(rect, box)
             if overlap is not None:
                 target = out[overlap.local_row :, overlap.local_col :][: overlap.rows, : overlap.cols]
                 target.copy_(reading.read(part.sources[rect.source], overlap))
-        return (out.sub_(1) if self.place.centred else out).view(self.sizes)
+        return (out.sub_(1) if self.location.centred else out).view(self.sizes)
 
 
-def _section_boxes(place: TensorPlace, boxes: Sequence[ShardBox]) -> Iterator[ShardBox]:
-    """Yields the parts of `boxes`, which cut the full tensor of an entry, in the section at `place`."""
-    rows, _ = matrix(place.part.shape)
+def _section_boxes(location: TensorLocation, boxes: Sequence[ShardBox]) -> Iterator[ShardBox]:
+    """Yields the parts of `boxes`, which cut the full tensor of an entry, in the section at `location`."""
+    rows, _ = matrix(location.part.shape)
     for box in boxes:
-        top = max(box.row, place.first)
-        end = min(box.row + box.rows, place.first + rows)
+        top = max(box.row, location.first)
+        end = min(box.row + box.rows, location.first + rows)
         if top < end:
-            yield box._replace(row=top - place.first, rows=end - top)
+            yield box._replace(row=top - location.first, rows=end - top)
 
 
 def clip(rect: Rect, box: ShardBox) -> Rect | None:
@@ -132,12 +132,12 @@ class TorchDistFile:
     def write(self, stream: Stream) -> list[list[int]]:
         """Writes the pieces; returns position and length of each, in bytes."""
         reading = Reading(self.source)
-        locations = []
+        spans = []
         for piece in self.pieces:
             start = stream.tell()
             torch.save(piece.make(reading), cast("IO[bytes]", stream))  # it only writes
-            locations.append([start, stream.tell() - start])
-        return locations
+            spans.append([start, stream.tell() - start])
+        return spans
 
 
 class ToMegatron:
@@ -161,9 +161,9 @@ class ToMegatron:
         self.spec = spec
         self.target = target
         self.numbered = numbered
-        self._tensors: list[TensorPlace] = []
-        for place in places(spec.table, per_layer=numbered):
-            self._tensors += _written(place)
+        self._tensors: list[TensorLocation] = []
+        for location in locations(spec.table, per_layer=numbered):
+            self._tensors += _written(location)
         self._dtypes = _dtypes(self._tensors, source, dtype)
         self.files = self._plan(source)
         self.fingerprint = _fingerprint(f"hf-to-megatron {origin} {target}", self.files)
@@ -173,10 +173,10 @@ class ToMegatron:
         files: list[TorchDistFile] = []
         current: dict[int, TorchDistFile] = {}
         count: dict[int, int] = {}
-        for place in self._tensors:
-            for box in _section_boxes(place, self.target.boxes(place.entry)):
-                rank = self.target.rank(place.entry, box.shard)
-                for piece in _split(Piece(place, box, self._dtypes[place.key])):
+        for location in self._tensors:
+            for box in _section_boxes(location, self.target.boxes(location.entry)):
+                rank = self.target.rank(location.entry, box.shard)
+                for piece in _split(Piece(location, box, self._dtypes[location.key])):
                     file = current.get(rank)
                     if file is None or file.nbytes + piece.nbytes > self._file_bytes:
                         index = count.get(rank, 0)
@@ -209,14 +209,14 @@ class ToMegatron:
         SlimxError naming the first that differs."""
         written = Reading(TorchDistReader(directory, self.spec.table))
         source = Reading(self._source)
-        for place in self._tensors:
-            if place.first:
+        for location in self._tensors:
+            if location.first:
                 continue  # the sources are those of the first section
-            if place.centred:
-                _compare_centred(place, source, directory / _RELEASE)
+            if location.centred:
+                _compare_centred(location, source, directory / _RELEASE)
                 continue
-            for name, (_, shape) in zip(place.entry.sources, place.entry.row.sources, strict=True):
-                compare_copied(name, shape, self._dtypes[place.key], source, written, advance)
+            for name, (_, shape) in zip(location.entry.sources, location.entry.row.sources, strict=True):
+                compare_copied(name, shape, self._dtypes[location.key], source, written, advance)
 
     def finish(self, directory: Path, notes: Json) -> None:
         """Writes metadata, arguments, format and tracker: `small`."""
@@ -240,16 +240,16 @@ class ToMegatron:
         for file in self.files:
             for piece, (start, length) in zip(file.pieces, notes[file.name], strict=True):
                 # Keys that other systems use refer to the same bytes.
-                for key in (piece.place.key, *piece.place.also):
+                for key in (piece.location.key, *piece.location.also):
                     offset = torch.Size(piece.offsets)
                     index = MetadataIndex(key, offset, len(chunks[key]))
                     chunks[key].append(ChunkStorageMetadata(offset, torch.Size(piece.sizes)))
                     stored[index] = _StorageInfo(Path(file.name).name, start, length)
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for place in self._tensors:
-            for name in (place.key, *place.also):
-                properties = TensorProperties(dtype=self._dtypes[place.key])
-                tensors[name] = TensorStorageMetadata(properties, torch.Size(place.shape), chunks[name])
+        for location in self._tensors:
+            for name in (location.key, *location.also):
+                properties = TensorProperties(dtype=self._dtypes[location.key])
+                tensors[name] = TensorStorageMetadata(properties, torch.Size(location.shape), chunks[name])
         # Without path and random id: the same conversion gives the same bytes.
         return Metadata(tensors, {key: (key,) for key in tensors}, stored, StorageMeta())
 
@@ -276,42 +276,44 @@ class ToMegatron:
         )
 
 
-def _written(place: TensorPlace) -> Iterator[TensorPlace]:
-    """Yields the tensors that the one at `place` is written as: two if its key stores it minus 1."""
-    if not place.centred:
-        yield place
+def _written(location: TensorLocation) -> Iterator[TensorLocation]:
+    """Yields the tensors that the one at `location` is written as: two if its key stores it minus 1."""
+    if not location.centred:
+        yield location
         return
-    yield replace(place, also=())
-    yield replace(place, key=place.also[0], also=(), centred=False)
+    yield replace(location, also=())
+    yield replace(location, key=location.also[0], also=(), centred=False)
 
 
-def _compare_centred(place: TensorPlace, source: Reading, release: Path) -> None:
-    """Raises SlimxError unless the key of `place` stores the source's values minus 1."""
-    (name,) = place.part.sources
-    expected = source.read(name, place.part.rects[0]).float().flatten() - 1
-    written = read_whole(release, place.key, read_metadata(release / ".metadata"))
-    if not torch.equal(bits(written[place.index]), bits(expected)):
-        raise differs(name, f"{place.key} is not its values minus 1")
+def _compare_centred(location: TensorLocation, source: Reading, release: Path) -> None:
+    """Raises SlimxError unless the key of `location` stores the source's values minus 1."""
+    (name,) = location.part.sources
+    expected = source.read(name, location.part.rects[0]).float().flatten() - 1
+    written = read_whole(release, location.key, read_metadata(release / ".metadata"))
+    if not torch.equal(bits(written[location.index]), bits(expected)):
+        raise differs(name, f"{location.key} is not its values minus 1")
 
 
-def _dtypes(tensors: Sequence[TensorPlace], source: TensorSource, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(
+    tensors: Sequence[TensorLocation], source: TensorSource, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
     """Returns the dtype of each key: its row's declared one, else `dtype`, else that of the source's tensors. Raises
     SlimxError if the source stores them in several."""
     out: dict[str, torch.dtype] = {}
-    for place in tensors:
-        declared = "float32" if place.centred else place.entry.row.dtype
+    for location in tensors:
+        declared = "float32" if location.centred else location.entry.row.dtype
         if declared is not None:
-            out[place.key] = getattr(torch, declared)
+            out[location.key] = getattr(torch, declared)
             continue
         if dtype is not None:
-            out[place.key] = dtype
+            out[location.key] = dtype
             continue
-        for name in place.part.sources:
+        for name in location.part.sources:
             actual = source.dtype(name)
-            if out.setdefault(place.key, actual) != actual:
+            if out.setdefault(location.key, actual) != actual:
                 raise SlimxError(
-                    f"tensor {name} is stored as {actual} and others of {place.key}, one tensor in Megatron, as "
-                    f"{out[place.key]}: both cannot be kept exactly; choose --dtype",
+                    f"tensor {name} is stored as {actual} and others of {location.key}, one tensor in Megatron, as "
+                    f"{out[location.key]}: both cannot be kept exactly; choose --dtype",
                     code="convert.dtypes",
                     about=name,
                 )
@@ -324,12 +326,12 @@ def _split(piece: Piece) -> Iterator[Piece]:
     step = max(1, BLOCK_BYTES // (box.cols * piece.dtype.itemsize))
     for row in range(0, box.rows, step):
         part = ShardBox(box.shard, box.row + row, box.col, min(step, box.rows - row), box.cols)
-        yield Piece(piece.place, part, piece.dtype)
+        yield Piece(piece.location, part, piece.dtype)
 
 
 def _fingerprint(identity: str, files: Sequence[TorchDistFile]) -> str:
     digest = hashlib.sha256(identity.encode())
     for file in files:
         for piece in file.pieces:
-            digest.update(f"{file.name} {piece.place.key} {piece.offsets} {piece.sizes} {piece.dtype}\n".encode())
+            digest.update(f"{file.name} {piece.location.key} {piece.offsets} {piece.sizes} {piece.dtype}\n".encode())
     return digest.hexdigest()

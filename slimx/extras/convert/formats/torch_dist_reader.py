@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.sources import Scratch, Shape
-from slimx.extras.megatron_files.directory import TensorPlace, check_fit, places
+from slimx.extras.megatron_files.directory import TensorLocation, check_fit, locations
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
 from slimx.models.files.reader import check_finite
@@ -60,14 +60,16 @@ class TorchDistReader:
         fit = check_fit(path, table)
         self.path = fit.path
         metadata = read_metadata(self.path / ".metadata")
-        self._holders: dict[str, list[tuple[TensorPlace, Rect]]] = defaultdict(list)
-        for place in places(table, per_layer=fit.per_layer):
-            place = replace(place, key=fit.keys.get(place.key, place.key), centred=place.key in fit.centred)
-            for rect in place.part.rects:
-                self._holders[place.part.sources[rect.source]].append((place, rect))
+        self._holders: dict[str, list[tuple[TensorLocation, Rect]]] = defaultdict(list)
+        for location in locations(table, per_layer=fit.per_layer):
+            location = replace(
+                location, key=fit.keys.get(location.key, location.key), centred=location.key in fit.centred
+            )
+            for rect in location.part.rects:
+                self._holders[location.part.sources[rect.source]].append((location, rect))
         stacked = {}
         for pairs in self._holders.values():
-            stacked.update({place.key: len(place.index) for place, _ in pairs})
+            stacked.update({location.key: len(location.index) for location, _ in pairs})
         self._dtypes = {key: _entry(metadata, key).properties.dtype for key in stacked}
         for key, dtype in self._dtypes.items():
             if dtype not in _DTYPES:
@@ -132,27 +134,29 @@ class TorchDistReader:
         check_finite(out, name, self.path)
         return out.float() + 1 if name in self.centred else out
 
-    def _fill(self, out: torch.Tensor, place: TensorPlace, move: Move) -> None:
-        """Copies the part `move` of the tensor at `place`, from all pieces that have some of it."""
+    def _fill(self, out: torch.Tensor, location: TensorLocation, move: Move) -> None:
+        """Copies the part `move` of the tensor at `location`, from all pieces that have some of it."""
         view = out[move.row :: move.row_step, move.col : move.col + move.cols][: move.rows]
         step = move.source_step
         filled = 0
-        for piece in self._stored[place.key].overlapping(place.index):
-            (top, left), (high, wide) = _extent(piece, len(place.index))
+        for piece in self._stored[location.key].overlapping(location.index):
+            (top, left), (high, wide) = _extent(piece, len(location.index))
             first = max(0, -(-(top - move.source_row) // step))
             last = min(view.shape[0], (top + high - 1 - move.source_row) // step + 1)
             start = max(0, left - move.source_col)
             stop = min(view.shape[1], left + wide - move.source_col)
             if first >= last or start >= stop:
                 continue
-            rows = self._bytes(piece, place.index, out.dtype)[move.source_row + first * step - top :: step]
+            rows = self._bytes(piece, location.index, out.dtype)[move.source_row + first * step - top :: step]
             begin = (move.source_col + start - left) * out.itemsize
             # Bytes are copied, because saved tensors are not aligned to their dtype in a file.
             part = rows[: last - first, begin : begin + (stop - start) * out.itemsize]
             view[first:last, start:stop].view(torch.uint8).copy_(part)
             filled += (last - first) * (stop - start)
         if filled != view.numel():
-            raise _incomplete(self.path, place.key, f"at {list(place.index)}: {filled} of {view.numel()} elements")
+            raise _incomplete(
+                self.path, location.key, f"at {list(location.index)}: {filled} of {view.numel()} elements"
+            )
 
     def _bytes(self, piece: _Stored, index: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Returns the matrix of `piece` with index `index` in the full tensor, uint8 [rows, bytes of a row]."""
