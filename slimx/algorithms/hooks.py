@@ -7,6 +7,7 @@ def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ def load_advantages(path: str) -> Advantages:
 
     def checked(groups: Sequence[Group]) -> list[float | np.ndarray]:
         result = hook(groups)
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        trajectories = list(chain(*(group.trajectories for group in groups)))
         if not isinstance(result, Sequence) or len(result) != len(trajectories):
             raise SlimxError(
                 f"algorithm.advantages: {path} returned {_kind(result)} for {len(trajectories)} trajectories; return a "
@@ -86,5 +87,6 @@ def _kind(value: object) -> str:
     if shape is not None:
         gradient = " with a gradient" if getattr(value, "requires_grad", False) else ""
         return f"a {type(value).__name__} of shape {list(shape)}{gradient}"
-    size = f" of {len(value)}" if isinstance(value, Sequence) and not isinstance(value, str) else ""
-    return f"a {type(value).__name__}{size}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -63,7 +63,9 @@ def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]
         from slimx.adapters.megatron import layers as megatron_layers
 
     adapters += device.change_megatron()
-    return adapters + (["torch_layers"] if megatron_layers.install(always=plain) else [])
+    if megatron_layers.install(always=plain):
+        adapters.append("torch_layers")
+    return adapters
 
 
 def redirect_output(path: str) -> None:

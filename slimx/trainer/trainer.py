@@ -29,7 +29,7 @@ from slimx.trainer.moe.routing import Routes, Routing
 from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline, Trained
-from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, reduce, summed
+from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, quotient, reduce, summed
 from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
 from slimx.trainer.step.passes import ForwardPasses, Holder
 from slimx.trainer.trained_model import TrainedModel
@@ -249,9 +249,7 @@ class PolicyTrainer(TrainedModel):
         comparable = torch.cat([self.routing.comparable(batch) for batch in batches])
         values |= gap_metrics(logprobs, rollout, measured, differs, torch.cat(before), comparable)
         metrics = mismatch_metrics(reduce(values, self.parallel.token_group))
-        tokens = metrics["gap/tokens"]
-        gap = metrics.pop("gap/sum")
-        metrics["gap/mean"] = gap / tokens if tokens else float("nan")
+        metrics["gap/mean"] = quotient(metrics.pop("gap/sum"), metrics["gap/tokens"])
         return metrics
 
     def _concatenated(self, arrays: list[np.ndarray]) -> torch.Tensor:

@@ -38,8 +38,11 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
     """Splits the flat range [start, end) of a row-major d-dimensional tensor into at most 2d - 1 boxes, in order."""
     if start >= end:
         return
-    if len(shape) < 2:
-        yield ((start,), (end - start,)) if shape else ((), ())
+    if not shape:
+        yield (), ()
+        return
+    if len(shape) == 1:
+        yield (start,), (end - start,)
         return
     row = prod(shape[1:])
     first = -(-start // row)

@@ -191,7 +191,8 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
             about="trainer.overlap_grad_reduce",
         )
     if configured is not None:
-        return configured, f"{name} {'during' if configured else 'after'} the backward pass: as configured"
+        moment = "during" if configured else "after"
+        return configured, f"{name} {moment} the backward pass: as configured"
     if trainer.data_size * trainer.context == 1:
         return False, f"{name} not needed: there is one data-parallel rank"
     if engine:

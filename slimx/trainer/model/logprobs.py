@@ -246,9 +246,11 @@ class _OutputLayer:
         self.targets = targets
         self.chunk = chunk
         self._product = torch.nn.functional.linear if arithmetic is None else arithmetic.product
-        self.size = group.size() if group is not None else 1
-        rank = group.rank() if group is not None else 0
-        first = len(weight) * rank
+        self.size = 1
+        first = 0
+        if group is not None:
+            self.size = group.size()
+            first = len(weight) * group.rank()
         self.vocabulary = range(first, first + len(weight))
         self.local_labels = (targets.labels >= first) & (targets.labels < first + len(weight))
         """bool [T]: whether the label is in this rank's part."""

@@ -42,7 +42,9 @@ class YarnTransformerConfig(TransformerConfig):
 def _kind(spec: ModelSpec) -> type[TransformerConfig]:
     if spec.transformer.get("multi_latent_attention"):
         return MLATransformerConfig
-    return YarnTransformerConfig if spec.gpt["position_embedding_type"] == "yarn" else TransformerConfig
+    if spec.gpt["position_embedding_type"] == "yarn":
+        return YarnTransformerConfig
+    return TransformerConfig
 
 
 def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:

@@ -129,12 +129,17 @@ class Pipeline:
         forward_only: bool,
     ) -> list[Result]:
         inputs = list(zip(batches, packings or [PackedSeqParams] * len(batches), strict=True))
+        # Each chunk reads the same micro-batches; a single chunk and its iterator are not passed as lists.
+        model: object = self.chunks
+        data: object = [iter(inputs) for _ in self.chunks]
+        if len(self.chunks) == 1:
+            model = self.chunks[0]
+            data = iter(inputs)
         with offloading(get_model_config(self.chunks[0]), training=not forward_only):
             return self._run(
                 forward_step_func=partial(self._forward, loss, training=not forward_only),
-                # Each chunk reads the same micro-batches; a single iterator is not passed as a list.
-                data_iterator=[iter(inputs) for _ in self.chunks] if len(self.chunks) > 1 else iter(inputs),
-                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                data_iterator=data,
+                model=model,
                 num_microbatches=len(batches),
                 seq_length=max(len(batch.tokens) for batch in batches),
                 micro_batch_size=1,

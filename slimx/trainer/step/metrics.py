@@ -83,9 +83,14 @@ def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
     squared = metrics.pop("mismatch/ratio_squared")
     total = metrics["mismatch/ratio"]
     for name in ("mismatch/mean", "mismatch/k3", "mismatch/ratio"):
-        metrics[name] = metrics[name] / tokens if tokens else float("nan")
-    metrics["mismatch/ess"] = total**2 / (tokens * squared) if tokens else float("nan")
+        metrics[name] = quotient(metrics[name], tokens)
+    metrics["mismatch/ess"] = quotient(total**2, tokens * squared)
     return metrics
+
+
+def quotient(value: float, count: float) -> float:
+    """Divides; NaN if `count` is 0, i.e. nothing was measured."""
+    return value / count if count else float("nan")
 
 
 def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
