@@ -300,8 +300,13 @@ def _stored_as(config: Json, dtypes: Collection[torch.dtype]) -> Json:
         return config
         return config
     (dtype,) = dtypes
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    return {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
+    name = str(dtype).removeprefix("torch.")
+    out = {**config}
+    if "dtype" in config:
+        out["dtype"] = name
+    if "torch_dtype" in config or "dtype" not in config:
+        out["torch_dtype"] = name
+    return out
 
 
 def _content(directory: Path) -> str:

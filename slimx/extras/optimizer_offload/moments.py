@@ -86,8 +86,11 @@ class HostMoments(ExternalState):
     def step(self, closure: None = None) -> None:
         """Runs one step of the inner optimizer for every parameter, in pieces; returns when the moments are back."""
         groups = self.inner.param_groups
-        parameters = [group["params"] for group in groups]
-        before = [group.get("step") for group in groups]
+        parameters = []
+        before = []
+        for group in groups:
+            parameters.append(group["params"])
+            before.append(group.get("step"))
         after = list(before)
         try:
             for piece in self._pieces(parameters):

@@ -33,7 +33,9 @@ def value_loss(inputs: ValueInputs, *, clip: float) -> tuple[torch.Tensor, dict[
     weight = inputs.weight
     trained = inputs.weight > 0
     # At untrained tokens values are arbitrary, and 0 * inf would be NaN.
-    values, old, returns = (torch.where(trained, x, 0.0) for x in (inputs.predicted, inputs.values, inputs.returns))
+    values = torch.where(trained, inputs.predicted, 0.0)
+    old = torch.where(trained, inputs.values, 0.0)
+    returns = torch.where(trained, inputs.returns, 0.0)
     squared = (values - returns).square()
     error = squared
     if clip:

@@ -88,7 +88,8 @@ class ValueTrainer(TrainedModel):
         super().__init__(config, parallel, chunks, weights, build_optimizer(config, chunks, undecayed), holder)
         named = weights.trainable()
         for value_head in self.heads:
-            named |= {f"value_head.{name}": parameter for name, parameter in value_head.named_parameters()}
+            for name, parameter in value_head.named_parameters():
+                named[f"value_head.{name}"] = parameter
         self.optimizer_step = OptimizerStep(
             self.optimizer, options, named, parallel.host_group, key=key, metrics=metrics
         )
@@ -137,7 +138,8 @@ def _heads(modules: list[ValueModel]) -> set[str]:
     for chunk, module in enumerate(modules):
         if module.post_process:
             prefix = f"{chunk}." if len(modules) > 1 else ""
-            names |= {f"{prefix}value_head.{name}" for name, _ in module.value_head.named_parameters()}
+            for name, _ in module.value_head.named_parameters():
+                names.add(f"{prefix}value_head.{name}")
     return names
 
 

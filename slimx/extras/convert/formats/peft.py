@@ -75,7 +75,8 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
         for name in names:
             if name not in complete:
                 complete[name] = read_whole(path, name, metadata)
-        a, b = (complete[name][location.index] for name in names)
+        a = complete[names[0]][location.index]
+        b = complete[names[1]][location.index]
         rank = len(a)
         parts = _by_module(location, b)
         if ".experts." not in location.part.sources[0]:

@@ -201,7 +201,8 @@ class ToHuggingFace:
         weight_map = {}
         for file in self.files:
             for unit in file.units:
-                weight_map.update({tensor.name: file.name for tensor in unit.tensors})
+                for tensor in unit.tensors:
+                    weight_map[tensor.name] = file.name
         total = sum(file.nbytes for file in self.files)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=1, sort_keys=True)

@@ -70,7 +70,7 @@ class Piece:
 
     @property
     def sizes(self) -> Shape:
-        return (*(1 for _ in self.location.index), *self._trim(self.box.rows, self.box.cols, self._inner))
+        return (1,) * len(self.location.index) + self._trim(self.box.rows, self.box.cols, self._inner)
 
     @property
     def _inner(self) -> Shape:
@@ -202,7 +202,7 @@ class ToMegatron:
     @property
     def small(self) -> Sequence[str]:
         """Names of the files that `finish` adds."""
-        return (*(f"{_RELEASE}/{name}" for name in (".metadata", "common.pt", "metadata.json")), TRACKER)
+        return (f"{_RELEASE}/.metadata", f"{_RELEASE}/common.pt", f"{_RELEASE}/metadata.json", TRACKER)
 
     def compare(self, directory: Path, advance: Advance) -> None:
         """Reads every tensor of the output as a conversion back would, and compares it with the source's. Raises

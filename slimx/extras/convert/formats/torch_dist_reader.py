@@ -69,15 +69,18 @@ class TorchDistReader:
                 self._holders[location.part.sources[rect.source]].append((location, rect))
         stacked = {}
         for pairs in self._holders.values():
-            stacked.update({location.key: len(location.index) for location, _ in pairs})
-        self._dtypes = {key: _entry(metadata, key).properties.dtype for key in stacked}
-        for key, dtype in self._dtypes.items():
+            for location, _ in pairs:
+                stacked[location.key] = len(location.index)
+        self._dtypes = {}
+        for key in stacked:
+            dtype = _entry(metadata, key).properties.dtype
             if dtype not in _DTYPES:
                 raise SlimxError(
                     f"{self.path}: tensor {key} is saved as {dtype}, which slimx does not support; save it in bf16",
                     code="megatron.dtype",
                     about=key,
                 )
+            self._dtypes[key] = dtype
         self._stored = {key: _Pieces(self.path, key, count, metadata) for key, count in stacked.items()}
         self._check_files()
         self._files: dict[str, torch.Tensor] = {}
